@@ -1,0 +1,49 @@
+"""Checkpoints through node memory and S3 for PyTorch Lightning and NeMo.
+
+The public names are resolved on first use, so that the command line and the drain, which need
+neither torch nor Lightning, never pay for importing them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
+    from tiered_checkpoint_io.config import TieredCheckpointConfig
+    from tiered_checkpoint_io.ids import build_s3_url, is_s3_url, parse_s3_url
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncCheckpointIO",
+    "TieredCheckpointConfig",
+    "TieredCheckpointIO",
+    "__version__",
+    "build_s3_url",
+    "is_s3_url",
+    "parse_s3_url",
+]
+
+_HOMES = {
+    "AsyncCheckpointIO": "tiered_checkpoint_io.adapters.lightning",
+    "TieredCheckpointIO": "tiered_checkpoint_io.adapters.lightning",
+    "TieredCheckpointConfig": "tiered_checkpoint_io.config",
+    "build_s3_url": "tiered_checkpoint_io.ids",
+    "is_s3_url": "tiered_checkpoint_io.ids",
+    "parse_s3_url": "tiered_checkpoint_io.ids",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Thin translations from frameworks to the engine; no policy."""

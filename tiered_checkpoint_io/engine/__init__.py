@@ -1,0 +1,1 @@
+"""Staging, commit, drain and restore: what the package exists for."""

@@ -1,0 +1,159 @@
+"""Every error that this package raises on purpose.
+
+::
+
+    TieredCheckpointError
+    ├── ConfigError (ValueError)                 a configuration key or value is not allowed
+    ├── InvalidNameError (ValueError)            a name, key or URL is malformed or leaves its folder
+    ├── UsageError (RuntimeError)                the API was called where it cannot work
+    ├── CheckpointNotFoundError (FileNotFoundError)
+    ├── CorruptCheckpointError                   bytes differ from what their manifest says
+    ├── ManifestError                            a manifest that cannot be understood
+    │   └── FormatVersionError                   ... because a newer release wrote it
+    ├── MemoryTierError (OSError)                the node's memory tier
+    │   ├── MemoryFullError                      no room, by budget or by the file system
+    │   └── MemoryUnsafeError (PermissionError)  not ours, wrong mode, or a symbolic link
+    ├── StoreError (OSError)                     the durable tier
+    │   ├── StoreNotFoundError (FileNotFoundError)
+    │   ├── StoreAccessError (PermissionError)   credentials or rights; retrying does not help
+    │   ├── StoreConfigError                     bucket, region or endpoint is wrong
+    │   └── StoreUnavailableError                throttled, 5xx or unreachable; may be retried
+    ├── DrainError (RuntimeError)                the background drain failed, died or is too slow
+    ├── SaveError (RuntimeError)                 a save that did not reach its tiers
+    └── RestoreError (RuntimeError)              no candidate could be restored, or ranks disagree
+
+An error says what failed (operation, tier, key, rank, step) and what to do (hint). Errors travel
+between ranks by pickle, so every one of them can be pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CONTEXT_FIELDS = ("operation", "tier", "key", "rank", "step")
+
+
+class TieredCheckpointError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: What failed, in one sentence.
+        operation: The operation that failed, for example ``"upload"``.
+        tier: ``"memory"`` or ``"durable"``.
+        key: The key, path or URL that it was about.
+        rank: The global rank on which it failed.
+        step: The training step of the checkpoint.
+        hint: What the user can do about it.
+    """
+
+    #: Whether the same call may succeed later without anybody changing anything.
+    retryable: bool = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str | None = None,
+        tier: str | None = None,
+        key: str | None = None,
+        rank: int | None = None,
+        step: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.message = message
+        self.operation = operation
+        self.tier = tier
+        self.key = key
+        self.rank = rank
+        self.step = step
+        self.hint = hint
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        context = ", ".join(
+            f"{field}={getattr(self, field)}" for field in _CONTEXT_FIELDS if getattr(self, field) is not None
+        )
+        text = f"{self.message} [{context}]" if context else self.message
+        return f"{text} — {self.hint}" if self.hint else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {field: getattr(self, field) for field in (*_CONTEXT_FIELDS, "hint")}
+        return (_rebuild, (type(self), self.message, state))
+
+
+def _rebuild(cls: type[TieredCheckpointError], message: str, state: dict[str, Any]) -> TieredCheckpointError:
+    return cls(message, **state)
+
+
+class ConfigError(TieredCheckpointError, ValueError):
+    """A configuration key or value is not allowed. Nothing was done."""
+
+
+class InvalidNameError(TieredCheckpointError, ValueError):
+    """A checkpoint name, key or URL is malformed, or would leave its folder. Nothing was done."""
+
+
+class UsageError(TieredCheckpointError, RuntimeError):
+    """The API was called where, or in a way that, it cannot work."""
+
+
+class CheckpointNotFoundError(TieredCheckpointError, FileNotFoundError):
+    """No tier holds the checkpoint that was asked for by name."""
+
+
+class CorruptCheckpointError(TieredCheckpointError):
+    """Bytes in a tier differ from what their manifest says, or are missing."""
+
+
+class ManifestError(TieredCheckpointError):
+    """A manifest or part manifest that cannot be understood."""
+
+
+class FormatVersionError(ManifestError):
+    """A manifest written by a newer release of this package than the one that reads it."""
+
+
+class MemoryTierError(TieredCheckpointError, OSError):
+    """The memory tier of this node cannot be used."""
+
+
+class MemoryFullError(MemoryTierError):
+    """No room in the memory tier: by its budget, or by the file system that it lies on."""
+
+
+class MemoryUnsafeError(MemoryTierError, PermissionError):
+    """The memory tier's folder is not ours, is open to others, or is a symbolic link."""
+
+
+class StoreError(TieredCheckpointError, OSError):
+    """An operation on the durable tier failed."""
+
+
+class StoreNotFoundError(StoreError, FileNotFoundError):
+    """The durable tier has no object under this key."""
+
+
+class StoreAccessError(StoreError, PermissionError):
+    """The durable tier refuses: missing credentials or rights. Retrying does not help."""
+
+
+class StoreConfigError(StoreError):
+    """The durable tier does not exist as configured: bucket, region or endpoint."""
+
+
+class StoreUnavailableError(StoreError):
+    """The durable tier is throttling, failing or unreachable. The same call may succeed later."""
+
+    retryable = True
+
+
+class DrainError(TieredCheckpointError, RuntimeError):
+    """The background drain failed, died, or did not finish in time."""
+
+
+class SaveError(TieredCheckpointError, RuntimeError):
+    """A checkpoint did not reach the tiers that it was meant for."""
+
+
+class RestoreError(TieredCheckpointError, RuntimeError):
+    """No candidate could be restored, or the ranks could not agree on one."""

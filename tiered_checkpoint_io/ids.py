@@ -1,0 +1,254 @@
+"""The only place where a name, step, key, id or URL is formatted or parsed.
+
+No dependency beyond the standard library, so that ``is_s3_url`` and its kin can be used anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from datetime import datetime, timezone
+
+from tiered_checkpoint_io.errors import InvalidNameError
+
+#: What a user passes as ``ckpt_path`` to resume from the newest intact checkpoint, or from scratch.
+LATEST = "tiered:latest"
+#: The same for the newest checkpoint that a callback called "last"; used by ``ckpt_path="last"``.
+LAST = "tiered:last"
+
+#: Everything that is ours on the durable tier, besides the checkpoints themselves, lies below this.
+META_PREFIX = ".tiered/"
+MANIFEST_PREFIX = META_PREFIX + "manifests/"
+PART_PREFIX = META_PREFIX + "parts/"
+
+_MANIFEST_SUFFIX = ".json"
+_NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DOTALL)
+#: ``Path("s3://bucket/key")`` has lost a slash when it becomes text again.
+_MANGLED_S3 = re.compile(r"s3:/(?!/)")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
+_STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
+#: A file system allows 255 bytes for one component; the manifest's key adds its suffix.
+_MAX_COMPONENT_BYTES = 255 - len(_MANIFEST_SUFFIX)
+#: S3 allows 1,024 bytes for a key; the rest is room for the prefix and our own folders.
+_MAX_NAME_BYTES = 700
+_MAX_NAMESPACE = 128
+
+StrPath = str | os.PathLike[str]
+
+
+# --------------------------------------------------------------------------------------- S3 URLs
+def _text(path: StrPath) -> str:
+    text = os.fspath(path)
+    return _MANGLED_S3.sub("s3://", text, count=1) if text.startswith("s3:") else text
+
+
+def is_s3_url(path: StrPath) -> bool:
+    """Whether ``path`` (text or ``Path``, whose lost slash is forgiven) is an ``s3://`` URL."""
+    return _text(path).startswith("s3://")
+
+
+def build_s3_url(bucket: str, key: str = "") -> str:
+    """``("b", "x/y")`` gives ``"s3://b/x/y"``; without a key, ``"s3://b"``.
+
+    Raises:
+        InvalidNameError: The bucket's name is empty or not one that S3 allows.
+    """
+    if not _BUCKET.match(bucket):
+        raise InvalidNameError(
+            f"invalid S3 bucket name {bucket!r}",
+            hint="a bucket's name has 2-255 letters, digits, '.', '_' or '-'",
+        )
+    key = key.lstrip("/")
+    return f"s3://{bucket}/{key}" if key else f"s3://{bucket}"
+
+
+def parse_s3_url(url: StrPath) -> tuple[str, str]:
+    """``"s3://b/x/y"`` gives ``("b", "x/y")``; without a key, ``("b", "")``.
+
+    Raises:
+        InvalidNameError: Not an S3 URL, or one without a bucket.
+    """
+    text = _text(url)
+    if not text.startswith("s3://"):
+        raise InvalidNameError(f"not an S3 URL: {text!r}", hint="it must look like s3://bucket/prefix")
+    bucket, _, key = text[len("s3://") :].partition("/")
+    if not bucket:
+        raise InvalidNameError(f"S3 URL without a bucket: {text!r}", hint="it must look like s3://bucket/prefix")
+    build_s3_url(bucket)
+    return bucket, key
+
+
+# ---------------------------------------------------------------------------------------- dirpath
+def url_scheme(path: StrPath) -> str | None:
+    """The scheme of a URL (``"s3"``, ``"gs"``, ``"memory"`` ...); None for a local path."""
+    match = _URL.match(_text(path))
+    return match["scheme"].lower() if match else None
+
+
+def normalize_dirpath(dirpath: StrPath) -> str:
+    """One spelling for a durable tier's root: URL or absolute local path, no trailing slash.
+
+    Raises:
+        InvalidNameError: Empty, or an S3 URL without a bucket.
+    """
+    text = _text(dirpath)
+    if not text.strip():
+        raise InvalidNameError("dirpath is empty", hint="give an S3 URL, another fsspec URL, or a directory")
+    scheme = url_scheme(text)
+    if scheme == "s3":
+        bucket, key = parse_s3_url(text)
+        return build_s3_url(bucket, key.strip("/"))
+    if scheme in ("file", "local"):
+        text = text.split("://", 1)[1]
+    elif scheme is not None:
+        return text if text.endswith("://") else text.rstrip("/")
+    return os.path.abspath(text)
+
+
+def join_url(dirpath: str, name: str) -> str:
+    """The full path of a checkpoint: what Lightning shows as ``best_model_path``."""
+    return f"{dirpath.rstrip('/')}/{name}" if not dirpath.endswith("://") else dirpath + name
+
+
+# ------------------------------------------------------------------------------- names and steps
+def validate_name(name: str) -> str:
+    """A checkpoint's name: a relative path that stays where it is put.
+
+    Raises:
+        InvalidNameError: Empty, absolute, leaves its folder (``..``), reserved, or too long.
+    """
+    problem: str | None = None
+    parts = name.split("/")
+    if not name:
+        problem = "is empty"
+    elif any(ord(char) < 32 or ord(char) == 127 for char in name) or "\\" in name:
+        problem = "has control characters or a backslash"
+    elif name.startswith("/") or url_scheme(name) is not None:
+        problem = "is not relative to dirpath"
+    elif any(part in ("", ".", "..") for part in parts):
+        problem = "has an empty, '.' or '..' component"
+    elif parts[0] == META_PREFIX.rstrip("/"):
+        problem = f"lies in the reserved folder {META_PREFIX!r}"
+    elif len(name.encode("utf-8", "surrogatepass")) > _MAX_NAME_BYTES:
+        problem = f"is longer than {_MAX_NAME_BYTES} bytes"
+    elif any(len(part.encode("utf-8", "surrogatepass")) > _MAX_COMPONENT_BYTES for part in parts):
+        problem = f"has a component of more than {_MAX_COMPONENT_BYTES} bytes"
+    else:
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:
+            problem = "is not valid Unicode"
+    if problem:
+        raise InvalidNameError(
+            f"checkpoint name {name!r} {problem}",
+            hint="use a path relative to dirpath, such as 'epoch=0-step=500.ckpt'",
+        )
+    return name
+
+
+def name_in(dirpath: str, path: StrPath) -> str:
+    """The name of the checkpoint at ``path``: a path below ``dirpath``, or already a name.
+
+    Args:
+        dirpath: As :func:`normalize_dirpath` gives it.
+        path: A full path or URL below ``dirpath``, or a name relative to it.
+
+    Raises:
+        InvalidNameError: Outside ``dirpath``, or not a valid name.
+    """
+    text = _text(path).rstrip("/")
+    root = dirpath.rstrip("/")
+    if url_scheme(text) is None and not os.path.isabs(text):
+        return validate_name(text)
+    full = text if url_scheme(text) not in (None, "file", "local") else normalize_dirpath(text)
+    # ".." must be refused, not resolved: a name says where it lies.
+    if ".." in text.split("/") or not full.startswith(root + "/"):
+        raise InvalidNameError(
+            f"checkpoint path {text!r} is not below dirpath {dirpath!r}",
+            hint="save below dirpath, or configure another dirpath",
+        )
+    return validate_name(full[len(root) + 1 :])
+
+
+def step_in_name(name: str) -> int | None:
+    """The step that a name tells: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
+    matches = list(_STEP_IN_NAME.finditer(name))
+    return int(matches[-1]["step"]) if matches else None
+
+
+def validate_namespace(namespace: str) -> str:
+    """A namespace: letters, digits, ``_`` and ``-``.
+
+    Raises:
+        InvalidNameError: Empty, too long, or with other characters.
+    """
+    if not isinstance(namespace, str) or not namespace:
+        raise InvalidNameError("namespace cannot be empty", hint="allowed: letters, digits, '_' and '-'")
+    if not _NAMESPACE.match(namespace) or len(namespace) > _MAX_NAMESPACE:
+        raise InvalidNameError(
+            f"invalid namespace {namespace!r}",
+            hint=f"allowed: up to {_MAX_NAMESPACE} letters, digits, '_' and '-'",
+        )
+    return namespace
+
+
+# ------------------------------------------------------------------------------------------- keys
+def manifest_key(name: str) -> str:
+    """``.tiered/manifests/<name>.json``: exists if and only if the checkpoint exists."""
+    return f"{MANIFEST_PREFIX}{name}{_MANIFEST_SUFFIX}"
+
+
+def name_from_manifest_key(key: str) -> str | None:
+    """The inverse of :func:`manifest_key`; None for a key that is not a manifest's."""
+    if not (key.startswith(MANIFEST_PREFIX) and key.endswith(_MANIFEST_SUFFIX)):
+        return None
+    return key[len(MANIFEST_PREFIX) : -len(_MANIFEST_SUFFIX)] or None
+
+
+def rank_folder(rank: int) -> str:
+    """``rank-00003``."""
+    return f"rank-{rank:05d}"
+
+
+# -------------------------------------------------------------------------------------------- ids
+_TIME_FORMAT = "%Y%m%dT%H%M%S.%f"
+_SAVE_ID = re.compile(r"(?P<time>\d{8}T\d{6}\.\d{6})-(?P<random>[0-9a-f]{8})-(?P<counter>\d{8})\Z")
+_RUN_ID = re.compile(r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{8}\Z")
+
+
+def new_run_id(after: str | None = None, now: float | None = None) -> str:
+    """A run's id; ids sort, as text, in the order in which runs began.
+
+    Args:
+        after: A save id seen in any tier. The new id sorts behind it even where this machine's
+            clock is behind that of the machine that gave it (a Lamport clock).
+        now: Seconds since the epoch; the current time by default.
+    """
+    stamp = datetime.fromtimestamp(time.time() if now is None else now, timezone.utc)
+    if after is not None:
+        match = _SAVE_ID.match(after)
+        if match:
+            seen = datetime.strptime(match["time"], _TIME_FORMAT).replace(tzinfo=timezone.utc)
+            if stamp <= seen:
+                micros = int(seen.timestamp()) * 1_000_000 + seen.microsecond + 1
+                stamp = datetime.fromtimestamp(micros // 1_000_000, timezone.utc).replace(microsecond=micros % 1_000_000)
+    return f"{stamp.strftime(_TIME_FORMAT)}-{secrets.token_hex(4)}"
+
+
+def save_id(run_id: str, counter: int) -> str:
+    """The id of the ``counter``-th operation of a run; ids sort, as text, in order of their making."""
+    return f"{run_id}-{counter:08d}"
+
+
+def validate_save_id(text: str) -> str:
+    """Gives ``text`` back where it is a save id, which makes it safe as a file's name.
+
+    Raises:
+        InvalidNameError: It is not.
+    """
+    if not isinstance(text, str) or not _SAVE_ID.match(text):
+        raise InvalidNameError(f"not a save id: {text!r}")
+    return text

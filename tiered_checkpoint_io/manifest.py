@@ -1,0 +1,420 @@
+"""Manifests, parts and hashes: what a checkpoint is made of, as data. Pure; no input or output.
+
+A *part* says what one rank contributed to one save. A *manifest* says that a checkpoint exists and
+what its bytes are. Both are versioned JSON. A reader of this version reads every older version,
+and refuses a newer one by :class:`FormatVersionError`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import xxhash
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.errors import CorruptCheckpointError, FormatVersionError, InvalidNameError, ManifestError
+
+FORMAT = "tiered-checkpoint"
+FORMAT_VERSION = 1
+
+#: Bytes hashed as one unit: small enough to be read in ranges by many threads at once, large
+#: enough that a manifest stays small.
+MIN_CHUNK_SIZE = 16 << 20
+_MAX_CHUNKS = 16_384
+#: Above S3's 5 TiB no object can exist; a manifest that claims more is damaged or hostile.
+_MAX_FILE_SIZE = 5 << 40
+_MAX_FILES = 1_000_000
+_DIGEST_LENGTH = 32
+
+Kind = Literal["full", "sharded", "local"]
+KINDS: tuple[Kind, ...] = ("full", "sharded", "local")
+
+
+# ----------------------------------------------------------------------------------------- hashes
+def chunk_size_for(size: int) -> int:
+    """The chunk size for a file of ``size`` bytes: 16 MiB, doubled until 16,384 chunks suffice."""
+    chunk_size = MIN_CHUNK_SIZE
+    while size > chunk_size * _MAX_CHUNKS:
+        chunk_size *= 2
+    return chunk_size
+
+
+def chunk_ranges(size: int, chunk_size: int) -> list[tuple[int, int]]:
+    """``(offset, length)`` of each chunk of a file of ``size`` bytes; one empty chunk for 0 bytes."""
+    if size == 0:
+        return [(0, 0)]
+    return [(offset, min(chunk_size, size - offset)) for offset in range(0, size, chunk_size)]
+
+
+def hash_bytes(data: memoryview | bytes) -> str:
+    """xxh3-128 of ``data``, as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        path: Where it lies on the durable tier, relative to dirpath. In the memory tier it lies
+            under the last component of this path, in its part's folder.
+        size: Bytes.
+        chunk_size: Bytes of each chunk but the last.
+        hashes: xxh3-128 of each chunk, as hexadecimal digits.
+    """
+
+    path: str
+    size: int
+    chunk_size: int
+    hashes: tuple[str, ...]
+
+    @property
+    def basename(self) -> str:
+        """The file's name in the memory tier."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """``(offset, length)`` of each chunk, in the order of ``hashes``."""
+        return chunk_ranges(self.size, self.chunk_size)
+
+    def check_chunk(self, index: int, data: memoryview | bytes, *, tier: str, where: str) -> None:
+        """Compares chunk ``index`` with its hash.
+
+        Raises:
+            CorruptCheckpointError: They differ.
+        """
+        if hash_bytes(data) != self.hashes[index]:
+            offset, length = self.chunks[index]
+            raise CorruptCheckpointError(
+                f"bytes {offset}-{offset + length} of {self.path!r} differ from their hash",
+                operation="verify",
+                tier=tier,
+                key=where,
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": self.path, "size": self.size, "chunk_size": self.chunk_size, "hashes": list(self.hashes)}
+
+    @classmethod
+    def from_json(cls, raw: object) -> FileEntry:
+        entry = _mapping(raw, "files[]")
+        path = ids.validate_name(_str(entry, "path"))
+        size = _int(entry, "size", 0, _MAX_FILE_SIZE)
+        chunk_size = _int(entry, "chunk_size", 1, _MAX_FILE_SIZE)
+        hashes = entry.get("hashes")
+        expected = max(1, -(-size // chunk_size))
+        if not isinstance(hashes, list) or len(hashes) != expected:
+            raise ManifestError(f"files[].hashes of {path!r}: expected a list of {expected}")
+        if not all(isinstance(digest, str) and len(digest) == _DIGEST_LENGTH for digest in hashes):
+            raise ManifestError(f"files[].hashes of {path!r}: expected {_DIGEST_LENGTH} hexadecimal digits each")
+        return cls(path, size, chunk_size, tuple(hashes))
+
+
+# ---------------------------------------------------------------------------------------- content
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The value that a ModelCheckpoint monitored when it saved."""
+
+    monitor: str
+    value: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"monitor": self.monitor, "value": self.value}
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one save put under a name.
+
+    Attributes:
+        save_id: Which save; as text, ids sort in the order of the saves.
+        step: The global training step; -1 where the state does not tell.
+        epoch: The epoch; -1 where the state does not tell.
+        kind: ``full``, ``sharded`` or ``local``.
+        created: Seconds since the epoch, by the writer's clock; for people, not for ordering.
+        world_size: The number of ranks that trained.
+        writer: Versions of the software that wrote it.
+        files: All files of the checkpoint (manifest), or of one rank (part).
+        metric: What ModelCheckpoint monitored, where it did.
+    """
+
+    save_id: str
+    step: int
+    epoch: int
+    kind: Kind
+    created: float
+    world_size: int
+    writer: Mapping[str, str]
+    files: tuple[FileEntry, ...]
+    metric: Metric | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "save_id": self.save_id,
+            "step": self.step,
+            "epoch": self.epoch,
+            "kind": self.kind,
+            "created": self.created,
+            "world_size": self.world_size,
+            "writer": dict(self.writer),
+            "files": [entry.to_json() for entry in self.files],
+            "metric": self.metric.to_json() if self.metric else None,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Content:
+        kind = _str(raw, "kind")
+        if kind not in KINDS:
+            raise ManifestError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+        files = raw.get("files")
+        if not isinstance(files, list) or len(files) > _MAX_FILES:
+            raise ManifestError(f"files: expected a list of at most {_MAX_FILES}")
+        writer = _mapping(raw.get("writer", {}), "writer")
+        metric = raw.get("metric")
+        return cls(
+            save_id=ids.validate_save_id(_str(raw, "save_id")),
+            step=_int(raw, "step", -1, 1 << 62),
+            epoch=_int(raw, "epoch", -1, 1 << 62),
+            kind=cast("Kind", kind),
+            created=_number(raw, "created"),
+            world_size=_int(raw, "world_size", 1, 1 << 31),
+            writer={str(key): str(value) for key, value in writer.items()},
+            files=tuple(FileEntry.from_json(entry) for entry in files),
+            metric=_metric(metric) if metric is not None else None,
+        )
+
+
+# --------------------------------------------------------------------------------------- manifest
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint on the durable tier: it exists if and only if its manifest does.
+
+    Attributes:
+        name: The checkpoint's name: its path relative to dirpath.
+        content: What it holds.
+        previous: What the same objects may still hold, while an overwrite is under way, the
+            newest first. A reader takes whichever of ``content`` and these the bytes match.
+        aliases: Names of aliases that may point here.
+        alias_of: For an alias, the name of the checkpoint whose files it names.
+    """
+
+    name: str
+    content: Content
+    previous: tuple[Content, ...] = ()
+    aliases: tuple[str, ...] = ()
+    alias_of: str | None = None
+
+    def with_alias(self, alias: str) -> Manifest:
+        """The same, with ``alias`` among its aliases."""
+        return self if alias in self.aliases else replace(self, aliases=(*self.aliases, alias))
+
+    def to_json(self) -> bytes:
+        """The manifest as it is stored."""
+        return _dump(
+            {
+                "name": self.name,
+                **self.content.to_json(),
+                "previous": [content.to_json() for content in self.previous],
+                "aliases": list(self.aliases),
+                "alias_of": self.alias_of,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str) -> Manifest:
+        """Reads a manifest.
+
+        Args:
+            data: The stored JSON.
+            where: Its key or path, for errors.
+
+        Raises:
+            FormatVersionError: A newer release wrote it.
+            ManifestError: It is not a manifest.
+        """
+        raw = _load(data, where)
+        with _located(where):
+            alias_of = raw.get("alias_of")
+            previous = raw.get("previous", [])
+            if not isinstance(previous, list):
+                raise ManifestError("previous: expected a list")
+            return cls(
+                name=ids.validate_name(_str(raw, "name")),
+                content=Content.from_json(raw),
+                previous=tuple(Content.from_json(_mapping(entry, "previous[]")) for entry in previous),
+                aliases=tuple(ids.validate_name(alias) for alias in _strings(raw, "aliases")),
+                alias_of=None if alias_of is None else ids.validate_name(_str(raw, "alias_of")),
+            )
+
+
+# ------------------------------------------------------------------------------------------- part
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank contributed to one save, as it lies in the memory tier.
+
+    Attributes:
+        name: The checkpoint's name.
+        rank: The rank that wrote it.
+        content: Its files, and the facts of the save.
+        dirpath: The durable tier that it belongs to.
+        durable: Whether it is to be drained to the durable tier. A committed part with this set
+            *is* the request to upload it.
+    """
+
+    name: str
+    rank: int
+    content: Content
+    dirpath: str
+    durable: bool
+    version: int = field(default=FORMAT_VERSION, compare=False)
+
+    @property
+    def save_id(self) -> str:
+        return self.content.save_id
+
+    def to_json(self) -> bytes:
+        """The part as it is stored (``part.json``)."""
+        return _dump(
+            {
+                "name": self.name,
+                "rank": self.rank,
+                **self.content.to_json(),
+                "dirpath": self.dirpath,
+                "durable": self.durable,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str) -> Part:
+        """Reads a part; raises as :meth:`Manifest.from_json` does."""
+        raw = _load(data, where)
+        with _located(where):
+            durable = raw.get("durable")
+            if not isinstance(durable, bool):
+                raise ManifestError("durable: expected true or false")
+            return cls(
+                name=ids.validate_name(_str(raw, "name")),
+                rank=_int(raw, "rank", 0, 1 << 31),
+                content=Content.from_json(raw),
+                dirpath=_str(raw, "dirpath"),
+                durable=durable,
+            )
+
+
+def merge_parts(parts: Sequence[Part]) -> Manifest | None:
+    """The manifest of a save whose parts these are; None while some rank's part is missing.
+
+    A ``full`` checkpoint has one part, whichever rank wrote it; the others one of every rank.
+
+    Raises:
+        ManifestError: The parts are not of one save, or two of them claim the same file.
+    """
+    if not parts:
+        return None
+    ordered = sorted(parts, key=lambda part: part.rank)
+    first = ordered[0]
+    if any((part.name, part.save_id) != (first.name, first.save_id) for part in ordered):
+        raise ManifestError("parts of different saves cannot make one checkpoint", key=first.name)
+    if first.content.kind != "full" and [part.rank for part in ordered] != list(range(first.content.world_size)):
+        return None
+    files = tuple(entry for part in ordered for entry in part.content.files)
+    if len({entry.path for entry in files}) != len(files):
+        raise ManifestError("two parts claim the same file", key=first.name)
+    return Manifest(first.name, replace(first.content, files=files))
+
+
+def newest_first(contents: Iterable[Content]) -> list[Content]:
+    """Contents in the order in which a restart prefers them: the latest save first.
+
+    The order is that of the saves, not of the steps: who went back to step 100 and trained on
+    wants step 110, not the step 500 of the abandoned branch.
+    """
+    return sorted(contents, key=lambda content: content.save_id, reverse=True)
+
+
+# ------------------------------------------------------------------------------------- validation
+class _located:  # noqa: N801 - reads as a clause: "with _located(where)"
+    """Puts the key of the document that is being read into errors of its parser."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ManifestError | InvalidNameError) and error.key is None:
+            raise ManifestError(f"not a valid manifest: {error.message}", operation="parse", key=self._where) from error
+
+
+def _dump(body: dict[str, Any]) -> bytes:
+    document = {"format": FORMAT, "version": FORMAT_VERSION, **body}
+    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=True).encode("utf-8")
+
+
+def _load(data: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError("not JSON, or cut short", operation="parse", key=where) from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ManifestError(f"not a {FORMAT} document", operation="parse", key=where)
+    version = raw.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ManifestError(f"version is {version!r}", operation="parse", key=where)
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest that this release reads",
+            operation="parse",
+            key=where,
+            hint="upgrade tiered-checkpoint-io",
+        )
+    return raw
+
+
+def _mapping(raw: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(raw, dict):
+        raise ManifestError(f"{what}: expected an object")
+    return raw
+
+
+def _str(raw: Mapping[str, Any], key: str) -> str:
+    value = raw.get(key)
+    if not isinstance(value, str):
+        raise ManifestError(f"{key}: expected text")
+    return value
+
+
+def _strings(raw: Mapping[str, Any], key: str) -> list[str]:
+    value = raw.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ManifestError(f"{key}: expected a list of texts")
+    return value
+
+
+def _int(raw: Mapping[str, Any], key: str, low: int, high: int) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ManifestError(f"{key}: expected a whole number from {low} to {high}")
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str) -> float:
+    value = raw.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ManifestError(f"{key}: expected a number")
+    return float(value)
+
+
+def _metric(raw: object) -> Metric:
+    metric = _mapping(raw, "metric")
+    return Metric(_str(metric, "monitor"), _number(metric, "value"))

@@ -1,0 +1,157 @@
+"""Store: the little that the engine needs from a durable tier.
+
+Policy (commit order, retention, verification, which ranges to read) lives in the engine, above
+this protocol. A store moves bytes and tells the truth about errors. Keys are ``str``, relative to
+the store's root: ``Path`` mangles URLs.
+
+What every store promises (``tiered_checkpoint_io.testing.StoreContract`` checks it):
+
+- ``put`` and ``upload`` are atomic: a reader sees the old object or the new one, whole, and a
+  failed or killed write leaves the old one as it was.
+- A read that follows a write that returned sees it, and so does a list.
+- ``delete`` of what is not there succeeds.
+- Errors are those of ``tiered_checkpoint_io.errors``, translated where the client library is
+  imported, by code and never by text; ``StoreError.retryable`` tells whether to try again.
+- All methods may be called from several threads at once.
+- No reference to a caller's buffer is kept after a call returns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object of a listing.
+
+    Attributes:
+        key: Relative to the store's root.
+        size: Bytes.
+        modified: When it was last written, in seconds since the epoch by the store's own clock.
+    """
+
+    key: str
+    size: int
+    modified: float
+
+
+class Metrics:
+    """Thread-safe counters of what was asked of a store.
+
+    Names are ``requests.<operation>`` (``list``, ``get``, ``put``, ``head``, ``delete``,
+    ``part`` ... one per request that went out, retries included), ``bytes.up``, ``bytes.down``
+    and ``retries``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += amount
+
+    def snapshot(self) -> dict[str, int]:
+        """All counters, by name."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class UploadJournal(Protocol):
+    """Where a store notes an upload in progress, so that another process can take it up.
+
+    A store may write any JSON object; it gets the same object back after a restart.
+    """
+
+    def read(self) -> dict[str, object] | None: ...
+
+    def write(self, state: dict[str, object]) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A durable tier rooted at one URL or directory."""
+
+    @property
+    def url(self) -> str:
+        """The root, as the user would write it; holds no secret."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics:
+        """What was asked of this store so far."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects whose key starts with ``prefix``, at any depth, in any order.
+
+        Raises:
+            StoreError: The listing failed. A store, or prefix, with nothing in it is no error.
+        """
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The content of a small object.
+
+        Raises:
+            StoreNotFoundError: There is none.
+        """
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes a small object, atomically, over what may be there."""
+        ...
+
+    def size(self, key: str) -> int:
+        """The size of an object in bytes.
+
+        Raises:
+            StoreNotFoundError: There is none.
+        """
+        ...
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` (writable bytes) from the object, starting at byte ``offset``.
+
+        Raises:
+            StoreNotFoundError: There is no such object.
+            CorruptCheckpointError: The object ends before the buffer is full.
+        """
+        ...
+
+    def upload(
+        self,
+        key: str,
+        data: memoryview,
+        *,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Writes a large object, atomically, over what may be there.
+
+        Args:
+            key: Where to.
+            data: The whole content: contiguous bytes, unchanged until the call returns.
+            journal: Where to note what a later call, in this process or another, can resume.
+            progress: Called with the number of further bytes that were written, from any thread.
+        """
+        ...
+
+    def abandon(self, key: str, journal: UploadJournal) -> None:
+        """Ends the upload that ``journal`` tells of, freeing what the store holds of it."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Removes an object; succeeds where there is none."""
+        ...
+
+    def close(self) -> None:
+        """Frees connections and threads. A closed store is not used again."""
+        ...
