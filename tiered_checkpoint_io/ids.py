@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 
 from tiered_checkpoint_io.errors import InvalidNameError
 
@@ -233,8 +233,7 @@ def new_run_id(after: str | None = None, now: float | None = None) -> str:
         if match:
             seen = datetime.strptime(match["time"], _TIME_FORMAT).replace(tzinfo=timezone.utc)
             if stamp <= seen:
-                micros = int(seen.timestamp()) * 1_000_000 + seen.microsecond + 1
-                stamp = datetime.fromtimestamp(micros // 1_000_000, timezone.utc).replace(microsecond=micros % 1_000_000)
+                stamp = seen + timedelta(microseconds=1)
     return f"{stamp.strftime(_TIME_FORMAT)}-{secrets.token_hex(4)}"
 
 

@@ -1,0 +1,401 @@
+"""The memory tier: committed parts, free slots and quarantine in one private folder of a node.
+
+::
+
+    <memory_dir>/tiered-<uid>/<namespace>/     0700, owner checked, symbolic links refused
+      saves/<save_id>/rank-00000/{<file>, part.json}   appears whole, by one rename
+                                 drained               marker: the durable tier has it, or gave up
+                                 pinned                marker: mapped by a reader, never recycled
+      slots/  trash/  quarantine/  requests/  status/
+
+No checkpoint's name becomes a folder here, only the last component of its path, as a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import stat
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ManifestError,
+    MemoryTierError,
+    MemoryUnsafeError,
+)
+from tiered_checkpoint_io.manifest import Part
+from tiered_checkpoint_io.storage.slots import Slot, SlotPool, clean_dead
+
+FOLDERS = ("saves", "slots", "trash", "quarantine", "requests", "status")
+PART_FILE = "part.json"
+_DRAINED = "drained"
+_PINNED = "pinned"
+_NEW = ".new"
+#: A folder that is being made is renamed within milliseconds; an older one's maker died.
+_STALE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A committed part in the memory tier.
+
+    Attributes:
+        part: What it is.
+        folder: Where it lies.
+        drained: Whether the durable tier needs nothing more of it.
+    """
+
+    part: Part
+    folder: Path
+    drained: bool
+
+    @property
+    def save_id(self) -> str:
+        return self.part.save_id
+
+    @property
+    def pending(self) -> bool:
+        """Whether it waits for the durable tier."""
+        return self.part.durable and not self.drained
+
+    def file(self, basename: str) -> Path:
+        return self.folder / basename
+
+
+def namespace_root(memory_dir: str, namespace: str) -> Path:
+    """Where the memory tier of a namespace lies for the current user."""
+    return Path(memory_dir) / f"tiered-{os.getuid()}" / ids.validate_namespace(namespace)
+
+
+class MemoryTier:
+    """The memory tier of one namespace on this node, as one process uses it."""
+
+    def __init__(
+        self, root: Path, *, budget_bytes: int | None = None, unmap: Callable[[memoryview], None] | None = None
+    ) -> None:
+        """Takes a root that :meth:`open` has checked.
+
+        Args:
+            root: ``<memory_dir>/tiered-<uid>/<namespace>``.
+            budget_bytes: What all ranks of the node may use together; None for no limit of ours.
+            unmap: See :class:`SlotPool`.
+        """
+        self.root = root
+        self._budget = budget_bytes
+        self._pool = SlotPool(str(root / "slots"), self.room, unmap)
+
+    @classmethod
+    def open(
+        cls,
+        memory_dir: str,
+        namespace: str,
+        *,
+        budget_bytes: int | None = None,
+        unmap: Callable[[memoryview], None] | None = None,
+    ) -> MemoryTier:
+        """Opens the tier, making its folders, and clears what dead processes left half made.
+
+        Raises:
+            MemoryUnsafeError: A folder is not ours, is open to others, or is a symbolic link.
+            MemoryTierError: memory_dir is missing or can't be written.
+        """
+        root = namespace_root(memory_dir, namespace)
+        try:
+            if not os.path.isdir(memory_dir):
+                raise MemoryTierError(
+                    "memory_dir does not exist", operation="open", tier="memory", key=memory_dir, hint="make it"
+                )
+            for folder in (root.parent, root, *(root / name for name in FOLDERS)):
+                _private_folder(folder)
+        except MemoryTierError:
+            raise
+        except OSError as error:
+            raise MemoryTierError(
+                f"memory_dir cannot be used: {error.strerror}", operation="open", tier="memory", key=str(root)
+            ) from error
+        if not is_tmpfs(memory_dir):
+            warnings.warn(
+                f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk",
+                stacklevel=2,
+            )
+        tier = cls(root, budget_bytes=budget_bytes, unmap=unmap)
+        tier.clean()
+        return tier
+
+    # ------------------------------------------------------------------------------- looking
+    def parts(self) -> list[StoredPart]:
+        """All committed parts that can be read, in the order of their saves."""
+        return [entry for entry in self._scan() if isinstance(entry, StoredPart)]
+
+    def damaged(self) -> list[tuple[Path, Exception]]:
+        """Folders whose ``part.json`` cannot be read, and why."""
+        return [entry for entry in self._scan() if not isinstance(entry, StoredPart)]
+
+    def _scan(self) -> Iterator[StoredPart | tuple[Path, Exception]]:
+        for save_id in sorted(os.listdir(self.root / "saves")):
+            try:
+                ranks = sorted(os.listdir(self.root / "saves" / save_id))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for rank in ranks:
+                folder = self.root / "saves" / save_id / rank
+                if rank.endswith(_NEW):
+                    continue
+                try:
+                    part = Part.from_json((folder / PART_FILE).read_bytes(), where=str(folder / PART_FILE))
+                    if part.save_id != save_id:
+                        raise ManifestError(f"part of save {part.save_id} in the folder of {save_id}", key=str(folder))
+                    yield StoredPart(part, folder, (folder / _DRAINED).exists())
+                except FileNotFoundError as error:
+                    # Removed while we looked; only a folder that is still there is damaged.
+                    if folder.exists():
+                        yield folder, error
+                except (ManifestError, OSError) as error:
+                    yield folder, error
+
+    def usage(self) -> int:
+        """Bytes in use by this namespace on this node, free slots included."""
+        total = 0
+        for base, _, files in os.walk(self.root):
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.lstat(os.path.join(base, name)).st_blocks * 512
+        return total
+
+    def room(self) -> int:
+        """Bytes that the budget, or without one the file system, still allows."""
+        file_system = os.statvfs(self.root)
+        free = file_system.f_bavail * file_system.f_frsize
+        return free if self._budget is None else min(free, self._budget - self.usage())
+
+    # ------------------------------------------------------------------------------- writing
+    def acquire(self, size: int) -> Slot:
+        """A slot of ``size`` bytes; raises as :meth:`SlotPool.acquire` does."""
+        return self._pool.acquire(size)
+
+    def prepare(self, size: int) -> None:
+        """Makes a warm free slot, where there is room; see :meth:`SlotPool.prepare`."""
+        self._pool.prepare(size)
+
+    def give_back(self, slot: Slot) -> None:
+        """Returns a slot that will not be committed."""
+        self._pool.give_back(slot)
+
+    def commit(self, part: Part, slots: Mapping[str, Slot], *, drained: bool = False) -> StoredPart:
+        """Makes a filled part exist, at once and whole.
+
+        Args:
+            part: Its description; each of its files has a slot under its basename.
+            slots: The filled slots. They belong to the tier afterwards.
+            drained: Whether the durable tier has it already.
+        """
+        folder = self.root / "saves" / part.save_id / ids.rank_folder(part.rank)
+        fresh = folder.with_name(folder.name + _NEW)
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700, parents=True)
+        for entry in part.content.files:
+            slot = slots[entry.basename]
+            target = fresh / entry.basename
+            os.rename(slot.path, target)
+            slot.path = str(target)
+            self._pool.committed(slot, entry.size)
+        if drained:
+            _write_private(fresh / _DRAINED, b"")
+        _write_private(fresh / PART_FILE, part.to_json())
+        os.rename(fresh, folder)
+        return StoredPart(part, folder, drained)
+
+    def mark_drained(self, stored: StoredPart) -> None:
+        """Notes that the durable tier needs nothing more of a part."""
+        with contextlib.suppress(FileNotFoundError):
+            _write_private(stored.folder / _DRAINED, b"")
+
+    def remove(self, stored: StoredPart) -> None:
+        """Removes a part; its files become free slots where this process filled them."""
+        trash = self.root / "trash" / f"{stored.save_id}.{stored.folder.name}.{os.getpid()}"
+        try:
+            os.rename(stored.folder, trash)
+        except FileNotFoundError:
+            return
+        with contextlib.suppress(OSError):
+            os.rmdir(stored.folder.parent)
+        pinned = (trash / _PINNED).exists()
+        for entry in stored.part.content.files:
+            path = str(trash / entry.basename)
+            with contextlib.suppress(FileNotFoundError):
+                if pinned:
+                    self._pool.forget(path)
+                else:
+                    self._pool.recycle(path)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def quarantine(self, stored: StoredPart, reason: str) -> Path:
+        """Takes a corrupt part out of use, without deleting it."""
+        target = self.root / "quarantine" / f"{stored.save_id}.{stored.folder.name}"
+        if target.exists():
+            shutil.rmtree(target)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(stored.folder, target)
+            _write_private(target / "reason.txt", reason.encode())
+        with contextlib.suppress(OSError):
+            os.rmdir(stored.folder.parent)
+        return target
+
+    def close(self) -> None:
+        """Gives free slots back to the node; committed parts stay."""
+        self._pool.close()
+
+    # ------------------------------------------------------------------------------- reading
+    @contextlib.contextmanager
+    def reading(self, stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, memoryview]]:
+        """Maps a part's files for reading; while the block runs, nobody reuses them.
+
+        Args:
+            stored: The part.
+            keep: Whether mappings of the same files may outlive the block (tensors loaded with
+                ``mmap=True``): the files are then never reused, only unlinked.
+
+        Yields:
+            The bytes of each file, by its basename.
+
+        Raises:
+            CheckpointNotFoundError: The part was removed in the meantime.
+            CorruptCheckpointError: A file is missing, or not as long as its manifest says.
+        """
+        views: dict[str, memoryview] = {}
+        with contextlib.ExitStack() as stack:
+            for entry in stored.part.content.files:
+                path = stored.file(entry.basename)
+                try:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                except FileNotFoundError as error:
+                    if not stored.folder.exists():
+                        raise _gone(stored) from error
+                    raise CorruptCheckpointError(
+                        "a file is missing", operation="read", tier="memory", key=str(path), rank=stored.part.rank
+                    ) from error
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                if os.fstat(descriptor).st_size != entry.size:
+                    if not stored.folder.exists():
+                        raise _gone(stored)
+                    raise CorruptCheckpointError(
+                        f"{os.fstat(descriptor).st_size} bytes in place of {entry.size}",
+                        operation="read",
+                        tier="memory",
+                        key=str(path),
+                        rank=stored.part.rank,
+                    )
+                mapping = mmap.mmap(descriptor, entry.size, prot=mmap.PROT_READ)
+                views[entry.basename] = memoryview(mapping)
+            # The owner renames the folder away before it looks for locks and this marker, so a
+            # folder that is still in place now will not be reused behind our back.
+            try:
+                if keep:
+                    _write_private(stored.folder / _PINNED, b"")
+                elif not (stored.folder / PART_FILE).exists():
+                    raise _gone(stored)
+            except FileNotFoundError as error:
+                raise _gone(stored) from error
+            yield views
+
+    # ------------------------------------------------------------------------------ clearing
+    def clean(self) -> None:
+        """Clears what dead processes left: their free slots, trash and half-made folders."""
+        clean_dead(str(self.root / "slots"))
+        now = time.time()
+        for entry in os.scandir(self.root / "trash"):
+            if now - entry.stat(follow_symlinks=False).st_mtime > _STALE_S:
+                shutil.rmtree(entry.path, ignore_errors=True)
+        for save in os.scandir(self.root / "saves"):
+            with contextlib.suppress(OSError):
+                for rank in os.scandir(save.path):
+                    if rank.name.endswith(_NEW) and now - rank.stat(follow_symlinks=False).st_mtime > _STALE_S:
+                        shutil.rmtree(rank.path, ignore_errors=True)
+                if now - save.stat(follow_symlinks=False).st_mtime > _STALE_S:
+                    # Succeeds only where nothing is left in it.
+                    os.rmdir(save.path)
+
+
+def node_budget(percentage: int, memory_dir: str) -> int:
+    """Bytes that checkpoints may take on this node.
+
+    ``percentage`` of the node's memory (of the cgroup's limit, where that is lower), but never more
+    than the file system of ``memory_dir`` has in all.
+    """
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            total = min(total, int(Path(limit).read_text()))
+    file_system = os.statvfs(memory_dir)
+    return min(total * percentage // 100, file_system.f_blocks * file_system.f_frsize)
+
+
+def is_tmpfs(path: str) -> bool:
+    """Whether ``path`` lies on tmpfs or ramfs, as the mount table says."""
+    best, kind = "", ""
+    real = os.path.realpath(path)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, mount, name, *_ = line.split(" ")
+            mount = mount.replace("\\040", " ")
+            inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+            if inside and len(mount) >= len(best):
+                best, kind = mount, name
+    return kind in ("tmpfs", "ramfs")
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes a small private file so that a reader sees the old content or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    _write_private(temporary, data)
+    os.replace(temporary, path)
+
+
+def _private_folder(folder: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    facts = os.lstat(folder)
+    problem = None
+    if stat.S_ISLNK(facts.st_mode):
+        problem = "is a symbolic link"
+    elif not stat.S_ISDIR(facts.st_mode):
+        problem = "is not a folder"
+    elif facts.st_uid != os.getuid():
+        problem = f"belongs to user {facts.st_uid}, not to {os.getuid()}"
+    elif stat.S_IMODE(facts.st_mode) & 0o077:
+        problem = f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
+    if problem:
+        raise MemoryUnsafeError(
+            f"the memory tier's folder {problem}",
+            operation="open",
+            tier="memory",
+            key=str(folder),
+            hint="remove it, or name another memory_dir",
+        )
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _gone(stored: StoredPart) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        "the checkpoint was removed from memory meanwhile",
+        operation="read",
+        tier="memory",
+        key=str(stored.folder),
+        step=stored.part.content.step,
+    )
