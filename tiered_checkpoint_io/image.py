@@ -168,7 +168,7 @@ def _plan(state: Any) -> Image:
     position = 0
     for offset, length, key in _tensor_records(skeleton):
         storage = storages[key]
-        untyped = storage.untyped() if isinstance(storage, torch.storage.TypedStorage) else storage
+        untyped = getattr(storage, "_untyped_storage", storage)
         if untyped.nbytes() != length:
             raise ValueError(f"record {key} has {length} bytes, its storage {untyped.nbytes()}")
         if offset > position:

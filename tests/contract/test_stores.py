@@ -1,0 +1,131 @@
+"""Every Store keeps the contract, on real servers."""
+
+import os
+import secrets
+
+import pytest
+
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError, StoreUnavailableError
+from tiered_checkpoint_io.storage import open_store
+from tiered_checkpoint_io.storage.base import Metrics, Store
+from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.storage.remote import RemoteStore
+from tiered_checkpoint_io.storage.s3 import MAX_PARTS, MIB, S3Store, part_size_for
+from tiered_checkpoint_io.storage.wrappers import Retry, RetryingStore
+from tiered_checkpoint_io.testing.contract import MemoryJournal, StoreContract
+
+
+class TestDirectoryStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        yield DirectoryStore(str(tmp_path / "root"))
+
+
+class TestRetryingStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        yield RetryingStore(DirectoryStore(str(tmp_path / "root")))
+
+
+class TestRemoteStoreInMemory(StoreContract):
+    @pytest.fixture
+    def store(self):
+        import fsspec
+
+        yield RemoteStore(f"memory://{secrets.token_hex(6)}")
+        fsspec.filesystem("memory").store.clear()
+
+
+class TestRemoteStoreThatMoves(StoreContract):
+    """A file system without atomic writes goes by another name first."""
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        yield RemoteStore(f"file://{tmp_path}/root")
+
+
+class TestS3Store(StoreContract):
+    @pytest.fixture
+    def store(self, s3_url, s3_server):
+        store = S3Store(s3_url, part_size=8 * MIB, write_concurrency=4, endpoint_url=s3_server.endpoint_url)
+        yield store
+        store.close()
+
+    def test_an_upload_is_one_create_its_parts_and_one_complete(self, store):
+        store.upload("x", memoryview(bytes(40 * MIB)))
+        counts = store.metrics.snapshot()
+        requests = {name: count for name, count in counts.items() if name.startswith("requests.")}
+        assert requests == {"requests.create": 1, "requests.part": 5, "requests.complete": 1}
+
+    def test_a_second_process_sends_only_what_is_missing(self, store, s3_url, s3_server):
+        data = os.urandom(40 * MIB)
+        journal = MemoryJournal()
+        sent = []
+
+        def die(count):
+            sent.append(count)
+            if len(sent) == 3:
+                raise RuntimeError("killed")
+
+        one = S3Store(s3_url, part_size=8 * MIB, write_concurrency=1, endpoint_url=s3_server.endpoint_url)
+        with pytest.raises(RuntimeError):
+            one.upload("x", memoryview(data), journal=journal, progress=die)
+        one.close()
+        store.upload("x", memoryview(data), journal=journal)
+        assert store.get("x") == data
+        assert store.metrics.snapshot()["requests.part"] <= 2
+
+
+@pytest.fixture
+def quick():
+    metrics = Metrics()
+    return Retry(metrics, deadline_s=0.5, first_wait_s=0.05, max_wait_s=0.1)
+
+
+def test_missing_bucket_names_it(s3_server, quick):
+    store = S3Store("s3://no-such-bucket-here/x", endpoint_url=s3_server.endpoint_url, retry=quick)
+    with pytest.raises(StoreConfigError, match="no-such-bucket-here"):
+        list(store.list(""))
+
+
+def test_wrong_keys_are_refused_at_once(s3_url, s3_server, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    store = S3Store(s3_url, endpoint_url=s3_server.endpoint_url)
+    with pytest.raises(StoreAccessError, match="credentials") as caught:
+        store.put("x", b"1")
+    assert "wrong" not in str(caught.value)
+    assert store.metrics.snapshot().get("retries", 0) == 0
+
+
+def test_no_credentials(s3_url, s3_server, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    store = S3Store(s3_url, endpoint_url=s3_server.endpoint_url)
+    with pytest.raises(StoreAccessError, match="credentials"):
+        store.get("x")
+
+
+def test_unreachable_is_retried_within_the_deadline(quick, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    store = S3Store("s3://bucket/x", endpoint_url="http://127.0.0.1:9", retry=quick)
+    with pytest.raises(StoreUnavailableError, match="endpoint_url"):
+        store.get("x")
+    assert store.metrics.snapshot()["requests.get"] > 1
+
+
+@pytest.mark.parametrize("size", [1, 64 * MIB, 700 << 30, 5 << 40])
+def test_part_sizes_stay_within_the_limits(size):
+    part = part_size_for(size, 8 * MIB)
+    assert -(-size // part) <= MAX_PARTS
+    assert 5 * MIB <= part <= 5 << 30
+
+
+def test_open_store_picks_by_url(tmp_path, s3_url, s3_server):
+    urls = {str(tmp_path): DirectoryStore, s3_url: S3Store, "memory://x/y": RetryingStore}
+    for url, kind in urls.items():
+        store = open_store(TieredCheckpointConfig(dirpath=url))
+        assert type(store) is kind
+        assert isinstance(store, Store)
+        store.close()

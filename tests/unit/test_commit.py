@@ -1,0 +1,174 @@
+"""The durable protocol: killed before any of its writes, a reader finds old or new, and a rerun ends it."""
+
+import itertools
+
+import pytest
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.engine import commit
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from tiered_checkpoint_io.manifest import Content, FileEntry, Part, hash_bytes
+from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.testing.contract import MemoryJournal
+from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
+
+RUN = ids.new_run_id()
+
+
+def part_of(name, data, number):
+    entry = FileEntry(name, len(data), 16 << 20, (hash_bytes(data),))
+    content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry,))
+    return Part(name, 0, content, "d", True)
+
+
+def save(store, name, data, number, journal=None):
+    return commit.commit_full(store, part_of(name, data, number), memoryview(data), journal=journal)
+
+
+def readable(store, name):
+    """What a reader makes of a name: the content whose hashes the object matches; None if absent."""
+    manifest = commit.read_manifest(store, name)
+    if manifest is None:
+        return None
+    if manifest.alias_of and (target := commit.read_manifest(store, manifest.alias_of)):
+        manifest = target
+    for content in (manifest.content, *manifest.previous):
+        (entry,) = content.files
+        data = store.get(entry.path)
+        if len(data) == entry.size and hash_bytes(data) == entry.hashes[0]:
+            return data
+    raise AssertionError(f"{name} matches none of its contents")
+
+
+def objects(store):
+    return sorted(entry.key for entry in store.list("") if not entry.key.startswith(".tiered/"))
+
+
+STORIES = {
+    "overwrite": (
+        lambda s: save(s, "a.ckpt", b"old", 1),
+        lambda s, j: save(s, "a.ckpt", b"new!", 2),
+        "a.ckpt",
+        (b"old", b"new!"),
+    ),
+    "first": (lambda s: None, lambda s, j: save(s, "a.ckpt", b"new!", 2), "a.ckpt", (None, b"new!")),
+    "delete": (
+        lambda s: save(s, "a.ckpt", b"old", 1),
+        lambda s, j: commit.delete(s, "a.ckpt", journal=j),
+        "a.ckpt",
+        (b"old", None),
+    ),
+    "alias": (
+        lambda s: [save(s, "a.ckpt", b"A", 1), commit.put_alias(s, "last.ckpt", "a.ckpt"), save(s, "b.ckpt", b"BB", 2)],
+        lambda s, j: commit.put_alias(s, "last.ckpt", "b.ckpt"),
+        "last.ckpt",
+        (b"A", b"BB"),
+    ),
+    "alias becomes real": (
+        lambda s: [save(s, "a.ckpt", b"A", 1), commit.put_alias(s, "last.ckpt", "a.ckpt")],
+        lambda s, j: save(s, "last.ckpt", b"real", 3),
+        "last.ckpt",
+        (b"A", b"real"),
+    ),
+    "real becomes alias": (
+        lambda s: [save(s, "last.ckpt", b"real", 1), save(s, "a.ckpt", b"A", 2)],
+        lambda s, j: commit.put_alias(s, "last.ckpt", "a.ckpt"),
+        "last.ckpt",
+        (b"real", b"A"),
+    ),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_killed_at_any_write_old_or_new_and_a_rerun_finishes(story, tmp_path):
+    prepare, act, name, (old, new) = STORIES[story]
+    for n in itertools.count(1):
+        store = DirectoryStore(str(tmp_path / str(n)))
+        prepare(store)
+        journal = MemoryJournal()
+        faulty = FaultyStore(store, fail_at=n)
+        try:
+            act(faulty, journal)
+        except Injected:
+            assert readable(store, name) in (old, new)
+            act(store, journal)
+            assert readable(store, name) == new
+        else:
+            assert n > 2
+            assert readable(store, name) == new
+            break
+    assert faulty.operations < n
+
+
+def test_the_objects_of_a_deleted_target_go_when_the_alias_moves_on(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"A", 1)
+    commit.put_alias(store, "last.ckpt", "a.ckpt")
+    commit.put_alias(store, "keep.ckpt", "a.ckpt")
+    commit.delete(store, "a.ckpt", journal=MemoryJournal())
+    assert commit.read_manifest(store, "a.ckpt") is None
+    assert readable(store, "last.ckpt") == b"A"
+    save(store, "b.ckpt", b"B", 2)
+    commit.put_alias(store, "last.ckpt", "b.ckpt")
+    assert readable(store, "keep.ckpt") == b"A"
+    commit.delete(store, "keep.ckpt", journal=MemoryJournal())
+    assert objects(store) == ["b.ckpt"]
+
+
+def test_an_alias_follows_a_target_that_is_overwritten(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"1", 1)
+    commit.put_alias(store, "last.ckpt", "a.ckpt")
+    save(store, "a.ckpt", b"22", 2)
+    assert readable(store, "last.ckpt") == b"22"
+    assert commit.read_manifest(store, "a.ckpt").aliases == ("last.ckpt",)
+
+
+def test_corrupt_bytes_never_replace_good_ones(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"good", 1)
+    with pytest.raises(CorruptCheckpointError):
+        commit.commit_full(store, part_of("a.ckpt", b"next", 2), memoryview(b"nexT"))
+    assert readable(store, "a.ckpt") == b"good"
+    assert not commit.read_manifest(store, "a.ckpt").previous
+
+
+def test_a_second_commit_of_the_same_save_does_nothing(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    assert save(store, "a.ckpt", b"x", 1)
+    before = store.metrics.snapshot()
+    assert not save(store, "a.ckpt", b"x", 1)
+    assert store.metrics.snapshot()["requests.put"] == before["requests.put"]
+
+
+def test_an_alias_to_nothing_is_refused_and_the_old_one_stays(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"A", 1)
+    commit.put_alias(store, "last.ckpt", "a.ckpt")
+    with pytest.raises(CheckpointNotFoundError):
+        commit.put_alias(store, "last.ckpt", "never.ckpt")
+    assert readable(store, "last.ckpt") == b"A"
+
+
+def test_a_delete_spares_a_later_save(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"later", 5)
+    commit.delete(store, "a.ckpt", before=ids.save_id(RUN, 4), journal=MemoryJournal())
+    assert readable(store, "a.ckpt") == b"later"
+
+
+def test_what_a_newer_release_wrote_is_left_alone(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"x", 1)
+    key = ids.manifest_key("a.ckpt")
+    newer = store.get(key).replace(b'"version": 1', b'"version": 2')
+    store.put(key, newer)
+    for act in (
+        lambda: save(store, "a.ckpt", b"y", 2),
+        lambda: commit.delete(store, "a.ckpt", journal=MemoryJournal()),
+        lambda: commit.put_alias(store, "last.ckpt", "a.ckpt"),
+    ):
+        with pytest.raises(FormatVersionError, match="upgrade"):
+            act()
+    assert store.get(key) == newer
+    assert store.get("a.ckpt") == b"x"

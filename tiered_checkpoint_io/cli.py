@@ -1,0 +1,179 @@
+"""The command line: run a drain, look at both tiers, verify, clean."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine.commit import read_manifest, verify
+from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain, try_lock
+from tiered_checkpoint_io.engine.queue import Queue
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, TieredCheckpointError
+from tiered_checkpoint_io.logs import get_logger, gib
+from tiered_checkpoint_io.storage import Store, open_store
+from tiered_checkpoint_io.storage.memory import MemoryTier, namespace_root
+
+app = typer.Typer(
+    help="Checkpoints in node memory and on the durable tier.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+_MemoryDir = Annotated[str, typer.Option(help="The folder that holds the memory tier.")]
+_Namespace = Annotated[str, typer.Option(help="The job's namespace.")]
+_Root = Annotated[Path | None, typer.Option(help="The memory tier's root itself, in place of the two.")]
+_Endpoint = Annotated[str | None, typer.Option(help="Of an S3 server other than AWS.")]
+_SHM = "/dev/shm"  # noqa: S108 - where the memory tier lies by default
+
+
+def main() -> None:
+    """Runs a command; an error of ours is one line on stderr and exit status 1."""
+    try:
+        app()
+    except TieredCheckpointError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from error
+
+
+@app.command()
+def drain(
+    root: _Root = None,
+    memory_dir: _MemoryDir = _SHM,
+    namespace: _Namespace = "default",
+    once: Annotated[bool, typer.Option(help="Leave once nothing can be done now.")] = False,
+    stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
+) -> None:
+    """Moves checkpoints from node memory to the durable tier."""
+    root = root or _existing(memory_dir, namespace)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    log = get_logger(root.name)
+    worker = Drain(root, logger=log, stop=stop, stay=stay)
+    while not worker.run(once=once):
+        log.info("another drain works on %s; %s", root, "standing by" if stay else "leaving")
+        if not stay or stop.wait(1.0):
+            return
+
+
+@app.command()
+def status(root: _Root = None, memory_dir: _MemoryDir = _SHM, namespace: _Namespace = "default") -> None:
+    """Shows what lies in node memory and what the drain does."""
+    from rich.console import Console
+
+    root = root or _existing(memory_dir, namespace)
+    tier, queue, console = MemoryTier(root), Queue(root), Console()
+    table = _table("Checkpoints in memory", "name", "step", "size", "state")
+    for stored in reversed(tier.parts()):
+        state = "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only"
+        table.add_row(stored.part.name, str(stored.part.content.step), gib(stored.part.content.size), state)
+    for folder, error in tier.damaged():
+        table.add_row(str(folder), "?", "?", f"damaged: {error}")
+    console.print(table)
+    progress = queue.progress()
+    age = time.time() - progress.heartbeat
+    console.print(
+        f"drain: {'process ' + str(progress.pid) if progress.pid else 'has not run'}, last seen {age:.0f} s ago, "
+        f"{progress.pending} pending"
+        + (f", {progress.name} {gib(progress.bytes_done)} of {gib(progress.bytes_total)}" if progress.name else "")
+        + (f"\nlast error: {progress.last_error}" if progress.last_error else "")
+    )
+
+
+@app.command("ls")
+def list_durable(dirpath: str, endpoint_url: _Endpoint = None) -> None:
+    """Lists the checkpoints of a durable tier."""
+    from rich.console import Console
+
+    store = _store(dirpath, endpoint_url)
+    table = _table(store.url, "name", "step", "size", "created", "alias of")
+    for name in _names(store):
+        manifest = read_manifest(store, name)
+        if manifest is not None:
+            content = manifest.content
+            created = datetime.fromtimestamp(content.created, timezone.utc).isoformat(timespec="seconds")
+            table.add_row(name, str(content.step), gib(content.size), created, manifest.alias_of or "")
+    Console().print(table)
+
+
+@app.command("verify")
+def verify_durable(
+    dirpath: str, name: Annotated[str | None, typer.Argument()] = None, endpoint_url: _Endpoint = None
+) -> None:
+    """Reads checkpoints of a durable tier and compares every byte with its hash."""
+    store = _store(dirpath, endpoint_url)
+    bad = 0
+    for each in [name] if name else _names(store):
+        try:
+            manifest = read_manifest(store, each)
+            if manifest is None:
+                raise CheckpointNotFoundError("no such checkpoint", tier="durable", key=each)
+            for entry in manifest.content.files:
+                data = bytearray(entry.size)
+                store.read_into(entry.path, 0, memoryview(data))
+                verify(entry, memoryview(data), tier="durable", where=entry.path)
+            typer.echo(f"intact   {each}")
+        except TieredCheckpointError as error:
+            bad += 1
+            typer.echo(f"DAMAGED  {each}: {error}")
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
+def clean(
+    root: _Root = None,
+    memory_dir: _MemoryDir = _SHM,
+    namespace: _Namespace = "default",
+    force: Annotated[bool, typer.Option(help="Also what waits for the durable tier, or is in use.")] = False,
+) -> None:
+    """Frees the node memory that a namespace takes."""
+    root = root or namespace_root(memory_dir, namespace)
+    if not root.is_dir():
+        typer.echo(f"nothing at {root}")
+        return
+    locks = [try_lock(root / LOCK_FILE), try_lock(root / TRAINERS_FILE)]
+    pending = [stored for stored in MemoryTier(root).parts() if stored.pending]
+    if not force and (None in locks or pending):
+        what = "a trainer or drain uses it" if None in locks else f"{len(pending)} checkpoints are not yet durable"
+        raise ConfigError(f"{root} was left as it is: {what}", hint="run the drain first, or give --force")
+    shutil.rmtree(root)
+    for lock in locks:
+        if lock is not None:
+            os.close(lock)
+    try:
+        root.parent.rmdir()
+    except OSError:
+        return
+
+
+def _existing(memory_dir: str, namespace: str) -> Path:
+    root = namespace_root(memory_dir, namespace)
+    if not root.is_dir():
+        raise ConfigError(f"no memory tier at {root}", hint="check --memory-dir and --namespace")
+    return root
+
+
+def _store(dirpath: str, endpoint_url: str | None) -> Store:
+    return open_store(TieredCheckpointConfig.from_any(dirpath=dirpath, endpoint_url=endpoint_url))
+
+
+def _names(store: Store) -> list[str]:
+    found = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
+    return sorted(name for name in found if name is not None)
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
