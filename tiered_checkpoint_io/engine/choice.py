@@ -1,0 +1,109 @@
+"""Which checkpoint to restore, and from where: a pure function of what the tiers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tiered_checkpoint_io.manifest import Content, Manifest
+
+Tier = Literal["memory", "durable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """What to restore.
+
+    Attributes:
+        kind: ``latest``: the newest of all; ``last``: the newest that is called "last";
+            ``name``: the newest of one name.
+        name: For ``name``.
+    """
+
+    kind: Literal["latest", "last", "name"]
+    name: str = ""
+
+    def wants(self, name: str) -> bool:
+        """Whether a checkpoint of this name is meant."""
+        if self.kind == "latest":
+            return True
+        if self.kind == "last":
+            return name.rpartition("/")[2].startswith("last")
+        return name == self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A complete checkpoint in the memory of a node."""
+
+    name: str
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One save that every node can get.
+
+    Attributes:
+        name: The checkpoint's name.
+        content: What it holds.
+        sources: For each node, the tiers to try, in order.
+    """
+
+    name: str
+    content: Content
+    sources: Mapping[str, tuple[Tier, ...]]
+
+
+def candidates(
+    memory: Mapping[str, Sequence[Held]],
+    durable: Sequence[Manifest],
+    selector: Selector,
+    aliases: Mapping[str, str] | None = None,
+) -> list[Candidate]:
+    """The saves to try, the latest first.
+
+    Args:
+        memory: What each node's memory holds; a key for every node.
+        durable: Manifests of the durable tier.
+        selector: What is wanted.
+        aliases: Aliases that are queued but not yet on the durable tier, and their targets.
+
+    Returns:
+        Only such as each node can get, from its own memory or from the durable tier.
+    """
+    wanted = {target for alias, target in (aliases or {}).items() if selector.wants(alias)}
+    found: dict[str, tuple[str, Content]] = {}
+    on_durable: set[str] = set()
+    for name, content in _durable_contents(durable, selector, wanted):
+        on_durable.add(content.save_id)
+        found.setdefault(content.save_id, (name, content))
+    for held in memory.values():
+        for entry in held:
+            if selector.wants(entry.name) or entry.name in wanted:
+                found.setdefault(entry.content.save_id, (entry.name, entry.content))
+    made = []
+    for save_id in sorted(found, reverse=True):
+        name, content = found[save_id]
+        sources = {}
+        for node, held in memory.items():
+            here: tuple[Tier, ...] = ("memory",) if any(e.content.save_id == save_id for e in held) else ()
+            sources[node] = (*here, "durable") if save_id in on_durable else here
+        if all(sources.values()):
+            made.append(Candidate(name, content, sources))
+    return made
+
+
+def _durable_contents(
+    durable: Sequence[Manifest], selector: Selector, wanted: set[str]
+) -> Iterable[tuple[str, Content]]:
+    by_name = {manifest.name: manifest for manifest in durable}
+    for manifest in durable:
+        if not (selector.wants(manifest.name) or manifest.name in wanted):
+            continue
+        # An alias follows its target, which may have been overwritten; it stands for itself only
+        # where the target is gone.
+        target = by_name.get(manifest.alias_of or "", manifest)
+        for content in (target.content, *target.previous):
+            yield target.name, content

@@ -1,0 +1,162 @@
+"""How ranks talk while they restore: a few small object collectives, each with a bound."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError, UsageError
+
+#: Ranks reach the load within this time of each other, or one of them never will.
+RENDEZVOUS_S = 600.0
+
+
+class Group(Protocol):
+    """All ranks that restore together.
+
+    Attributes:
+        rank: This process.
+        world_size: How many there are.
+        node: Which node this is; equal for processes that share a memory tier.
+    """
+
+    rank: int
+    world_size: int
+    node: str
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        """Each rank's ``obj``, by rank."""
+        ...
+
+    def broadcast(self, obj: Any) -> Any:
+        """Rank 0's ``obj``."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SingleGroup:
+    """One process alone."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def broadcast(self, obj: Any) -> Any:
+        return obj
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class TorchGroup:
+    """All ranks of torch.distributed, over a gloo group that lives for one load."""
+
+    def __init__(self, node: str, *, timeout_s: float) -> None:
+        """Makes the group; every rank has to.
+
+        Args:
+            node: See :class:`Group`.
+            timeout_s: Bound of each later collective: a node may fetch as long, seconds.
+
+        Raises:
+            UsageError: Some rank did not come, or this is not the main thread.
+        """
+        import torch.distributed as dist
+
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "load_checkpoint was called from a thread while torch.distributed is initialised",
+                operation="load",
+                hint="ranks restore together: call it on the main thread of every rank",
+            )
+        self._dist: Any = dist
+        self.node = node
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=RENDEZVOUS_S))
+        except RuntimeError as error:
+            raise UsageError(
+                f"not all {self.world_size} ranks came to load_checkpoint within {RENDEZVOUS_S:.0f} s: {error}",
+                operation="load",
+                rank=self.rank,
+                hint="load_checkpoint is a collective call while torch.distributed is initialised",
+            ) from error
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world_size
+        try:
+            self._dist.all_gather_object(gathered, obj, group=self._group)
+        except RuntimeError as error:
+            raise _lost(self.rank, error) from error
+        return gathered
+
+    def broadcast(self, obj: Any) -> Any:
+        box = [obj]
+        try:
+            self._dist.broadcast_object_list(box, src=0, group=self._group)
+        except RuntimeError as error:
+            raise _lost(self.rank, error) from error
+        return box[0]
+
+    def close(self) -> None:
+        self._dist.destroy_process_group(self._group)
+
+
+def current_group(root: Path, *, timeout_s: float) -> Group:
+    """The ranks that are to restore together: those of torch.distributed, or this process alone."""
+    import torch.distributed as dist
+
+    node = node_of(root)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return TorchGroup(node, timeout_s=timeout_s)
+    return SingleGroup(node)
+
+
+def node_of(root: Path) -> str:
+    """Names the node: its host, boot, and memory tier (simulated nodes share the first two)."""
+    facts = os.stat(root)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = "?"
+    return f"{socket.gethostname()}/{boot}/{facts.st_dev}/{facts.st_ino}"
+
+
+def agree(group: Group, error: Exception | None) -> None:
+    """Lets all ranks fail together.
+
+    Raises:
+        Exception: On every rank, the error of the lowest rank that brought one.
+    """
+    errors = group.all_gather(_portable(error, group.rank))
+    for theirs in errors:
+        if theirs is not None:
+            raise theirs from error
+
+
+def _portable(error: Exception | None, rank: int) -> Exception | None:
+    if error is None or isinstance(error, TieredCheckpointError):
+        return error
+    # Foreign errors may not survive a pickle; their text does.
+    return RestoreError(f"{type(error).__name__}: {error}", operation="load", rank=rank)
+
+
+def _lost(rank: int, error: Exception) -> RestoreError:
+    return RestoreError(
+        f"the ranks lost each other while restoring: {error}",
+        operation="load",
+        rank=rank,
+        hint="see the log of the rank that failed first",
+    )
