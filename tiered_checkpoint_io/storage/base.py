@@ -24,6 +24,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from tiered_checkpoint_io.errors import InvalidNameError
+
+
+def validate_key(key: str) -> str:
+    """Gives ``key`` back where it names an object below a store's root, and can name no other.
+
+    Raises:
+        InvalidNameError: Empty, absolute, or with an empty, ``.`` or ``..`` component.
+    """
+    if "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+        raise InvalidNameError(
+            f"invalid key {key!r}", hint="keys are relative to the store's root, without '.' and '..' components"
+        )
+    return key
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:

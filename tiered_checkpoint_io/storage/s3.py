@@ -1,21 +1,20 @@
 """S3Store: boto3's low-level client with part scheduling of our own.
 
-Uploads go out as slices of the caller's mapped file, ranged GETs land in the caller's buffer; no
-byte is copied in between. Errors are translated here, by status and error code.
+Uploads go out as slices of the caller's mapped file, ranged GETs land in the caller's buffer. One
+request is one attempt of boto3: repeating it is the business of Retry, which counts and bounds it.
 """
 
 from __future__ import annotations
 
-import io
+import ssl
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import boto3
 import botocore.config
 import botocore.exceptions
+import botocore.parsers
 import urllib3.exceptions
 
 from tiered_checkpoint_io import ids
@@ -28,111 +27,52 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     StoreUnavailableError,
 )
-from tiered_checkpoint_io.storage.base import Metrics, ObjectInfo, UploadJournal
-from tiered_checkpoint_io.storage.wrappers import Retry
+from tiered_checkpoint_io.storage.base import Metrics, ObjectInfo, UploadJournal, validate_key
+from tiered_checkpoint_io.storage.s3_errors import CREDENTIALS_HINT, NETWORK_HINT, refusal
+from tiered_checkpoint_io.storage.s3_parts import MAX_PARTS, MIB, Body, part_size_for
+from tiered_checkpoint_io.storage.s3_uploads import MultipartUploads
+from tiered_checkpoint_io.storage.wrappers import Progress, Retry
 
-MIB = 1 << 20
-MAX_PARTS = 10_000
-MAX_PART = 5 << 30
-MAX_OBJECT = 5 << 40
-_READ_SIZE = 1 * MIB
+__all__ = ["MAX_PARTS", "MIB", "S3Store", "part_size_for"]
+
+_RECEIVE_SIZE = 1 * MIB
 _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 60
+_STALE_S = 24 * 3600.0
 
-_ACCESS = {
-    "AccessDenied",
-    "AccountProblem",
-    "AllAccessDisabled",
-    "ExpiredToken",
-    "Forbidden",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
-    "UnauthorizedAccess",
-}
-_CONFIG = {
-    "AuthorizationHeaderMalformed",
-    "IllegalLocationConstraintException",
-    "InvalidBucketName",
-    "NoSuchBucket",
-    "PermanentRedirect",
-}
-_RETRY = {
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeTooSkewed",
-    "RequestTimeout",
-    "ServiceUnavailable",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
+#: What an operation of boto3 is called in the metrics: ``requests.<name>``.
+_REQUEST_NAMES = {
+    "AbortMultipartUpload": "abort",
+    "CompleteMultipartUpload": "complete",
+    "CreateMultipartUpload": "create",
+    "DeleteObject": "delete",
+    "GetObject": "get",
+    "HeadBucket": "head",
+    "HeadObject": "head",
+    "ListMultipartUploads": "list_uploads",
+    "ListObjectsV2": "list",
+    "ListParts": "list_parts",
+    "PutObject": "put",
+    "UploadPart": "part",
 }
 _NO_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
     botocore.exceptions.PartialCredentialsError,
     botocore.exceptions.CredentialRetrievalError,
     botocore.exceptions.TokenRetrievalError,
+    botocore.exceptions.SSOError,
 )
 _CONNECTION = (
     botocore.exceptions.ConnectionError,
     botocore.exceptions.HTTPClientError,
     botocore.exceptions.IncompleteReadError,
+    # An answer cut short is not XML any more.
+    botocore.parsers.ResponseParserError,
     urllib3.exceptions.HTTPError,
     ConnectionError,
     TimeoutError,
 )
-
-
-def part_size_for(size: int, wanted: int) -> int:
-    """The size of one part: as wanted, raised so that 10,000 parts suffice.
-
-    Raises:
-        StoreError: S3 has no object of this size.
-    """
-    if size > MAX_OBJECT:
-        raise StoreError(
-            f"{size} bytes exceed S3's limit of 5 TiB for one object",
-            operation="upload",
-            tier="durable",
-            hint="save a sharded checkpoint",
-        )
-    needed = -(-size // MAX_PARTS)
-    return min(MAX_PART, max(wanted, -(-needed // MIB) * MIB, 5 * MIB))
-
-
-class _Body(io.RawIOBase):
-    """A slice of a buffer as a request's body; hands out large pieces and copies nothing."""
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data = data
-        self._position = 0
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
-        self._position = start + offset
-        return self._position
-
-    def read(self, size: int | None = -1) -> Any:
-        # http.client asks for 16 KiB at a time; whatever it gets it sends in one call.
-        count = len(self._data) if size is None or size < 0 else max(size, _READ_SIZE)
-        piece = self._data[self._position : self._position + count]
-        self._position += len(piece)
-        return piece
+_CLIENT_ERRORS = (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, *_CONNECTION)
 
 
 class S3Store:
@@ -176,21 +116,20 @@ class S3Store:
         self._owner = {"ExpectedBucketOwner": expected_bucket_owner} if expected_bucket_owner else {}
         self._metrics = metrics or Metrics()
         self._retry = retry or Retry(self._metrics)
-        self._write_concurrency = write_concurrency
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
-        plain = (endpoint_url or "").startswith("http://")
+        self._uploads = MultipartUploads(self, self._prefix, self._write_options, self._ask, workers=write_concurrency)
         config = botocore.config.Config(
             # Retries are counted and bounded by Retry alone.
             retries={"total_max_attempts": 1, "mode": "standard"},
             max_pool_connections=write_concurrency + read_concurrency + 4,
             connect_timeout=_CONNECT_TIMEOUT_S,
             read_timeout=_READ_TIMEOUT_S,
+            tcp_keepalive=True,
             # The manifest's hashes are the end-to-end check; some servers answer ranged reads with
             # the checksum of the whole object.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            s3={"payload_signing_enabled": False} if plain else None,
+            # A SHA-256 of every part, to sign it, costs as much as all the rest of sending it.
+            s3={"payload_signing_enabled": False},
         )
         try:
             session = boto3.session.Session(profile_name=profile, region_name=region)
@@ -198,6 +137,7 @@ class S3Store:
                 "s3",
                 endpoint_url=endpoint_url,
                 config=config,
+                # A server other than AWS has no regions, but a signature names one.
                 region_name=session.region_name or ("us-east-1" if endpoint_url else None),
             )
         except (botocore.exceptions.BotoCoreError, ValueError) as error:
@@ -208,6 +148,8 @@ class S3Store:
                 key=self._url,
                 hint="check profile, region and endpoint_url",
             ) from error
+        # Where requests leave, so that redirects to another region are counted too.
+        self._client.meta.events.register("before-send.s3", self._count)
 
     @classmethod
     def from_config(cls, config: TieredCheckpointConfig, url: str) -> S3Store:
@@ -239,25 +181,28 @@ class S3Store:
     def metrics(self) -> Metrics:
         return self._metrics
 
-    # ----------------------------------------------------------------------------- small objects
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        token: dict[str, str] = {}
+        query = {"Prefix": self._prefix + prefix}
         while True:
-            page = self._ask("list", "list_objects_v2", prefix, Prefix=self._prefix + prefix, **token)
+            page = self._ask("list", "list_objects_v2", "", query)
             for entry in page.get("Contents", ()):
                 key = entry["Key"][len(self._prefix) :]
-                yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
+                # Consoles make empty objects to show folders; a key of ours never ends so.
+                if key and not key.endswith("/"):
+                    yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
             if not page.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+            query["ContinuationToken"] = page["NextContinuationToken"]
 
     def get(self, key: str) -> bytes:
         def once() -> bytes:
-            answer = self._once("get", "get_object", key, Key=self._prefix + key)
+            body = self._once("get", "get_object", key)["Body"]
             try:
-                data: bytes = answer["Body"].read()
-            except _CONNECTION as error:
-                _translate(error, "get", key, self._url)
+                data: bytes = body.read()
+            except _CLIENT_ERRORS as error:
+                self._translate(error, "get", key)
+            finally:
+                body.close()
             return data
 
         data = self._retry(once)
@@ -268,52 +213,45 @@ class S3Store:
         self._put_whole(key, memoryview(data))
 
     def size(self, key: str) -> int:
-        return int(self._ask("head", "head_object", key, Key=self._prefix + key)["ContentLength"])
+        return int(self._ask("size", "head_object", key)["ContentLength"])
 
     def delete(self, key: str) -> None:
         try:
-            self._ask("delete", "delete_object", key, Key=self._prefix + key)
+            self._ask("delete", "delete_object", key)
         except StoreNotFoundError:
             return
 
-    # ----------------------------------------------------------------------------- large objects
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         if not len(buffer):
+            self.size(key)
             return
         self._retry(lambda: self._read_once(key, offset, buffer))
         self._metrics.add("bytes.down", len(buffer))
 
     def _read_once(self, key: str, offset: int, buffer: memoryview) -> None:
-        last = offset + len(buffer) - 1
-        answer = self._once(
-            "get", "get_object", key, missing_range=True, Key=self._prefix + key, Range=f"bytes={offset}-{last}"
-        )
+        end = offset + len(buffer)
+        answer = self._once("read", "get_object", key, {"Range": f"bytes={offset}-{end - 1}"})
         body = answer["Body"]
         try:
-            if "ContentRange" in answer:
-                total = int(answer["ContentRange"].rpartition("/")[2])
-                skip = 0
-            else:
-                # Some servers answer a range with the whole object.
-                total, skip = int(answer["ContentLength"]), offset
-            if total < offset + len(buffer):
-                raise CorruptCheckpointError(
-                    f"object ends at byte {total}; {offset + len(buffer)} were expected",
-                    operation="read",
-                    tier="durable",
-                    key=key,
-                )
-            while skip:
-                skip -= len(body.read(min(skip, _READ_SIZE)) or _short(key))
-            raw = body._raw_stream
+            start, total = _extent(answer)
+            if total < end:
+                raise _too_short(key, total, end)
+            if start > offset:
+                raise _broken_off(key)
+            # Some servers answer a range with the whole object.
+            for at in range(start, offset, _RECEIVE_SIZE):
+                if not body.read(min(_RECEIVE_SIZE, offset - at)):
+                    raise _broken_off(key)
             done = 0
             while done < len(buffer):
-                count = raw.readinto(buffer[done:])
+                # In pieces, because the HTTP client holds each in a buffer of its own on the way.
+                with buffer[done : done + _RECEIVE_SIZE] as piece:
+                    count = body.readinto(piece)
                 if not count:
-                    _short(key)
+                    raise _broken_off(key)
                 done += count
-        except _CONNECTION as error:
-            _translate(error, "get", key, self._url)
+        except _CLIENT_ERRORS as error:
+            self._translate(error, "read", key)
         finally:
             body.close()
 
@@ -325,212 +263,145 @@ class S3Store:
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        size = len(data)
-        part_size = part_size_for(size, self._part_size)
-        if size <= part_size:
-            self._put_whole(key, data)
-            if progress is not None:
-                progress(size)
+        part_size = part_size_for(len(data), self._part_size)
+        if len(data) > part_size:
+            self._uploads.send(key, data, part_size, journal, Progress(progress))
             return
-        upload_id, done = self._begin(key, size, part_size, journal)
-        numbers = range(1, -(-size // part_size) + 1)
-        if progress is not None and done:
-            progress(sum(min(part_size, size - (number - 1) * part_size) for number in done))
-
-        def send(number: int) -> None:
-            piece = data[(number - 1) * part_size : number * part_size]
-            answer = self._ask(
-                "part",
-                "upload_part",
-                key,
-                body=piece,
-                Key=self._prefix + key,
-                UploadId=upload_id,
-                PartNumber=number,
-                **self._checksum(),
-            )
-            self._metrics.add("bytes.up", len(piece))
-            done[number] = _part(number, answer)
-            if progress is not None:
-                progress(len(piece))
-
-        try:
-            self._all([number for number in numbers if number not in done], send)
-            self._ask(
-                "complete",
-                "complete_multipart_upload",
-                key,
-                Key=self._prefix + key,
-                UploadId=upload_id,
-                MultipartUpload={"Parts": [done[number] for number in numbers]},
-            )
-        except BaseException as error:
-            # With a journal, what has arrived is taken up by the next attempt.
-            resumable = journal is not None and (not isinstance(error, StoreError) or error.retryable)
-            if not resumable:
-                self._abort(key, upload_id)
-                if journal is not None:
-                    journal.clear()
-            raise
         if journal is not None:
-            journal.clear()
+            self._uploads.abandon(key, journal)
+        self._put_whole(key, data)
+        if progress is not None:
+            progress(len(data))
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
-        state = journal.read()
-        if state is not None and state.get("key") == key and isinstance(state.get("upload_id"), str):
-            self._abort(key, str(state["upload_id"]))
-        journal.clear()
+        self._uploads.abandon(key, journal)
 
-    def abort_stale_uploads(self, older_than_s: float = 24 * 3600.0) -> int:
-        """Aborts uploads below this prefix that began long ago; their journal is lost.
+    def abort_stale_uploads(self, older_than_s: float = _STALE_S) -> int:
+        """Aborts uploads below this prefix that began long ago, whose journal is lost.
+
+        Nothing is done where the root is a whole bucket: others may be uploading to it.
+
+        Args:
+            older_than_s: Age from which an upload counts as forgotten, by the server's clock.
 
         Returns:
-            How many.
+            How many there were.
         """
-        page = self._ask("list_uploads", "list_multipart_uploads", "", Prefix=self._prefix)
-        stale = [
-            upload for upload in page.get("Uploads", ()) if time.time() - upload["Initiated"].timestamp() > older_than_s
-        ]
-        for upload in stale:
-            self._abort(upload["Key"][len(self._prefix) :], upload["UploadId"])
-        return len(stale)
+        return self._uploads.abort_stale(older_than_s) if self._prefix else 0
 
     def close(self) -> None:
-        with self._lock:
-            if self._pool is not None:
-                self._pool.shutdown(wait=True, cancel_futures=True)
-                self._pool = None
+        self._uploads.close()
         self._client.close()
 
-    # ---------------------------------------------------------------------------------- inner parts
     def _put_whole(self, key: str, data: memoryview) -> None:
-        self._ask("put", "put_object", key, body=data, Key=self._prefix + key, **self._write_options)
+        self._ask("put", "put_object", key, self._write_options, body=data)
         self._metrics.add("bytes.up", len(data))
 
-    def _begin(
-        self, key: str, size: int, part_size: int, journal: UploadJournal | None
-    ) -> tuple[str, dict[int, dict[str, Any]]]:
-        """The upload to write to, and its parts that have arrived already."""
-        state = journal.read() if journal is not None else None
-        if state is not None and isinstance(state.get("upload_id"), str):
-            upload_id = str(state["upload_id"])
-            if (state.get("key"), state.get("size"), state.get("part_size")) == (key, size, part_size):
-                try:
-                    return upload_id, self._arrived(key, upload_id, size, part_size)
-                except StoreNotFoundError:
-                    # It was completed or aborted meanwhile; a new one is right in both cases.
-                    state = None
-            else:
-                self._abort(str(state.get("key")), upload_id)
-        answer = self._ask("create", "create_multipart_upload", key, Key=self._prefix + key, **self._write_options)
-        if journal is not None:
-            journal.write({"upload_id": answer["UploadId"], "key": key, "size": size, "part_size": part_size})
-        return answer["UploadId"], {}
+    # -------------------------------------------------------------------------------------- requests
+    def _where(self, key: str) -> str:
+        return f"{self._url}/{key}" if key else self._url
 
-    def _arrived(self, key: str, upload_id: str, size: int, part_size: int) -> dict[int, dict[str, Any]]:
-        done: dict[int, dict[str, Any]] = {}
-        marker: dict[str, Any] = {}
-        while True:
-            page = self._ask("list_parts", "list_parts", key, Key=self._prefix + key, UploadId=upload_id, **marker)
-            for entry in page.get("Parts", ()):
-                number = entry["PartNumber"]
-                if entry["Size"] == min(part_size, size - (number - 1) * part_size):
-                    done[number] = _part(number, entry)
-            if not page.get("IsTruncated"):
-                return done
-            marker = {"PartNumberMarker": page["NextPartNumberMarker"]}
+    def _count(self, event_name: str, **_: Any) -> None:
+        operation = event_name.rpartition(".")[2]
+        self._metrics.add(f"requests.{_REQUEST_NAMES.get(operation, operation)}")
 
-    def _abort(self, key: str, upload_id: str) -> None:
-        try:
-            self._ask("abort", "abort_multipart_upload", key, Key=self._prefix + key, UploadId=upload_id)
-        except StoreNotFoundError:
-            return
-
-    def _checksum(self) -> dict[str, str]:
-        algorithm = self._write_options.get("ChecksumAlgorithm")
-        return {"ChecksumAlgorithm": algorithm} if algorithm else {}
-
-    def _all(self, numbers: list[int], send: Callable[[int], None]) -> None:
-        """Runs ``send`` for each number, a bounded few at once; the first error ends all."""
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._write_concurrency, thread_name_prefix="tiered-s3")
-            pool = self._pool
-        jobs: set[Future[None]] = {pool.submit(send, number) for number in numbers}
-        try:
-            finished, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-            for job in finished:
-                job.result()
-        except BaseException:
-            for job in jobs:
-                job.cancel()
-            # Parts that are on their way read the caller's buffer: they end before we return.
-            wait(jobs)
-            raise
-
-    def _ask(self, operation: str, method: str, key: str, **arguments: Any) -> Any:
-        return self._retry(lambda: self._once(operation, method, key, **arguments))
+    def _ask(
+        self,
+        operation: str,
+        method: str,
+        key: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        body: memoryview | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> Any:
+        return self._retry(lambda: self._once(operation, method, key, arguments, body=body), cancelled=cancelled)
 
     def _once(
         self,
         operation: str,
         method: str,
         key: str,
+        arguments: Mapping[str, Any] | None = None,
         *,
         body: memoryview | None = None,
-        missing_range: bool = False,
-        **arguments: Any,
     ) -> Any:
-        self._metrics.add(f"requests.{operation}")
-        if body is not None:
-            arguments["Body"] = _Body(body)
+        """One request; about an object where ``key`` is not empty, else about the bucket."""
+        request: dict[str, Any] = {"Bucket": self._bucket, **self._owner, **(arguments or {})}
+        if key:
+            request["Key"] = self._prefix + validate_key(key)
+        stream = Body(body) if body is not None else None
+        if stream is not None:
+            request["Body"] = stream
         try:
-            return getattr(self._client, method)(Bucket=self._bucket, **self._owner, **arguments)
-        except botocore.exceptions.ClientError as error:
-            if missing_range and error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 416:
+            return getattr(self._client, method)(**request)
+        except _CLIENT_ERRORS as error:
+            self._translate(error, operation, key)
+        finally:
+            if stream is not None:
+                stream.close()
+
+    def _translate(self, error: Exception, operation: str, key: str) -> NoReturn:
+        """Raises our error for one of boto3's: by type, HTTP status and error code, never by text."""
+        if isinstance(error, botocore.exceptions.ClientError):
+            facts: dict[str, Any] = error.response.get("Error", {})
+            meta: dict[str, Any] = error.response.get("ResponseMetadata", {})
+            status = int(meta.get("HTTPStatusCode", 0))
+            if operation == "read" and status == 416:
                 raise CorruptCheckpointError(
                     "object ends before the range that was asked for", operation="read", tier="durable", key=key
                 ) from error
-            _translate(error, operation, key, self._url)
-        except (botocore.exceptions.BotoCoreError, *_CONNECTION) as error:
-            _translate(error, operation, key, self._url)
+            region = facts.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+            raise refusal(
+                operation, code=str(facts.get("Code", "")), status=status, url=self._url, key=key, region=region
+            ) from error
+        kind: type[StoreError] = StoreError
+        hint: str | None = None
+        if isinstance(error, _NO_CREDENTIALS):
+            kind, hint = StoreAccessError, CREDENTIALS_HINT
+        elif isinstance(error, botocore.exceptions.NoRegionError | botocore.exceptions.InvalidRegionError):
+            kind, hint = StoreConfigError, "set region"
+        elif isinstance(error, botocore.exceptions.MissingDependencyException):
+            kind, hint = StoreConfigError, "this checksum_algorithm needs awscrt: pip install 'botocore[crt]'"
+        elif isinstance(error, botocore.exceptions.SSLError) and _is_bad_certificate(error):
+            kind, hint = (
+                StoreConfigError,
+                "the server's certificate is not trusted; check endpoint_url and AWS_CA_BUNDLE",
+            )
+        elif isinstance(error, _CONNECTION):
+            kind, hint = StoreUnavailableError, NETWORK_HINT
+        raise kind(
+            f"S3 {operation} failed ({type(error).__name__})",
+            operation=operation,
+            tier="durable",
+            key=self._where(key),
+            hint=hint,
+        ) from error
 
 
-def _part(number: int, answer: dict[str, Any]) -> dict[str, Any]:
-    checksums = {
-        name: value for name, value in answer.items() if name.startswith("Checksum") and name != "ChecksumType"
-    }
-    return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
+def _extent(answer: dict[str, Any]) -> tuple[int, int]:
+    """First byte of an answer's body within the object, and the size of the object."""
+    content_range = answer.get("ContentRange")
+    if content_range is None:
+        return 0, int(answer["ContentLength"])
+    bounds, _, total = content_range.rpartition(" ")[2].partition("/")
+    return int(bounds.partition("-")[0]), int(total)
 
 
-def _short(key: str) -> NoReturn:
-    raise StoreUnavailableError("the connection ended early", operation="get", tier="durable", key=key)
+def _too_short(key: str, total: int, end: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"object ends at byte {total}; {end} were expected", operation="read", tier="durable", key=key
+    )
 
 
-def _translate(error: Exception, operation: str, key: str, url: str) -> NoReturn:
-    """Raises our error for one of boto3's: by type, HTTP status and error code, never by text."""
-    where = f"{url}/{key}" if key else url
-    bucket = url.split("/")[2]
-    kind: type[StoreError] = StoreError
-    hint: str | None = None
-    code = type(error).__name__
-    if isinstance(error, botocore.exceptions.ClientError):
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        if code == "NoSuchBucket":
-            kind, hint = StoreConfigError, f"bucket {bucket!r} does not exist there: check dirpath and endpoint_url"
-        elif code in _CONFIG or status in (301, 307):
-            kind, hint = StoreConfigError, f"bucket {bucket!r} lies in another region, or elsewhere: check region"
-        elif code in _RETRY or status in (429, 500, 502, 503, 504):
-            kind = StoreUnavailableError
-        elif code in _ACCESS or status in (401, 403):
-            kind, hint = StoreAccessError, "check the credentials, and their rights on this bucket and prefix"
-        elif code in ("NoSuchKey", "NoSuchUpload", "404", "NotFound") or status == 404:
-            kind = StoreNotFoundError
-    elif isinstance(error, _NO_CREDENTIALS):
-        kind, hint = StoreAccessError, "give credentials by environment, profile or role, as boto3 takes them"
-    elif isinstance(error, botocore.exceptions.NoRegionError):
-        kind, hint = StoreConfigError, "set region"
-    elif isinstance(error, _CONNECTION):
-        kind, hint = StoreUnavailableError, "check endpoint_url and the network"
-    raise kind(f"S3 {operation} failed ({code})", operation=operation, tier="durable", key=where, hint=hint) from error
+def _broken_off(key: str) -> StoreUnavailableError:
+    return StoreUnavailableError("the answer is not the range asked for", operation="read", tier="durable", key=key)
+
+
+def _is_bad_certificate(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    for _ in range(10):
+        if isinstance(seen, ssl.SSLCertVerificationError):
+            return True
+        seen = (seen.__cause__ or seen.__context__) if seen is not None else None
+    return False

@@ -161,7 +161,7 @@ class RcloneServer(S3Server):
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __enter__(self) -> RcloneServer:
+    def __enter__(self) -> RcloneServer:  # noqa: PYI034 - Self needs Python 3.11  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self.start()
 
     def __exit__(
