@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,12 +62,13 @@ class SingleGroup:
 class TorchGroup:
     """All ranks of torch.distributed, over a gloo group that lives for one load."""
 
-    def __init__(self, node: str, *, timeout_s: float) -> None:
+    def __init__(self, node: str, *, timeout_s: float, rendezvous_s: float = RENDEZVOUS_S) -> None:
         """Makes the group; every rank has to.
 
         Args:
             node: See :class:`Group`.
             timeout_s: Bound of each later collective: a node may fetch as long, seconds.
+            rendezvous_s: Bound of the wait for ranks that are still to come, seconds.
 
         Raises:
             UsageError: Some rank did not come, or this is not the main thread.
@@ -83,16 +85,24 @@ class TorchGroup:
         self.node = node
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        # Ranks that are all here may take their time to fetch; a rank that never comes is told
+        # sooner. A group has one bound, hence two groups.
+        meeting = None
         try:
+            meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s))
+            dist.monitored_barrier(meeting, timeout=timedelta(seconds=rendezvous_s))
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=RENDEZVOUS_S))
         except RuntimeError as error:
             raise UsageError(
-                f"not all {self.world_size} ranks came to load_checkpoint within {RENDEZVOUS_S:.0f} s: {error}",
+                f"not all {self.world_size} ranks came to load_checkpoint within {rendezvous_s:.0f} s: {error}",
                 operation="load",
                 rank=self.rank,
-                hint="load_checkpoint is a collective call while torch.distributed is initialised",
+                hint="load_checkpoint is a collective call while torch.distributed is initialised:"
+                " every rank has to make it",
             ) from error
+        finally:
+            if meeting is not None:
+                dist.destroy_process_group(meeting)
 
     def all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
@@ -140,16 +150,27 @@ def agree(group: Group, error: Exception | None) -> None:
     Raises:
         Exception: On every rank, the error of the lowest rank that brought one.
     """
-    errors = group.all_gather(_portable(error, group.rank))
+    raise_first(group.all_gather(portable(error, group.rank)), error)
+
+
+def raise_first(errors: Iterable[Exception | None], own: Exception | None = None) -> None:
+    """Raises the first error that some rank brought, if any did.
+
+    Args:
+        errors: What each rank brought, by rank.
+        own: What this rank brought, which then is the cause that a traceback shows.
+    """
     for theirs in errors:
         if theirs is not None:
-            raise theirs from error
+            if theirs is own or own is None:
+                raise theirs
+            raise theirs from own
 
 
-def _portable(error: Exception | None, rank: int) -> Exception | None:
+def portable(error: Exception | None, rank: int) -> TieredCheckpointError | None:
+    """The same error where it survives a pickle; its text where it may not."""
     if error is None or isinstance(error, TieredCheckpointError):
         return error
-    # Foreign errors may not survive a pickle; their text does.
     return RestoreError(f"{type(error).__name__}: {error}", operation="load", rank=rank)
 
 

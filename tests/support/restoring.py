@@ -1,0 +1,93 @@
+"""Checkpoints made by hand, and ranks as threads, for tests of restore."""
+
+import pickle
+import threading
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.engine import commit
+from tiered_checkpoint_io.manifest import Content, FileEntry, Part, chunk_ranges, hash_bytes
+
+RUN = ids.new_run_id(now=1_700_000_000.0)
+CHUNK = 1 << 16
+
+
+def save_id(number):
+    return ids.save_id(RUN, number)
+
+
+def make_content(name, data, number, *, chunk=CHUNK, kind="full"):
+    hashes = tuple(hash_bytes(data[start : start + length]) for start, length in chunk_ranges(len(data), chunk))
+    entry = FileEntry(name, len(data), chunk, hashes)
+    return Content(save_id(number), number, 0, kind, 1.0, 1, {}, (entry,))
+
+
+def into_memory(tier, dirpath, name, data, number, *, chunk=CHUNK):
+    """Commits a checkpoint to a node's memory; returns where its file lies."""
+    content = make_content(name, data, number, chunk=chunk)
+    (entry,) = content.files
+    slot = tier.acquire(len(data))
+    slot.view[: len(data)] = data
+    stored = tier.commit(Part(name, 0, content, dirpath, durable=False), {entry.basename: slot})
+    return stored.file(entry.basename)
+
+
+def into_durable(store, name, data, number, *, chunk=CHUNK):
+    part = Part(name, 0, make_content(name, data, number, chunk=chunk), store.url, durable=True)
+    commit.commit_full(store, part, memoryview(data))
+
+
+def flip(path, at=100):
+    """Flips one bit of a file, behind everyone's back."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+class ThreadGroup:
+    """One rank of a group of threads; what it exchanges goes through pickle, as between processes."""
+
+    def __init__(self, rank, node, shared):
+        self.rank = rank
+        self.node = node
+        self.world_size = shared["size"]
+        self._shared = shared
+
+    def all_gather(self, obj):
+        slots = self._shared["slots"]
+        slots[self.rank] = pickle.dumps(obj)
+        self._shared["barrier"].wait()
+        gathered = [pickle.loads(data) for data in slots]
+        self._shared["barrier"].wait()
+        return gathered
+
+    def broadcast(self, obj):
+        return self.all_gather(obj)[0]
+
+    def close(self):
+        pass
+
+
+def in_ranks(nodes, work, timeout_s=30.0):
+    """Runs ``work(group)`` on one rank per entry of ``nodes``; what each returned or raised, by rank."""
+    shared = {
+        "size": len(nodes),
+        "slots": [b""] * len(nodes),
+        "barrier": threading.Barrier(len(nodes), timeout=timeout_s),
+    }
+    results = [None] * len(nodes)
+
+    def run(rank):
+        try:
+            results[rank] = work(ThreadGroup(rank, nodes[rank], shared))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(nodes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+        assert not thread.is_alive(), "a rank hangs"
+    return results

@@ -1,0 +1,61 @@
+"""What ranks say to each other; with real processes in tests/distributed."""
+
+import pickle
+import traceback
+
+import pytest
+from support.restoring import in_ranks
+
+from tiered_checkpoint_io.engine.coordination import SingleGroup, agree, current_group, node_of
+from tiered_checkpoint_io.errors import RestoreError, StoreUnavailableError
+
+
+class Unpicklable(Exception):
+    def __reduce__(self):
+        raise TypeError("stays here")
+
+
+def test_all_ranks_raise_the_error_of_the_lowest_that_failed():
+    def work(group):
+        errors = {1: StoreUnavailableError("slow down", key="k", hint="wait"), 2: Unpicklable("other")}
+        agree(group, errors.get(group.rank))
+
+    raised = in_ranks(["n"] * 4, work)
+    assert {type(error) for error in raised} == {StoreUnavailableError}
+    assert {str(error) for error in raised} == {"slow down [key=k] — wait"}
+    assert isinstance(raised[2].__cause__, Unpicklable)
+
+
+def test_an_error_that_cannot_travel_arrives_as_its_text():
+    def work(group):
+        agree(group, Unpicklable("it broke") if group.rank == 1 else None)
+
+    for error in in_ranks(["n", "n"], work):
+        assert isinstance(error, RestoreError)
+        assert "Unpicklable: it broke" in str(error)
+        assert error.rank == 1
+
+
+def test_no_error_is_no_error():
+    assert in_ranks(["n", "m", "m"], lambda group: agree(group, None)) == [None] * 3
+
+
+def test_alone_an_error_is_raised_as_it_is(tmp_path):
+    error = StoreUnavailableError("no")
+    with pytest.raises(StoreUnavailableError) as caught:
+        agree(SingleGroup("n"), error)
+    assert caught.value is error
+    assert "direct cause" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp_path):
+    one, two = tmp_path / "1", tmp_path / "2"
+    one.mkdir()
+    two.mkdir()
+    assert node_of(one) == node_of(tmp_path / "." / "1")
+    assert node_of(one) != node_of(two)
+    group = current_group(one, timeout_s=5.0)
+    assert (group.rank, group.world_size, group.node) == (0, 1, node_of(one))
+    assert group.all_gather("x") == ["x"]
+    assert pickle.loads(pickle.dumps(group.broadcast({"a": 1}))) == {"a": 1}
+    group.close()

@@ -1,0 +1,112 @@
+"""Fetching: whole, verified as it arrives, bounded, and stopped by the first failure."""
+
+import os
+import tempfile
+import threading
+
+import pytest
+from support.restoring import CHUNK, flip, make_content
+
+from tiered_checkpoint_io.engine.fetch import fetch, fetch_unverified, temporary_file, verify
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
+from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.testing.faulty import FaultyStore
+
+DATA = os.urandom(20 * CHUNK + 7)
+(ENTRY,) = make_content("d/a.ckpt", DATA, 1).files
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    store.put("d/a.ckpt", DATA)
+    return store
+
+
+class Watched(FaultyStore):
+    """Notes how many reads run at once, and lets that many meet."""
+
+    def __init__(self, store, meeting, **options):
+        super().__init__(store, **options)
+        self.meeting = threading.Barrier(meeting)
+        self.running = 0
+        self.most = 0
+        self.lock = threading.Lock()
+
+    def read_into(self, key, offset, buffer):
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        if not self.meeting.broken:
+            try:
+                self.meeting.wait(5)
+                self.meeting.abort()
+            except threading.BrokenBarrierError:
+                pass
+        super().read_into(key, offset, buffer)
+        with self.lock:
+            self.running -= 1
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 64])
+def test_fills_every_byte_reads_each_once_and_stays_within_the_bound(store, concurrency):
+    watched = Watched(store, min(concurrency, len(ENTRY.hashes)))
+    buffer = bytearray(len(DATA))
+    fetch(watched, ENTRY, memoryview(buffer), concurrency=concurrency)
+    assert buffer == DATA
+    assert store.metrics.snapshot()["bytes.down"] == len(DATA)
+    assert watched.most == min(concurrency, len(ENTRY.hashes))
+    again = bytearray(len(DATA))
+    fetch_unverified(store, "d/a.ckpt", memoryview(again), concurrency=concurrency)
+    assert again == DATA
+
+
+@pytest.mark.parametrize("at", [0, 5 * CHUNK, len(DATA) - 1])
+def test_a_flipped_bit_is_found_in_either_tier(store, tmp_path, at):
+    flip(tmp_path / "d" / "a.ckpt", at)
+    buffer = bytearray(len(DATA))
+    with pytest.raises(CorruptCheckpointError, match=r"differ from their hash .*tier=durable.*d/a.ckpt"):
+        fetch(store, ENTRY, memoryview(buffer), concurrency=4)
+    with pytest.raises(CorruptCheckpointError, match=r"differ from their hash .*tier=memory"):
+        verify(ENTRY, memoryview((tmp_path / "d" / "a.ckpt").read_bytes()), where="here")
+    verify(ENTRY, memoryview(DATA), where="here")
+
+
+def test_a_short_object_is_corrupt(store, tmp_path):
+    os.truncate(tmp_path / "d" / "a.ckpt", len(DATA) - 1)
+    with pytest.raises(CorruptCheckpointError, match="ends at"):
+        fetch(store, ENTRY, memoryview(bytearray(len(DATA))), concurrency=4)
+
+
+def test_the_first_failure_stops_the_rest(store):
+    faulty = FaultyStore(store, fail_at=3)
+    with pytest.raises(StoreUnavailableError, match="injected at operation 3"):
+        fetch(faulty, ENTRY, memoryview(bytearray(len(DATA))), concurrency=1)
+    assert faulty.operations == 3
+
+
+def test_the_ranges_of_a_huge_file_are_worked_out_once():
+    class Counting(type(ENTRY)):
+        asked = 0
+
+        @property
+        def chunks(self):
+            Counting.asked += 1
+            return super().chunks
+
+    entry = Counting(ENTRY.path, ENTRY.size, ENTRY.chunk_size, ENTRY.hashes)
+    verify(entry, memoryview(DATA), where="here")
+    assert Counting.asked == 1
+
+
+def test_a_temporary_file_goes_where_its_filling_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(StoreUnavailableError), temporary_file(10):
+        raise StoreUnavailableError("gone")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(RestoreError, match="no room"), temporary_file(1 << 60):
+        pass
+    assert not list(tmp_path.iterdir())
+    with temporary_file(10) as (path, view):
+        view[:] = b"0123456789"
+    assert path.read_bytes() == b"0123456789"
