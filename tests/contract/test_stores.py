@@ -123,7 +123,7 @@ def test_part_sizes_stay_within_the_limits(size):
 
 
 def test_open_store_picks_by_url(tmp_path, s3_url, s3_server):
-    urls = {str(tmp_path): DirectoryStore, s3_url: S3Store, "memory://x/y": RetryingStore}
+    urls = {str(tmp_path): RetryingStore, s3_url: S3Store, "memory://x/y": RetryingStore}
     for url, kind in urls.items():
         store = open_store(TieredCheckpointConfig(dirpath=url))
         assert type(store) is kind

@@ -27,12 +27,13 @@ def open_store(config: TieredCheckpointConfig, dirpath: str | None = None) -> St
             from tiered_checkpoint_io.storage.s3 import S3Store
 
             return S3Store.from_config(config, root)
+        from tiered_checkpoint_io.storage.wrappers import RetryingStore
+
         if scheme is None:
             from tiered_checkpoint_io.storage.directory import DirectoryStore
 
-            return DirectoryStore(root)
+            return RetryingStore(DirectoryStore(root))
         from tiered_checkpoint_io.storage.remote import RemoteStore
-        from tiered_checkpoint_io.storage.wrappers import RetryingStore
 
         return RetryingStore(RemoteStore(root))
     except ImportError as error:

@@ -344,8 +344,8 @@ class S3Store:
     def _translate(self, error: Exception, operation: str, key: str) -> NoReturn:
         """Raises our error for one of boto3's: by type, HTTP status and error code, never by text."""
         if isinstance(error, botocore.exceptions.ClientError):
-            facts: dict[str, Any] = error.response.get("Error", {})
-            meta: dict[str, Any] = error.response.get("ResponseMetadata", {})
+            answer: Any = error.response
+            facts, meta = answer.get("Error", {}), answer.get("ResponseMetadata", {})
             status = int(meta.get("HTTPStatusCode", 0))
             if operation == "read" and status == 416:
                 raise CorruptCheckpointError(
