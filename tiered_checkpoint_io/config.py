@@ -236,7 +236,7 @@ def _plain(block: object) -> dict[str, Any]:
     if type(block).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
 
-        block = OmegaConf.to_container(block, resolve=True)  # type: ignore[arg-type]
+        block = OmegaConf.to_container(block, resolve=True)
     if not isinstance(block, Mapping):
         raise ConfigError(
             f"s3_checkpointing is a {type(block).__name__}",

@@ -17,6 +17,8 @@ from tiered_checkpoint_io.errors import InvalidNameError
 LATEST = "tiered:latest"
 #: The same for the newest checkpoint that a callback called "last"; used by ``ckpt_path="last"``.
 LAST = "tiered:last"
+#: As a URL: Lightning asks the file system of what it resolves "last" to.
+LAST_URL = "tiered://last"
 
 #: Everything that is ours on the durable tier, besides the checkpoints themselves, lies below this.
 META_PREFIX = ".tiered/"
@@ -30,6 +32,7 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DO
 _MANGLED_S3 = re.compile(r"s3:/(?!/)")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
+_LAST = re.compile(r"(?:^|[/_-])last(?:-v\d+)?(?:\.[^/.]*)?\Z")
 #: A file system allows 255 bytes for one component; the manifest's key adds its suffix.
 _MAX_COMPONENT_BYTES = 255 - len(_MANIFEST_SUFFIX)
 #: S3 allows 1,024 bytes for a key; the rest is room for the prefix and our own folders.
@@ -177,6 +180,11 @@ def step_in_name(name: str) -> int | None:
     """The step that a name tells: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
     matches = list(_STEP_IN_NAME.finditer(name))
     return int(matches[-1]["step"]) if matches else None
+
+
+def is_last(name: str) -> bool:
+    """Whether a callback called this checkpoint "last": ``last.ckpt``, ``last-v1.ckpt``, ``x-last.ckpt``."""
+    return _LAST.search(name) is not None
 
 
 def validate_namespace(namespace: str) -> str:

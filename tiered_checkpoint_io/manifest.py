@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import xxhash
 
@@ -184,7 +184,7 @@ class Content:
             save_id=ids.validate_save_id(_str(raw, "save_id")),
             step=_int(raw, "step", -1, 1 << 62),
             epoch=_int(raw, "epoch", -1, 1 << 62),
-            kind=cast("Kind", kind),
+            kind=kind,
             created=_number(raw, "created"),
             world_size=_int(raw, "world_size", 1, 1 << 31),
             writer={str(key): str(value) for key, value in writer.items()},

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
+from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 
@@ -108,6 +109,10 @@ class TieredCheckpointIO(CheckpointIO):
         if map_location is None:
             map_location = _stay
         state: dict[str, Any] = self.checkpointer.load(path, map_location=map_location, weights_only=weights_only)
+        if isinstance(state, NoCheckpoint):
+            # The key by which Lightning knows a checkpoint of its own release: with it, and nothing
+            # else, it skips every step of a restore.
+            state["pytorch-lightning_version"] = lightning.pytorch.__version__
         return state
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

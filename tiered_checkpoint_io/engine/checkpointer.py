@@ -41,12 +41,8 @@ TIERS = frozenset({"memory", "durable"})
 class NoCheckpoint(dict[str, Any]):
     """What loading ``tiered:latest`` gives where there is nothing yet: falsy, so start from scratch.
 
-    The key is the one by which Lightning knows a checkpoint; with it, and nothing else, Lightning
-    skips every step of a restore.
+    An adapter may put keys into it that its framework looks for.
     """
-
-    def __init__(self) -> None:
-        super().__init__({"pytorch-lightning_version": "0.0.0"})
 
     def __bool__(self) -> bool:
         return False
@@ -105,6 +101,7 @@ class Checkpointer:
         self._counter = 0
         self._known: set[str] | None = None
         self._counts: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
         self._last_save: SaveReport | None = None
         self._outcomes: list[Outcome] = []
         self._warned_small = False
@@ -243,12 +240,15 @@ class Checkpointer:
         """Whether a name is taken on the durable tier, or queued for it, as far as this process knows."""
         name = ids.name_in(self.dirpath, path)
         if self._known is None:
-            tier, _, drain = self._open()
+            tier, _, _ = self._open()
             listed = (ids.name_from_manifest_key(e.key) for e in self._durable().list(ids.MANIFEST_PREFIX))
-            self._known = {known for known in listed if known is not None}
-            self._known |= {stored.part.name for stored in tier.parts() if stored.pending}
-            self._known |= {request.name for request in drain.queue.requests() if request.action == "alias"}
-        return name in self._known
+            self._remember(tier, {known for known in listed if known is not None})
+        return self._known is not None and name in self._known
+
+    def _remember(self, tier: MemoryTier, listed: set[str]) -> None:
+        queued = {request.name for request in self._open()[2].queue.requests() if request.action == "alias"}
+        pending = {stored.part.name for stored in tier.parts() if stored.pending}
+        self._known = listed | queued | pending
 
     # ------------------------------------------------------------------------------------- load
     def load(self, path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool | None = None) -> Any:
@@ -280,6 +280,8 @@ class Checkpointer:
         group = coordination.current_group(tier.root, timeout_s=float(self.config.wait_timeout_s))
         try:
             restored = restorer.restore(selector, group)
+            if restorer.listed is not None and dirpath == self.dirpath:
+                self._remember(tier, restorer.listed)
             if restored is None:
                 self._log.info("no checkpoint at %s: starting from scratch", dirpath)
                 return NoCheckpoint()
@@ -301,7 +303,7 @@ class Checkpointer:
     def _select(self, text: str) -> tuple[str, Selector]:
         if text == ids.LATEST:
             return self.dirpath, Selector("latest")
-        if text == ids.LAST:
+        if text in (ids.LAST, ids.LAST_URL):
             return self.dirpath, Selector("last")
         try:
             return self.dirpath, Selector("name", ids.name_in(self.dirpath, text))
@@ -343,6 +345,21 @@ class Checkpointer:
         self._outcomes = []
         return fresh
 
+    @property
+    def asked(self) -> dict[str, int]:
+        """Requests and bytes that this process itself asked of the durable tier; the drain's are its own."""
+        now = Counter(self._store.metrics.snapshot()) if self._store is not None else Counter()
+        return dict(self._asked + now)
+
+    def is_pending(self, name: str) -> bool:
+        """Whether a save or alias of this name is still on its way to the durable tier."""
+        if self._opened is None:
+            return False
+        tier, _, drain = self._opened
+        if any(request.name == name for request in drain.queue.requests()):
+            return True
+        return any(stored.pending and stored.part.name == name for stored in tier.parts())
+
     def progress(self) -> Progress:
         """Where background work stands."""
         if self._opened is None:
@@ -378,6 +395,7 @@ class Checkpointer:
             drain.close(timeout_s=self.config.wait_timeout_s)
             tier.close()
             if self._store is not None:
+                self._asked.update(self._store.metrics.snapshot())
                 self._store.close()
                 self._store = None
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.manifest import Content, Manifest
 
 Tier = Literal["memory", "durable"]
@@ -29,7 +30,7 @@ class Selector:
         if self.kind == "latest":
             return True
         if self.kind == "last":
-            return name.rpartition("/")[2].startswith("last")
+            return ids.is_last(name)
         return name == self.name
 
 

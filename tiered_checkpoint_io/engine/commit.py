@@ -142,7 +142,7 @@ def delete(store: Store, name: str, *, before: str | None = None, journal: Uploa
             return
         if manifest.alias_of is not None:
             orphans = _orphans_of_alias(store, manifest)
-        elif any(_points_to(store, alias, name) for alias in manifest.aliases):
+        elif _hand_over(store, manifest):
             orphans = []
         else:
             orphans = _paths(manifest)
@@ -162,6 +162,16 @@ def _current(store: Store, name: str) -> Manifest | None:
     except ManifestError:
         # A damaged manifest describes no checkpoint; there is nothing to keep of it.
         return None
+
+
+def _hand_over(store: Store, target: Manifest) -> bool:
+    """Tells the live aliases of a target that goes what they stand for from now on, if there are any."""
+    live = [alias for alias in target.aliases if _points_to(store, alias, target.name)]
+    for alias in live:
+        # The target may have been overwritten, and aliases added, since the alias was made.
+        heir = replace(target, name=alias, alias_of=target.name, aliases=tuple(live))
+        store.put(ids.manifest_key(alias), heir.to_json())
+    return bool(live)
 
 
 def _points_to(store: Store, alias: str, target: str) -> bool:

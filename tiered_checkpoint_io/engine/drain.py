@@ -273,7 +273,7 @@ class Drain:
         self._counts["failed"] += 1
         self._last_error = str(error)
         if isinstance(error, CorruptCheckpointError) and stored is not None:
-            where = self._tier.quarantine(stored, str(error))
+            where = self._tier.quarantine(stored.folder, str(error))
             self._log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
             self._finish(operation, step, "skipped", error=str(error), error_type=type(error).__name__)
             return

@@ -127,6 +127,8 @@ class Restorer:
         self._store = store
         self._log = logger
         self._dirpath = dirpath or config.dirpath
+        #: All names on the durable tier, where this rank listed them.
+        self.listed: set[str] | None = None
 
     def restore(self, selector: Selector, group: Group) -> Restored | None:
         """Brings the checkpoint that ``selector`` means to every node.
@@ -144,13 +146,14 @@ class Restorer:
             FormatVersionError: A newer release wrote what would have to be chosen.
         """
         started = time.monotonic()
+        quarantined = self._quarantined()
         held, damaged = self._look_here()
         queued = self._queued_aliases()
-        gathered: list[tuple[str, list[Held], list[str], dict[str, str]]] = group.all_gather(
-            (group.node, held, damaged, queued)
+        gathered: list[tuple[str, list[Held], list[str], dict[str, str], list[str]]] = group.all_gather(
+            (group.node, held, damaged, queued, quarantined)
         )
         known: _Known = group.broadcast(self._discover(selector, queued) if group.rank == 0 else None)
-        memory = {node: holdings for node, holdings, _, _ in reversed(gathered)}
+        memory = {node: holdings for node, holdings, *_ in reversed(gathered)}
         aliases = gathered[0][3]
         rejected = [*known.rejected, *dict.fromkeys(line for entry in gathered for line in entry[2])]
         leader = min(rank for rank, entry in enumerate(gathered) if entry[0] == group.node)
@@ -176,6 +179,8 @@ class Restorer:
             rejected += [note for note in known.rejected if note not in rejected]
         if selector.kind == "name" and not rejected:
             return self._foreign(selector, known, group, started)
+        # What an earlier start found corrupt must not become a start from scratch on the next one.
+        rejected += dict.fromkeys(line for entry in gathered for line in entry[4])
         if rejected:
             raise RestoreError(
                 "no checkpoint is intact: " + "; ".join(rejected),
@@ -195,9 +200,14 @@ class Restorer:
             for stored in self._tier.parts()
             if stored.part.dirpath == self._dirpath and stored.part.content.kind == "full"
         ]
-        damaged = [f"memory {folder}: {error}" for folder, error in self._tier.damaged()]
-        quarantine = [f"memory {path}: quarantined" for path in sorted((self._tier.root / "quarantine").iterdir())]
-        return held, [*damaged, *quarantine]
+        damaged = []
+        for folder, error in self._tier.damaged():
+            where = self._tier.quarantine(folder, str(error))
+            damaged.append(f"memory {folder}: {error}; moved to {where}")
+        return held, damaged
+
+    def _quarantined(self) -> list[str]:
+        return [f"memory {path}: corrupt" for path in sorted((self._tier.root / "quarantine").iterdir())]
 
     def _queued_aliases(self) -> dict[str, str]:
         requests = Queue(self._tier.root).requests()
@@ -212,6 +222,7 @@ class Restorer:
             else:
                 listed = sorted(store.list(ids.MANIFEST_PREFIX), key=lambda entry: entry.modified, reverse=True)
                 names = [name for entry in listed if (name := ids.name_from_manifest_key(entry.key)) is not None]
+                self.listed = set(names)
                 known.rest = [name for name in names if selector.wants(name)]
                 self._read_more(known, first=True)
         except TieredCheckpointError as error:
@@ -318,7 +329,7 @@ class Restorer:
             with self._tier.reading(stored) as views:
                 fetch.verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
         except CorruptCheckpointError as error:
-            self._tier.quarantine(stored, str(error))
+            self._tier.quarantine(stored.folder, str(error))
             raise
         result.path = str(stored.file(entry.basename))
 

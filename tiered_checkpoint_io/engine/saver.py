@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -49,7 +49,7 @@ class HostPins:
         address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
         if self._pinned.get(address, 0) >= len(view):
             return
-        runtime: Any = torch.cuda.cudart()
+        runtime: Any = cast("Any", torch.cuda).cudart()
         if address in self._pinned:
             runtime.cudaHostUnregister(address)
         if int(runtime.cudaHostRegister(address, len(view), 0)) == 0:
@@ -61,7 +61,7 @@ class HostPins:
             return
         address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
         if self._pinned.pop(address, None) is not None:
-            runtime: Any = torch.cuda.cudart()
+            runtime: Any = cast("Any", torch.cuda).cudart()
             runtime.cudaHostUnregister(address)
 
 

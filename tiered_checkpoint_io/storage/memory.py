@@ -239,16 +239,16 @@ class MemoryTier:
                     self._pool.recycle(path)
         shutil.rmtree(trash, ignore_errors=True)
 
-    def quarantine(self, stored: StoredPart, reason: str) -> Path:
-        """Takes a corrupt part out of use, without deleting it."""
-        target = self.root / "quarantine" / f"{stored.save_id}.{stored.folder.name}"
+    def quarantine(self, folder: Path, reason: str) -> Path:
+        """Takes a corrupt part's folder out of use, without deleting it."""
+        target = self.root / "quarantine" / f"{folder.parent.name}.{folder.name}"
         if target.exists():
             shutil.rmtree(target)
         with contextlib.suppress(FileNotFoundError):
-            os.rename(stored.folder, target)
+            os.rename(folder, target)
             _write_private(target / "reason.txt", reason.encode())
         with contextlib.suppress(OSError):
-            os.rmdir(stored.folder.parent)
+            os.rmdir(folder.parent)
         return target
 
     def close(self) -> None:

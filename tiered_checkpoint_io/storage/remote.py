@@ -23,7 +23,7 @@ from tiered_checkpoint_io.storage.base import Metrics, ObjectInfo, UploadJournal
 _SLICE = 16 << 20
 #: Object stores: what is written appears when the file is closed, whole. Elsewhere we write under
 #: another name and move.
-_ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory", "r2"}
+_ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "r2"}
 _TEMPORARY = ".tiered-tmp-"
 
 

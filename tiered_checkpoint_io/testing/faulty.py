@@ -11,7 +11,7 @@ from tiered_checkpoint_io.errors import StoreUnavailableError
 from tiered_checkpoint_io.storage.base import Metrics, ObjectInfo, Store, UploadJournal
 
 
-class Injected(StoreUnavailableError):
+class Injected(StoreUnavailableError):  # noqa: N818 - says what it is
     """The failure that was asked for."""
 
 

@@ -1,0 +1,57 @@
+# `make demo` and `make test` do all the set-up themselves on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+MIN_VENV := .venv-min
+BIN := $(VENV)/bin
+UV := $(shell command -v uv 2>/dev/null)
+STAMP := $(VENV)/.installed
+MIN_STAMP := $(MIN_VENV)/.installed
+# What pip finds by PIP_FIND_LINKS, uv finds too.
+export UV_FIND_LINKS := $(if $(UV_FIND_LINKS),$(UV_FIND_LINKS),$(PIP_FIND_LINKS))
+
+ifeq ($(UV),)
+INSTALL = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+else
+INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
+endif
+
+.PHONY: venv demo test test-rgw test-lightning-min lint bench-stall clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; name one by PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call INSTALL,$(VENV)) -c constraints.txt setuptools wheel
+	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+$(MIN_STAMP): pyproject.toml constraints-min.txt
+	test -x $(MIN_VENV)/bin/python || $(PYTHON) -m venv $(MIN_VENV)
+	$(call INSTALL,$(MIN_VENV)) -c constraints-min.txt setuptools wheel
+	$(call INSTALL,$(MIN_VENV)) -c constraints-min.txt --no-build-isolation -e '.[dev]' 'lightning==2.4.0'
+	touch $@
+
+demo: venv
+	$(BIN)/python examples/demo.py $(if $(S3),--s3 '$(S3)')
+
+test: venv
+	$(BIN)/python -m pytest -n 2 tests
+
+test-rgw: venv
+	bash tests/support/run_rgw.sh
+
+test-lightning-min: $(MIN_STAMP)
+	$(MIN_VENV)/bin/python -m pytest -n 2 tests/lightning
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench-stall: venv
+	$(BIN)/python benchmarks/stall.py
+
+clean:
+	rm -rf $(VENV) $(MIN_VENV) build dist *.egg-info

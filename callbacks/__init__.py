@@ -1,0 +1,5 @@
+"""Lightning callbacks over the tiers."""
+
+from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint, tiers_for_step
+
+__all__ = ["TieredModelCheckpoint", "tiers_for_step"]
