@@ -28,7 +28,7 @@ MEMORY_EVERY = 5
 S3_EVERY = 20
 #: Killed right after these steps: the first resumes from memory, the second from S3.
 KILLS = (33, 48)
-LIFE_TIMEOUT_S = 120.0
+LIFE_TIMEOUT_S = 240.0
 DRAIN_TIMEOUT_S = 60.0
 
 
@@ -101,7 +101,8 @@ def train(dirpath: str, memory_dir: str, report: str) -> None:
             note(at=trainer.global_step)
 
     seed_everything(1, verbose=False)
-    torch.set_num_threads(2)
+    # One thread: threads that spin for each other crawl on a machine that has other work.
+    torch.set_num_threads(1)
     callback = TieredModelCheckpoint(
         memory_every_n_train_steps=MEMORY_EVERY, s3_every_n_train_steps=S3_EVERY, save_top_k=1, save_last=True
     )
