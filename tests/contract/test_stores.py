@@ -45,6 +45,21 @@ class TestRemoteStoreThatMoves(StoreContract):
         yield RemoteStore(f"file://{tmp_path}/root")
 
 
+class TestRemoteStoreOnS3(StoreContract):
+    """The path of all object stores, by s3fs."""
+
+    @pytest.fixture
+    def store(self, s3_url):
+        yield RemoteStore(s3_url)
+
+    def test_a_missing_bucket_is_no_empty_one(self, s3_server):
+        store = RemoteStore("s3://no-such-bucket-here/run")
+        with pytest.raises(StoreConfigError, match="no-such-bucket-here"):
+            list(store.list(""))
+        with pytest.raises(StoreConfigError):
+            store.put("x", b"1")
+
+
 class TestS3Store(StoreContract):
     @pytest.fixture
     def store(self, s3_url, s3_server):
