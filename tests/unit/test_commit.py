@@ -1,5 +1,6 @@
 """The durable protocol: killed before any of its writes, a reader finds old or new, and a rerun ends it."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -44,14 +45,21 @@ def objects(store):
     return sorted(entry.key for entry in store.list("") if not entry.key.startswith(".tiered/"))
 
 
+def deleted_under_alias(store):
+    save(store, "a.ckpt", b"A", 1)
+    commit.put_alias(store, "last.ckpt", "a.ckpt")
+    commit.delete(store, "a.ckpt", journal=MemoryJournal())
+    return []
+
+
 STORIES = {
     "overwrite": (
         lambda s: save(s, "a.ckpt", b"old", 1),
-        lambda s, j: save(s, "a.ckpt", b"new!", 2),
+        lambda s, j: save(s, "a.ckpt", b"new!", 2, j),
         "a.ckpt",
         (b"old", b"new!"),
     ),
-    "first": (lambda s: None, lambda s, j: save(s, "a.ckpt", b"new!", 2), "a.ckpt", (None, b"new!")),
+    "first": (lambda s: None, lambda s, j: save(s, "a.ckpt", b"new!", 2, j), "a.ckpt", (None, b"new!")),
     "delete": (
         lambda s: save(s, "a.ckpt", b"old", 1),
         lambda s, j: commit.delete(s, "a.ckpt", journal=j),
@@ -60,21 +68,61 @@ STORIES = {
     ),
     "alias": (
         lambda s: [save(s, "a.ckpt", b"A", 1), commit.put_alias(s, "last.ckpt", "a.ckpt"), save(s, "b.ckpt", b"BB", 2)],
-        lambda s, j: commit.put_alias(s, "last.ckpt", "b.ckpt"),
+        lambda s, j: commit.put_alias(s, "last.ckpt", "b.ckpt", journal=j),
         "last.ckpt",
         (b"A", b"BB"),
     ),
     "alias becomes real": (
         lambda s: [save(s, "a.ckpt", b"A", 1), commit.put_alias(s, "last.ckpt", "a.ckpt")],
-        lambda s, j: save(s, "last.ckpt", b"real", 3),
+        lambda s, j: save(s, "last.ckpt", b"real", 3, j),
         "last.ckpt",
         (b"A", b"real"),
     ),
     "real becomes alias": (
         lambda s: [save(s, "last.ckpt", b"real", 1), save(s, "a.ckpt", b"A", 2)],
-        lambda s, j: commit.put_alias(s, "last.ckpt", "a.ckpt"),
+        lambda s, j: commit.put_alias(s, "last.ckpt", "a.ckpt", journal=j),
         "last.ckpt",
         (b"real", b"A"),
+    ),
+    "real with an alias becomes alias": (
+        lambda s: [
+            save(s, "last.ckpt", b"real", 1),
+            commit.put_alias(s, "best.ckpt", "last.ckpt"),
+            save(s, "a.ckpt", b"A", 2),
+        ],
+        lambda s, j: commit.put_alias(s, "last.ckpt", "a.ckpt", journal=j),
+        "best.ckpt",
+        (b"real", b"A"),
+    ),
+    "alias moves off a deleted target": (
+        lambda s: [*deleted_under_alias(s), save(s, "b.ckpt", b"BB", 2)],
+        lambda s, j: commit.put_alias(s, "last.ckpt", "b.ckpt", journal=j),
+        "last.ckpt",
+        (b"A", b"BB"),
+    ),
+    "alias becomes real, off a deleted target": (
+        deleted_under_alias,
+        lambda s, j: save(s, "last.ckpt", b"real", 3, j),
+        "last.ckpt",
+        (b"A", b"real"),
+    ),
+    "alias of a deleted target goes": (
+        deleted_under_alias,
+        lambda s, j: commit.delete(s, "last.ckpt", journal=j),
+        "last.ckpt",
+        (b"A", None),
+    ),
+    "target goes, alias stays": (
+        lambda s: [save(s, "a.ckpt", b"A", 1), commit.put_alias(s, "last.ckpt", "a.ckpt"), save(s, "a.ckpt", b"AA", 2)],
+        lambda s, j: commit.delete(s, "a.ckpt", journal=j),
+        "last.ckpt",
+        (b"AA", b"AA"),
+    ),
+    "a deleted target is saved anew under its alias": (
+        deleted_under_alias,
+        lambda s, j: save(s, "a.ckpt", b"AA", 3, j),
+        "last.ckpt",
+        (b"A", b"AA"),
     ),
 }
 
@@ -82,6 +130,9 @@ STORIES = {
 @pytest.mark.parametrize("story", STORIES)
 def test_killed_at_any_write_old_or_new_and_a_rerun_finishes(story, tmp_path):
     prepare, act, name, (old, new) = STORIES[story]
+    whole = DirectoryStore(str(tmp_path / "whole"))
+    prepare(whole)
+    act(whole, MemoryJournal())
     for n in itertools.count(1):
         store = DirectoryStore(str(tmp_path / str(n)))
         prepare(store)
@@ -93,6 +144,8 @@ def test_killed_at_any_write_old_or_new_and_a_rerun_finishes(story, tmp_path):
             assert readable(store, name) in (old, new)
             act(store, journal)
             assert readable(store, name) == new
+            assert objects(store) == objects(whole)
+            assert journal.read() is None
         else:
             assert n > 2
             assert readable(store, name) == new
@@ -172,3 +225,49 @@ def test_what_a_newer_release_wrote_is_left_alone(tmp_path):
             act()
     assert store.get(key) == newer
     assert store.get("a.ckpt") == b"x"
+
+
+def test_a_target_saved_anew_keeps_its_alias_when_it_goes_again(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    deleted_under_alias(store)
+    save(store, "a.ckpt", b"AA", 3)
+    commit.delete(store, "a.ckpt", journal=MemoryJournal())
+    assert readable(store, "last.ckpt") == b"AA"
+
+
+def test_an_alias_to_itself_changes_nothing(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"A", 1)
+    commit.put_alias(store, "a.ckpt", "a.ckpt")
+    assert readable(store, "a.ckpt") == b"A"
+    assert commit.read_manifest(store, "a.ckpt").alias_of is None
+
+
+def test_an_alias_request_spares_a_later_save_of_its_name(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"A", 1)
+    save(store, "last.ckpt", b"later", 5)
+    commit.put_alias(store, "last.ckpt", "a.ckpt", before=ids.save_id(RUN, 4))
+    assert readable(store, "last.ckpt") == b"later"
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_a_delete_tried_again_spares_what_took_the_name_in_between(n, tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"A", 1)
+    journal = MemoryJournal()
+    with contextlib.suppress(Injected):
+        commit.delete(FaultyStore(store, fail_at=n), "a.ckpt", before=ids.save_id(RUN, 2), journal=journal)
+    save(store, "a.ckpt", b"anew", 3)
+    commit.delete(store, "a.ckpt", before=ids.save_id(RUN, 2), journal=journal)
+    assert readable(store, "a.ckpt") == b"anew"
+
+
+def test_a_file_that_never_became_a_checkpoint_is_removed_by_its_name(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    store.put("left.ckpt", b"upload without a manifest")
+    commit.delete(store, "left.ckpt", journal=MemoryJournal())
+    deleted_under_alias(store)
+    commit.delete(store, "a.ckpt", journal=MemoryJournal())
+    assert readable(store, "last.ckpt") == b"A"
+    assert objects(store) == ["a.ckpt"]

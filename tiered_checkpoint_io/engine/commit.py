@@ -11,7 +11,7 @@ the object matches what some content in the manifest says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from tiered_checkpoint_io import ids
@@ -20,9 +20,15 @@ from tiered_checkpoint_io.errors import (
     FormatVersionError,
     ManifestError,
     StoreNotFoundError,
+    UsageError,
 )
-from tiered_checkpoint_io.manifest import FileEntry, Manifest, Part, merge_parts
+from tiered_checkpoint_io.manifest import Content, FileEntry, Manifest, Part, merge_parts
 from tiered_checkpoint_io.storage.base import Store, UploadJournal
+
+#: What a journal holds of ours, beside what the store notes there: objects to remove ...
+_OBJECTS = "objects"
+#: ... and which manifest they belonged to.
+_MANIFEST = "manifest"
 
 
 def read_manifest(store: Store, name: str) -> Manifest | None:
@@ -63,7 +69,7 @@ def commit_full(
         store: Where.
         part: The only part of it.
         data: The bytes of its file; verified before anything is written.
-        journal: See :meth:`Store.upload`.
+        journal: See :meth:`Store.upload`; also remembers what is to be removed afterwards.
         progress: See :meth:`Store.upload`.
 
     Returns:
@@ -71,36 +77,66 @@ def commit_full(
 
     Raises:
         CorruptCheckpointError: ``data`` differs from its hashes. Nothing was written.
+        UsageError: Not a full checkpoint.
         FormatVersionError: A newer release owns this name. Nothing was written.
         StoreError: Repeat the call to finish.
     """
+    if part.content.kind != "full":
+        raise UsageError(
+            f"this release drains full checkpoints, not {part.content.kind} ones", operation="commit", key=part.name
+        )
     (entry,) = part.content.files
+    plan = journal.read() if journal is not None else None
     old = _current(store, part.name)
     if old is not None and old.alias_of is None and old.content.save_id == part.save_id and not old.previous:
+        _finish(store, journal, _planned(plan))
         return False
     verify(entry, data, tier="memory", where=part.name)
     merged = merge_parts([part])
     assert merged is not None
     key = ids.manifest_key(part.name)
+    contents: list[Content] = []
     if old is not None and old.alias_of is None:
         merged = replace(merged, aliases=old.aliases)
-        if old.content.save_id != part.save_id:
-            both = replace(merged, previous=(old.content, *old.previous))
-            store.put(key, both.to_json())
+        contents = [old.content, *old.previous]
+    elif _exists(store, entry.path):
+        # The object of a deleted checkpoint may live on for aliases, and is what they stand for.
+        heirs = _heirs(store, entry.path)
+        merged = replace(merged, aliases=tuple(heir.name for heir in heirs))
+        contents = [*{each.save_id: each for heir in heirs for each in (heir.content, *heir.previous)}.values()]
+    others = tuple(content for content in contents if content.save_id != part.save_id)
+    if others and entry.path in {each.path for content in others for each in content.files}:
+        store.put(key, replace(merged, previous=others).to_json())
+    if journal is not None and plan is not None and _OBJECTS in plan:
+        journal.clear()
     store.upload(entry.path, data, journal=journal, progress=progress)
+    orphans = _orphans_of_alias(store, old) if old is not None and old.alias_of is not None else []
+    if journal is not None and orphans:
+        journal.write({_OBJECTS: orphans})
     store.put(key, merged.to_json())
-    if old is not None and old.alias_of is not None:
-        _delete_objects(store, _orphans_of_alias(store, old))
+    _finish(store, journal, orphans)
     return True
 
 
-def put_alias(store: Store, alias: str, target: str) -> None:
+def put_alias(
+    store: Store, alias: str, target: str, *, before: str | None = None, journal: UploadJournal | None = None
+) -> None:
     """Makes ``alias`` name the files of ``target``; uploads nothing.
+
+    What pointed to ``alias`` points to ``target`` afterwards.
+
+    Args:
+        store: Where.
+        alias: The name to set.
+        target: A checkpoint that is no alias itself.
+        before: The id of the request. A checkpoint saved as ``alias`` later than it is left alone.
+        journal: Remembers what is still to be removed, between a crash and the next call.
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
         FormatVersionError: A newer release owns one of the names.
     """
+    plan = journal.read() if journal is not None else None
     manifest = _current(store, target)
     if manifest is None or manifest.alias_of is not None:
         raise CheckpointNotFoundError(
@@ -110,21 +146,34 @@ def put_alias(store: Store, alias: str, target: str) -> None:
             key=alias,
             hint="its own save did not reach the durable tier",
         )
+    if alias == target:
+        return
     old = _current(store, alias)
-    # The target learns of its alias first: a delete that comes between must find it.
-    known = manifest.with_alias(alias)
+    own = old is not None and old.alias_of is None
+    if own and before is not None and old is not None and old.content.save_id > before:
+        return
+    moving = [name for name in old.aliases if _points_to(store, name, alias)] if own and old is not None else []
+    moving.append(alias)
+    # The target learns of its aliases first: a delete that comes between must find them.
+    known = manifest
+    for name in moving:
+        known = known.with_alias(name)
     if known is not manifest:
         store.put(ids.manifest_key(target), known.to_json())
-    pointer = replace(known, name=alias, alias_of=target)
-    store.put(ids.manifest_key(alias), pointer.to_json())
-    if old is not None and old.alias_of != target:
-        _delete_objects(store, _orphans_of_alias(store, old) if old.alias_of else _paths(old))
+    if plan is None and old is not None and old.alias_of != target:
+        plan = {_OBJECTS: _paths(old) if own else _orphans_of_alias(store, old)}
+        if journal is not None and plan[_OBJECTS]:
+            journal.write(plan)
+    for name in moving:
+        store.put(ids.manifest_key(name), replace(known, name=name, alias_of=target).to_json())
+    _finish(store, journal, _planned(plan))
 
 
 def delete(store: Store, name: str, *, before: str | None = None, journal: UploadJournal) -> None:
     """Makes a checkpoint, or an alias, cease to exist.
 
-    The objects that a live alias names stay until that alias moves on.
+    The objects that a live alias names stay until that alias moves on. A file that never had a
+    manifest (a save that was given up, or one that others wrote) is removed too.
 
     Args:
         store: Where.
@@ -136,22 +185,29 @@ def delete(store: Store, name: str, *, before: str | None = None, journal: Uploa
         FormatVersionError: A newer release owns this name. Nothing was removed.
     """
     plan = journal.read()
+    manifest = _current(store, name)
+    if plan is not None and manifest is not None and plan.get(_MANIFEST) != _identity(manifest):
+        # The name was taken anew between a first try, which got as far as its plan, and this one.
+        manifest = None
+    elif manifest is not None and before is not None and manifest.content.save_id > before:
+        return
+    elif manifest is None:
+        # One that cannot be read stands for no checkpoint either.
+        store.delete(ids.manifest_key(name))
     if plan is None:
-        manifest = _current(store, name)
-        if manifest is None or (before is not None and manifest.content.save_id > before):
-            return
-        if manifest.alias_of is not None:
+        if manifest is None:
+            orphans = [name] if _exists(store, name) and not _heirs(store, name) else []
+        elif manifest.alias_of is not None:
             orphans = _orphans_of_alias(store, manifest)
         elif _hand_over(store, manifest):
             orphans = []
         else:
             orphans = _paths(manifest)
-        plan = {"objects": orphans}
+        plan = {_OBJECTS: orphans, _MANIFEST: _identity(manifest) if manifest is not None else None}
         journal.write(plan)
-    store.delete(ids.manifest_key(name))
-    objects = plan.get("objects")
-    _delete_objects(store, [str(path) for path in objects] if isinstance(objects, list) else [])
-    journal.clear()
+    if manifest is not None:
+        store.delete(ids.manifest_key(name))
+    _finish(store, journal, _planned(plan))
 
 
 def _current(store: Store, name: str) -> Manifest | None:
@@ -162,6 +218,25 @@ def _current(store: Store, name: str) -> Manifest | None:
     except ManifestError:
         # A damaged manifest describes no checkpoint; there is nothing to keep of it.
         return None
+
+
+def _identity(manifest: Manifest) -> list[str | None]:
+    return [manifest.content.save_id, manifest.alias_of]
+
+
+def _exists(store: Store, path: str) -> bool:
+    try:
+        store.size(path)
+    except StoreNotFoundError:
+        return False
+    return True
+
+
+def _heirs(store: Store, path: str) -> list[Manifest]:
+    """The aliases that keep an object whose own manifest is gone. Reads all manifests: for rare cases."""
+    names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
+    manifests = (_current(store, name) for name in sorted(name for name in names if name is not None))
+    return [each for each in manifests if each is not None and each.alias_of is not None and path in _paths(each)]
 
 
 def _hand_over(store: Store, target: Manifest) -> bool:
@@ -194,6 +269,16 @@ def _paths(manifest: Manifest) -> list[str]:
     return sorted({entry.path for content in contents for entry in content.files})
 
 
-def _delete_objects(store: Store, paths: Iterable[str]) -> None:
+def _planned(plan: Mapping[str, object] | None) -> list[str]:
+    objects = plan.get(_OBJECTS) if plan is not None else None
+    return [str(path) for path in objects] if isinstance(objects, list) else []
+
+
+def _finish(store: Store, journal: UploadJournal | None, paths: Iterable[str]) -> None:
     for path in paths:
-        store.delete(path)
+        manifest = _current(store, path)
+        # A plan may be older than a save that has taken the same name since.
+        if manifest is None or manifest.alias_of is not None:
+            store.delete(path)
+    if journal is not None:
+        journal.clear()
