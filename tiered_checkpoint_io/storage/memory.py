@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import secrets
 import shutil
 import stat
 import time
@@ -34,7 +35,19 @@ from tiered_checkpoint_io.errors import (
     MemoryUnsafeError,
 )
 from tiered_checkpoint_io.manifest import Part
+from tiered_checkpoint_io.storage.node import is_tmpfs, node_budget
 from tiered_checkpoint_io.storage.slots import Slot, SlotPool, clean_dead
+
+__all__ = [
+    "FOLDERS",
+    "PART_FILE",
+    "MemoryTier",
+    "StoredPart",
+    "is_tmpfs",
+    "namespace_root",
+    "node_budget",
+    "write_atomic",
+]
 
 FOLDERS = ("saves", "slots", "trash", "quarantine", "requests", "status")
 PART_FILE = "part.json"
@@ -200,9 +213,19 @@ class MemoryTier:
             drained: Whether the durable tier has it already.
         """
         folder = self.root / "saves" / part.save_id / ids.rank_folder(part.rank)
+        if folder.exists():
+            raise MemoryTierError(
+                "memory holds a part of this save already",
+                operation="commit",
+                tier="memory",
+                key=str(folder),
+                rank=part.rank,
+                step=part.content.step,
+            )
         fresh = folder.with_name(folder.name + _NEW)
         shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(mode=0o700, parents=True)
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        fresh.mkdir(mode=0o700)
         for entry in part.content.files:
             slot = slots[entry.basename]
             target = fresh / entry.basename
@@ -285,7 +308,11 @@ class MemoryTier:
                         "a file is missing", operation="read", tier="memory", key=str(path), rank=stored.part.rank
                     ) from error
                 stack.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                try:
+                    # Never waits: an exclusive lock means that the file is its owner's slot again.
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise _gone(stored) from error
                 if os.fstat(descriptor).st_size != entry.size:
                     if not stored.folder.exists():
                         raise _gone(stored)
@@ -315,8 +342,12 @@ class MemoryTier:
         clean_dead(str(self.root / "slots"))
         now = time.time()
         for entry in os.scandir(self.root / "trash"):
-            if now - entry.stat(follow_symlinks=False).st_mtime > _STALE_S:
-                shutil.rmtree(entry.path, ignore_errors=True)
+            # Renamed first: a live remover must not see its folder without the marker that tells
+            # it not to reuse the files.
+            doomed = self.root / "trash" / f"clean.{os.getpid()}.{secrets.token_hex(4)}"
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(entry.path, doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
         for save in os.scandir(self.root / "saves"):
             with contextlib.suppress(OSError):
                 for rank in os.scandir(save.path):
@@ -325,34 +356,6 @@ class MemoryTier:
                 if now - save.stat(follow_symlinks=False).st_mtime > _STALE_S:
                     # Succeeds only where nothing is left in it.
                     os.rmdir(save.path)
-
-
-def node_budget(percentage: int, memory_dir: str) -> int:
-    """Bytes that checkpoints may take on this node.
-
-    ``percentage`` of the node's memory (of the cgroup's limit, where that is lower), but never more
-    than the file system of ``memory_dir`` has in all.
-    """
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            total = min(total, int(Path(limit).read_text()))
-    file_system = os.statvfs(memory_dir)
-    return min(total * percentage // 100, file_system.f_blocks * file_system.f_frsize)
-
-
-def is_tmpfs(path: str) -> bool:
-    """Whether ``path`` lies on tmpfs or ramfs, as the mount table says."""
-    best, kind = "", ""
-    real = os.path.realpath(path)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            _, mount, name, *_ = line.split(" ")
-            mount = mount.replace("\\040", " ")
-            inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-            if inside and len(mount) >= len(best):
-                best, kind = mount, name
-    return kind in ("tmpfs", "ramfs")
 
 
 def write_atomic(path: Path, data: bytes) -> None:

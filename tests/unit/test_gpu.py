@@ -1,0 +1,91 @@
+"""Copies straight from a GPU into the slot. Skipped where there is no CUDA device."""
+
+import io
+import mmap
+
+import pytest
+import torch
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.engine.saver import Facts, HostPins, Saver
+from tiered_checkpoint_io.image import plan
+from tiered_checkpoint_io.manifest import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.storage.memory import MemoryTier
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+RUN = ids.new_run_id()
+
+
+def cuda_state():
+    base = torch.randn(20 << 20, device="cuda")
+    return {
+        "base": base,
+        "view": base[100:200],
+        "strided": base.view(-1, 1024).t()[::3],
+        "half": torch.randn(3 << 20, device="cuda").bfloat16(),
+        "empty": torch.empty(0, device="cuda"),
+        "scalar": torch.tensor(3.0, device="cuda"),
+        "host": torch.randn(5 << 20),
+        "many": [torch.full((7,), float(number), device="cuda") for number in range(500)],
+    }
+
+
+def same(loaded, state):
+    for key, value in state.items():
+        values = zip(loaded[key], value, strict=True) if isinstance(value, list) else [(loaded[key], value)]
+        assert all(torch.equal(mine, theirs.cpu()) for mine, theirs in values), key
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_cuda_tensors_go_straight_into_the_buffer(pinned):
+    state = cuda_state()
+    image = plan(state)
+    assert image.planned
+    buffer = mmap.mmap(-1, image.size)
+    pins = HostPins()
+    with memoryview(buffer) as view:
+        hashes = image.fill(view, pin=pins.pin if pinned else None)
+        pins.unpin(view)
+    data = bytes(buffer)
+    buffer.close()
+    assert hashes == tuple(hash_bytes(data[start : start + size]) for start, size in chunk_ranges(len(data), 16 << 20))
+    same(torch.load(io.BytesIO(data), map_location="cpu"), state)
+
+
+def test_what_is_still_being_computed_is_waited_for():
+    weight = torch.randn(4096, 4096, device="cuda")
+    for _ in range(50):
+        weight = torch.tanh(weight @ weight)
+    image = plan({"w": weight})
+    buffer = bytearray(image.size)
+    image.fill(memoryview(buffer))
+    expected = weight.cpu()
+    assert torch.equal(torch.load(io.BytesIO(buffer), map_location="cpu")["w"], expected)
+
+
+def test_later_kernels_change_nothing(memory_dir):
+    pins = HostPins()
+    tier = MemoryTier.open(memory_dir, "test", unmap=pins.unpin)
+    saver = Saver(tier, keep_last=1, pins=pins)
+    weight = torch.zeros(64 << 20, device="cuda")
+    for step in range(1, 6):
+        weight.fill_(step)
+        facts = Facts(f"{step}.ckpt", ids.save_id(RUN, step), step, 0, 1, 0, "d", durable=False)
+        stored = saver.save(plan({"w": weight}), facts)
+        weight.fill_(-1)
+        loaded = torch.load(stored.file(f"{step}.ckpt"), map_location="cpu", weights_only=True)
+        assert (loaded["w"] == step).all()
+    saver.close()
+    tier.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_several_devices():
+    state = {"a": torch.randn(8 << 20, device="cuda:0"), "b": torch.randn(8 << 20, device="cuda:1")}
+    image = plan(state)
+    buffer = bytearray(image.size)
+    image.fill(memoryview(buffer))
+    same(torch.load(io.BytesIO(buffer), map_location="cpu"), state)
