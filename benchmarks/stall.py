@@ -1,0 +1,218 @@
+"""How long training waits for a checkpoint: ours beside a plain copy and what others do.
+
+One process, one state of 1 GiB on the CPU, warm, all contenders in turn in every round. Prints the
+median of each, how much resident memory ours adds to the training process, and, last,
+``stall_ratio_to_memcpy=X``: the median over rounds of ours divided by the copy of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MIB = 1 << 20
+
+
+def make_state(mebibytes: int) -> dict[str, Any]:
+    """Weights and Adam's two moments of a transformer-like model, about ``mebibytes`` MiB in all."""
+    width = 1024
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), (width,), (width,)]
+    layer = sum(torch.Size(shape).numel() for shape in shapes) * 4
+    layers = max(1, round(mebibytes * MIB / 3 / layer))
+
+    def tensors() -> dict[str, torch.Tensor]:
+        return {f"layers.{n}.{i}": torch.randn(shape) for n in range(layers) for i, shape in enumerate(shapes)}
+
+    weights = tensors()
+    moments = {
+        i: {"step": torch.tensor(7.0), "exp_avg": torch.randn_like(w), "exp_avg_sq": torch.rand_like(w)}
+        for i, w in enumerate(weights.values())
+    }
+    return {"state_dict": weights, "optimizer_states": [{"state": moments}], "global_step": 7, "epoch": 0}
+
+
+def all_tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    children = state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
+    return [tensor for child in children for tensor in all_tensors(child)]
+
+
+class Ours:
+    """A synchronous memory step: planned, copied, hashed and committed when it returns."""
+
+    def __init__(self, folder: str) -> None:
+        from tiered_checkpoint_io import TieredCheckpointIO
+
+        self.io = TieredCheckpointIO(
+            dirpath=f"{folder}/durable", memory_dir=folder, on_save_error="raise", memory_allocation_percentage=100
+        )
+        self.count = 0
+
+    def save(self, state: Any) -> None:
+        self.count += 1
+        self.io.save_checkpoint(state, f"step={self.count}.ckpt", storage_options={"tiers": ["memory"]})
+
+    def close(self) -> None:
+        self.io.teardown()
+
+
+def timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def contenders(
+    state: Any, folder: str, stack: contextlib.ExitStack
+) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """For each, what is timed, and what ends it, untimed, before the next."""
+    import torch.distributed.checkpoint as dcp
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+    sources = all_tensors(state)
+    targets = [torch.empty_like(tensor) for tensor in sources]
+
+    def memcpy() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    ours = Ours(folder)
+    stack.callback(ours.close)
+    lightning = TorchCheckpointIO()
+    asynchronous = AsyncCheckpointIO(TorchCheckpointIO())
+    pending: list[Any] = []
+
+    def dcp_save() -> None:
+        pending.append(dcp.async_save(state, checkpoint_id=f"{folder}/dcp"))
+
+    def dcp_end() -> None:
+        pending.pop().result()
+        shutil.rmtree(f"{folder}/dcp")
+
+    def remove(name: str) -> Callable[[], None]:
+        return lambda: os.unlink(f"{folder}/{name}")
+
+    def async_end() -> None:
+        asynchronous.teardown()
+        os.unlink(f"{folder}/async.ckpt")
+
+    def nothing() -> None:
+        return None
+
+    return {
+        "memcpy into warm buffers": (memcpy, nothing),
+        "ours, sync memory step": (lambda: ours.save(state), nothing),
+        "torch.save to tmpfs": (lambda: torch.save(state, f"{folder}/plain.ckpt"), remove("plain.ckpt")),
+        "Lightning TorchCheckpointIO": (
+            lambda: lightning.save_checkpoint(state, f"{folder}/torch.ckpt"),
+            remove("torch.ckpt"),
+        ),
+        "Lightning AsyncCheckpointIO, blocking part": (
+            lambda: asynchronous.save_checkpoint(state, f"{folder}/async.ckpt"),
+            async_end,
+        ),
+        "DCP async_save, blocking part": (dcp_save, dcp_end),
+    }
+
+
+def resident(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {key} in /proc/self/status")
+
+
+def measure_memory(folder: str, mebibytes: int) -> float:
+    """Peak of resident anonymous memory over what it was before the first save, in MiB."""
+    state = make_state(mebibytes)
+    ours = Ours(folder)
+    # What is loaded once, and not for a checkpoint, is not a checkpoint's cost.
+    ours.save({"global_step": 1, "w": torch.zeros(10)})
+    before = resident("RssAnon")
+    peak = before
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.001):
+            peak = max(peak, resident("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(5):
+        ours.save(state)
+    ended.set()
+    watcher.join()
+    ours.close()
+    return (peak - before) / MIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mebibytes", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import logging
+
+    logging.getLogger("tiered_checkpoint_io").addHandler(logging.NullHandler())
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        if arguments.memory:
+            print(f"{measure_memory(folder, arguments.mebibytes):.1f}")
+            return
+        state = make_state(arguments.mebibytes)
+        size = sum(tensor.nbytes for tensor in all_tensors(state)) / (1 << 30)
+        runs = contenders(state, folder, stack)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(arguments.rounds + 2):
+            for name, (call, end) in runs.items():
+                seconds = timed(call)
+                end()
+                # The first two rounds make everybody's memory warm.
+                if number >= 2:
+                    times[name].append(seconds)
+        show(times, size)
+        command = [sys.executable, __file__, "--memory", "--mebibytes", str(arguments.mebibytes)]
+        extra = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
+        names = list(runs)
+        ratios = [ours / copy for copy, ours in zip(times[names[0]], times[names[1]], strict=True)]
+        print(f"extra_resident_MiB={extra}")
+        print(f"stall_ratio_to_memcpy={statistics.median(ratios):.2f}")
+
+
+def show(times: dict[str, list[float]], size: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    copy = statistics.median(next(iter(times.values())))
+    table = Table(title=f"How long training waits: {size:.2f} GiB, median of {len(next(iter(times.values())))} rounds")
+    for column in ("", "seconds", "fastest", "slowest", "GiB/s", "x memcpy"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, seconds in times.items():
+        middle = statistics.median(seconds)
+        row = (f"{middle:.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}", f"{size / middle:.1f}")
+        table.add_row(name, *row, f"{middle / copy:.2f}")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What is installed: nothing at the top level but the package, and no import that a user need not pay for."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code, *flags, cwd):
+    return subprocess.run([sys.executable, *flags, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    source = tmp_path_factory.mktemp("source")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in tracked.decode().split("\0"):
+        if name and ((ROOT / name).exists() or (ROOT / name).is_symlink()):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(source)],
+        check=True,
+        capture_output=True,
+        timeout=150,
+    )
+    (made,) = out.glob("*.whl")
+    return made
+
+
+def test_the_wheel_holds_the_package_alone(wheel, tmp_path):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"tiered_checkpoint_io"}
+    for needed in (
+        "callbacks/model_checkpoint.py",
+        "configs/s3_checkpointing/default.yaml",
+        "py.typed",
+        "testing/contract.py",
+    ):
+        assert f"tiered_checkpoint_io/{needed}" in names
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    assert python(code + "import tiered_checkpoint_io.callbacks", "-I", cwd="/").returncode == 0
+    for name in ("callbacks", "configs", "tests"):
+        assert "ModuleNotFoundError" in python(code + f"import {name}", "-I", cwd="/").stderr
+
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_names_need_no_package_of_s3_and_no_torch(tmp_path):
+    code = BLOCK.format(blocked={"boto3", "botocore", "s3fs", "fsspec", "hydra", "omegaconf", "torch", "lightning"})
+    code += "from tiered_checkpoint_io import build_s3_url, is_s3_url, parse_s3_url, TieredCheckpointConfig\n"
+    code += "assert parse_s3_url(build_s3_url('bucket', 'k')) == ('bucket', 'k')"
+    done = python(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_io_needs_no_hydra_and_no_s3_for_a_directory(tmp_path):
+    code = BLOCK.format(blocked={"boto3", "botocore", "s3fs", "hydra"})
+    code += "from tiered_checkpoint_io import TieredCheckpointIO\nimport tiered_checkpoint_io.callbacks\n"
+    code += f"TieredCheckpointIO(dirpath={str(tmp_path)!r})"
+    done = python(code, "-W", "ignore", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_drain_pays_for_neither_torch_nor_lightning(tmp_path):
+    code = BLOCK.format(blocked={"torch", "lightning", "omegaconf", "hydra", "numpy"})
+    code += "import tiered_checkpoint_io.cli, tiered_checkpoint_io.storage.s3"
+    done = python(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_hydra_composes_every_option():
+    from hydra import compose, initialize
+
+    from tiered_checkpoint_io import TieredCheckpointConfig
+
+    for option in ("default", "memory_only", "s3_only", "local"):
+        with initialize(version_base=None):
+            overrides = [
+                f"+s3_checkpointing={option}",
+                "hydra.searchpath=[pkg://tiered_checkpoint_io.configs]",
+                *([] if option == "local" else ["s3_checkpointing.dirpath=s3://bucket/run"]),
+            ]
+            block = compose(overrides=overrides).s3_checkpointing
+        config = TieredCheckpointConfig.from_any(block)
+        assert (config.s3_every_n_train_steps is None) == (option == "memory_only")
+        assert (config.memory_every_n_train_steps is None) == (option == "s3_only")
