@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import threading
@@ -16,7 +15,8 @@ import typer
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.commit import read_manifest, verify
-from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain, try_lock
+from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.locks import release, try_lock
 from tiered_checkpoint_io.engine.queue import Queue
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import get_logger, gib
@@ -147,7 +147,7 @@ def clean(
     shutil.rmtree(root)
     for lock in locks:
         if lock is not None:
-            os.close(lock)
+            release(lock)
     try:
         root.parent.rmdir()
     except OSError:

@@ -7,31 +7,32 @@ It outlives the trainer, takes up what a dead drain left, and imports neither to
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit
+from tiered_checkpoint_io.engine.locks import release, try_lock
 from tiered_checkpoint_io.engine.queue import (
-    DrainProgress,
     FileJournal,
     Outcome,
     Queue,
     Request,
     State,
+    held_back,
     next_operation,
     superseded,
+    unreplaced,
 )
+from tiered_checkpoint_io.engine.report import Reporter
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    ManifestError,
     StoreError,
     TieredCheckpointError,
 )
@@ -44,12 +45,13 @@ LOCK_FILE = "drain.lock"
 TRAINERS_FILE = "trainers.lock"
 _POLL_S = 0.05
 _IDLE_POLL_S = 0.2
-_HEARTBEAT_S = 0.25
 _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 30.0
 #: What only a person can mend is looked at again this often.
 _PERMANENT_BACKOFF_S = 60.0
 _GIVE_UP_S = 900.0
+#: Whoever asks whether a drain runs holds its lock for a moment.
+_LOCK_PATIENCE_S = 0.1
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error: the way out of an upload when told to stop
@@ -60,17 +62,7 @@ class _Stopped(Exception):  # noqa: N818 - not an error: the way out of an uploa
 class _Retry:
     attempts: int
     due: float
-
-
-def try_lock(path: Path) -> int | None:
-    """Takes an exclusive lock on a file; the descriptor that holds it, or None if another does."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    permanent: bool
 
 
 class Drain:
@@ -108,15 +100,12 @@ class Drain:
         self._config_stamp = 0
         self._config: TieredCheckpointConfig | None = None
         self._retries: dict[str, _Retry] = {}
-        self._counts: Counter[str] = Counter()
-        self._last_error = ""
-        self._last_success = time.monotonic()
-        self._current: tuple[str, int] = ("", 0)
-        self._done = 0
-        self._started = 0.0
-        self._rate = 0.0
-        self._pending = 0
-        self._lock = threading.Lock()
+        self._seen: set[str] = set()
+        self._unreplaced: list[Outcome] | None = None
+        self._trainers: int | None = None
+        self._report = Reporter(
+            self._queue, lambda: [store.metrics.snapshot() for store in list(self._stores.values())]
+        )
 
     def run(self, *, once: bool = False) -> bool:
         """Works until there is nothing to do and nobody who could give more.
@@ -127,36 +116,38 @@ class Drain:
         Returns:
             False where another drain holds the lock, and nothing was done.
         """
-        lock = try_lock(self._root / LOCK_FILE)
+        lock = try_lock(self._root / LOCK_FILE, patience_s=_LOCK_PATIENCE_S)
         if lock is None:
             return False
-        beat = threading.Thread(target=self._heartbeat, name="tiered-heartbeat", daemon=True)
-        ended = self._ended = threading.Event()
-        beat.start()
         try:
-            self._loop(once=once)
+            with self._report.beating():
+                self._loop(once=once)
         finally:
-            ended.set()
-            beat.join()
-            self._report()
             for store in self._stores.values():
                 store.close()
-            os.close(lock)
+            self._stores.clear()
+            release(lock)
+            if self._trainers is not None:
+                # Only now: a trainer that came meanwhile has waited for this, and finds no drain.
+                release(self._trainers)
+                self._trainers = None
         return True
 
     # -------------------------------------------------------------------------------- the loop
     def _loop(self, *, once: bool) -> None:
-        self._last_success = time.monotonic()
+        self._report.last_success = time.monotonic()
         while not self._stop.is_set():
+            self._refuse_unreadable()
             operations, parts = self.pending()
-            self._pending = len(operations)
+            self._report.pending = len(operations)
+            self._look_again(operations)
             now = time.monotonic()
             waiting = {op_id for op_id, retry in self._retries.items() if retry.due > now}
-            operation = next_operation(operations, waiting)
+            operation = next_operation(operations, waiting, self._without_successor())
             if operation is not None:
                 self._execute(operation, operations, parts)
                 continue
-            if once or (not self._stay and self._may_leave(operations)):
+            if once or (not self._stay and self._may_leave()):
                 return
             self._stop.wait(_POLL_S if operations else _IDLE_POLL_S)
 
@@ -166,26 +157,49 @@ class Drain:
         saves = [Request(save_id, "save", stored.part.name, stored.part.dirpath) for save_id, stored in parts.items()]
         return sorted([*saves, *self._queue.requests()], key=lambda request: request.op_id), parts
 
-    def _may_leave(self, operations: list[Request]) -> bool:
+    def _refuse_unreadable(self) -> None:
+        for op_id in self._queue.unreadable():
+            error = ManifestError("the request can't be understood", operation="drain", tier="memory", key=op_id)
+            self._log.error("%s", error)
+            self._report.counts["failed"] += 1
+            self._queue.finish(
+                Outcome(op_id, "unknown", op_id, -1, "failed", str(error), type(error).__name__, finished=time.time())
+            )
+
+    def _look_again(self, operations: list[Request]) -> None:
+        """What only a person can mend is tried again when there is something new to do."""
+        fresh = {operation.op_id for operation in operations} - self._seen
+        if fresh:
+            self._seen = {operation.op_id for operation in operations}
+            for retry in self._retries.values():
+                retry.due = min(retry.due, time.monotonic()) if retry.permanent else retry.due
+
+    def _without_successor(self) -> list[Outcome]:
+        if self._unreplaced is None:
+            self._unreplaced = unreplaced(self._queue.outcomes())
+        return self._unreplaced
+
+    def _may_leave(self) -> bool:
         trainers = try_lock(self._root / TRAINERS_FILE)
         if trainers is None:
-            self._last_success = time.monotonic() if not operations else self._last_success
+            self._report.last_success = time.monotonic()
             return False
-        try:
-            if not operations:
-                # A trainer that comes now waits for its lock until we are gone, and starts anew.
-                operations, _ = self.pending()
-                return not operations
-            if time.monotonic() - self._last_success > self._give_up_s:
-                self._log.error(
-                    "giving up with %d operations left; they are taken up by the next start. Last error: %s",
-                    len(operations),
-                    self._last_error,
-                )
-                return True
+        # Looked at under the lock: no trainer can add to it now.
+        operations, _ = self.pending()
+        held = held_back(operations, self._without_successor())
+        left = [operation for operation in operations if operation not in held]
+        overdue = time.monotonic() - self._report.last_success > self._give_up_s
+        if left and not overdue:
+            release(trainers)
             return False
-        finally:
-            os.close(trainers)
+        if operations:
+            self._log.error(
+                "leaving %d operations for the next start to take up. Last error: %s",
+                len(operations),
+                self._report.last_error or "none",
+            )
+        self._trainers = trainers
+        return True
 
     # ------------------------------------------------------------------------------ operations
     def _execute(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:
@@ -194,7 +208,6 @@ class Drain:
         step = stored.part.content.step if stored else -1
         size = stored.part.content.size if stored else 0
         try:
-            state: State = "committed"
             if operation.action == "cancel":
                 self._cancel(operation, operations, parts)
             elif operation.action == "save":
@@ -202,23 +215,23 @@ class Drain:
                 self._save(stored)
             else:
                 store = self._store(operation.dirpath)
+                journal = self._queue.journal(operation.op_id)
                 if operation.action == "alias":
-                    commit.put_alias(store, operation.name, operation.target)
+                    commit.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
                 else:
-                    journal = self._queue.journal(operation.op_id)
                     commit.delete(store, operation.name, before=operation.op_id, journal=journal)
         except _Stopped:
             return
-        except (TieredCheckpointError, OSError) as error:
+        except Exception as error:
+            # Whatever it is, it is this operation's: the drain has others to carry out.
             self._failed(operation, stored, step, error, started)
             return
         seconds = time.monotonic() - started
-        self._retries.pop(operation.op_id, None)
-        self._last_success = time.monotonic()
-        self._counts[state] += 1
-        self._finish(operation, step, state, size=size, seconds=seconds)
-        if operation.action == "save" and stored is not None:
-            self._rate = size / max(seconds, 1e-9)
+        self._report.succeeded(size, seconds)
+        self._finish(operation, step, "committed", size=size, seconds=seconds)
+        if stored is not None:
+            # Behind the outcome: a drain that dies in between finds it committed, and says so again.
+            self._tier.mark_drained(stored)
             self._log.info("Step %d: %s is durable: %s", step, operation.name, rate(size, seconds))
             for old in superseded(operations, self._retries, operation):
                 self._give_up(old, parts, f"superseded by {operation.name}")
@@ -226,28 +239,18 @@ class Drain:
 
     def _save(self, stored: StoredPart) -> None:
         store = self._store(stored.part.dirpath)
-        with self._lock:
-            self._current = (stored.part.name, stored.part.content.size)
-            self._done, self._started = 0, time.monotonic()
-        self._report()
-        try:
-            with self._tier.reading(stored) as views:
-                (data,) = views.values()
-                journal = FileJournal(stored.folder / "upload.json")
-                commit.commit_full(store, stored.part, data, journal=journal, progress=self._progress)
-        except CheckpointNotFoundError:
-            # Someone removed it from memory: there is nothing left to upload.
-            return
-        finally:
-            with self._lock:
-                self._current = ("", 0)
-        self._tier.mark_drained(stored)
+        with (
+            self._report.uploading(stored.part.name, stored.part.content.size),
+            self._tier.reading(stored) as views,
+        ):
+            data = next(iter(views.values()), memoryview(b""))
+            journal = FileJournal(stored.folder / "upload.json")
+            commit.commit_full(store, stored.part, data, journal=journal, progress=self._progress)
 
     def _progress(self, count: int) -> None:
         if self._stop.is_set():
             raise _Stopped
-        with self._lock:
-            self._done += count
+        self._report.add(count)
 
     def _cancel(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:
         for other in operations:
@@ -257,45 +260,56 @@ class Drain:
     def _give_up(self, operation: Request, parts: dict[str, StoredPart], reason: str) -> None:
         stored = parts[operation.op_id]
         journal = FileJournal(stored.folder / "upload.json")
-        if journal.read() is not None:
+        if journal.read() is not None and operation.op_id not in self._retries:
             # What cannot be abandoned now is found by the next look for stale uploads.
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(TieredCheckpointError):
                 self._store(operation.dirpath).abandon(operation.name, journal)
-        self._tier.mark_drained(stored)
-        self._retries.pop(operation.op_id, None)
-        self._counts["skipped"] += 1
+        self._report.counts["skipped"] += 1
         self._log.warning("%s will not be durable: %s", operation.name, reason)
         self._finish(operation, stored.part.content.step, "skipped", error=reason)
+        self._tier.mark_drained(stored)
 
     def _failed(
         self, operation: Request, stored: StoredPart | None, step: int, error: Exception, started: float
     ) -> None:
-        self._counts["failed"] += 1
-        self._last_error = str(error)
+        self._report.last_error = str(error)
+        kind = type(error).__name__
         if isinstance(error, CorruptCheckpointError) and stored is not None:
             where = self._tier.quarantine(stored.folder, str(error))
             self._log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
-            self._finish(operation, step, "skipped", error=str(error), error_type=type(error).__name__)
+            self._report.counts["failed"] += 1
+            self._finish(operation, step, "failed", error=str(error), error_type=kind)
             return
-        if isinstance(error, CheckpointNotFoundError) and operation.action == "alias":
-            # Its target was given up; the old alias still names what is good.
+        if isinstance(error, CheckpointNotFoundError):
+            # A save that was removed from memory, or an alias whose target was given up: then the
+            # old alias still names what is good.
             self._log.warning("%s", error)
-            self._finish(operation, step, "skipped", error=str(error), error_type=type(error).__name__)
+            self._report.counts["skipped"] += 1
+            self._finish(operation, step, "skipped", error=str(error), error_type=kind)
             return
+        self._report.counts["failed"] += 1
         attempts = self._retries[operation.op_id].attempts + 1 if operation.op_id in self._retries else 1
         retryable = isinstance(error, TieredCheckpointError) and error.retryable
         backoff = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (attempts - 1)) if retryable else _PERMANENT_BACKOFF_S
-        self._retries[operation.op_id] = _Retry(attempts, time.monotonic() + backoff)
+        self._retries[operation.op_id] = _Retry(attempts, time.monotonic() + backoff, not retryable)
         if attempts == 1:
-            self._log.error("%s of %s failed, to be tried again: %s", operation.action, operation.name, error)
+            known = isinstance(error, TieredCheckpointError | OSError)
+            self._log.error(
+                "%s of %s failed, to be tried again: %s",
+                operation.action,
+                operation.name,
+                error,
+                exc_info=None if known else error,
+            )
         self._finish(
             operation,
             step,
             "failed",
             final=False,
             error=str(error),
-            error_type=type(error).__name__,
+            error_type=kind,
             seconds=time.monotonic() - started,
+            attempts=attempts,
         )
 
     def _finish(
@@ -309,7 +323,9 @@ class Drain:
         error_type: str = "",
         size: int = 0,
         seconds: float = 0.0,
+        attempts: int = 0,
     ) -> None:
+        retry = self._retries.pop(operation.op_id, None) if final else None
         outcome = Outcome(
             operation.op_id,
             operation.action,
@@ -321,8 +337,17 @@ class Drain:
             size,
             seconds,
             time.time(),
+            attempts or (retry.attempts + 1 if retry else 1),
+            operation.dirpath,
         )
-        self._queue.finish(outcome, final=final)
+        if operation.action == "save":
+            self._unreplaced = None
+        try:
+            self._queue.finish(outcome, final=final)
+        except OSError as full:
+            # The file system of the memory tier is full: what could be freed must be, outcome or none.
+            self._log.error("could not note the outcome of %s: %s", operation.name, full)
+            self._retries[operation.op_id] = _Retry(1, time.monotonic() + _FIRST_BACKOFF_S, permanent=False)
 
     # ------------------------------------------------------------------------------- surroundings
     def _store(self, dirpath: str) -> Store:
@@ -339,34 +364,9 @@ class Drain:
             self._stores[dirpath] = store
             abort_stale = getattr(store, "abort_stale_uploads", None)
             if abort_stale is not None:
-                # A server without this request keeps its own rubbish; the upload matters more.
-                with contextlib.suppress(StoreError):
+                try:
                     abort_stale()
+                except StoreError as error:
+                    # A server without this request keeps its own rubbish; the upload matters more.
+                    self._log.warning("could not look for abandoned uploads: %s", error)
         return self._stores[dirpath]
-
-    def _heartbeat(self) -> None:
-        while not self._ended.wait(_HEARTBEAT_S):
-            self._report()
-
-    def _report(self) -> None:
-        counters = Counter(self._counts)
-        for store in list(self._stores.values()):
-            counters.update(store.metrics.snapshot())
-        with self._lock:
-            name, total = self._current
-            elapsed = time.monotonic() - self._started
-            speed = self._done / max(elapsed, 1e-9) if name else self._rate
-            progress = DrainProgress(
-                os.getpid(),
-                time.time(),
-                self._pending,
-                name,
-                self._done if name else 0,
-                total,
-                speed,
-                dict(counters),
-                self._last_error,
-            )
-        # A full tmpfs must not end the drain that frees it.
-        with contextlib.suppress(OSError):
-            self._queue.write_progress(progress)

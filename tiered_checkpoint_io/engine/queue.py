@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +19,8 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import InvalidNameError
 from tiered_checkpoint_io.storage.memory import write_atomic
 
-Action = Literal["save", "alias", "delete", "cancel"]
+Action = Literal["save", "alias", "delete", "cancel", "unknown"]
+_ACTIONS = ("alias", "delete", "cancel")
 State = Literal["committed", "failed", "skipped"]
 _KEEP_OUTCOMES = 256
 _T = TypeVar("_T")
@@ -52,12 +54,15 @@ class Outcome:
         action: What it was.
         name: The checkpoint that it was about.
         step: The training step of a save; -1 otherwise.
-        state: ``committed`` (done), ``failed`` (will be tried again) or ``skipped`` (given up).
+        state: ``committed`` (done), ``failed`` (an error; it may be tried again) or ``skipped``
+            (given up on purpose).
         error: What went wrong, as text.
         error_type: The class of that error.
         bytes: Bytes of the checkpoint.
         seconds: From its start to its end.
         finished: Seconds since the epoch.
+        attempts: How often it was tried.
+        dirpath: The durable tier.
     """
 
     op_id: str
@@ -70,6 +75,8 @@ class Outcome:
     bytes: int = 0
     seconds: float = 0.0
     finished: float = 0.0
+    attempts: int = 1
+    dirpath: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,7 @@ class Queue:
     def __init__(self, root: Path) -> None:
         self._requests = root / "requests"
         self._status = root / "status"
+        self._known: dict[str, tuple[int, Outcome]] = {}
 
     def submit(self, request: Request) -> None:
         """Queues an alias, delete or cancel."""
@@ -112,29 +120,43 @@ class Queue:
         write_atomic(self._requests / f"{request.op_id}.json", json.dumps(asdict(request)).encode())
 
     def requests(self) -> list[Request]:
-        """What is queued, in order. A file that is not a request is left alone."""
-        found = []
-        for path in sorted(self._requests.glob("[0-9]*.json")):
-            request = _read(path, Request)
-            if request is not None and request.op_id == path.stem:
-                found.append(request)
-        return found
+        """What is queued, in order."""
+        return [request for path in self._request_files() if (request := _request(path)) is not None]
+
+    def unreadable(self) -> list[str]:
+        """Ids of requests that this release can't understand: torn, or of another release."""
+        return [path.stem for path in self._request_files() if _request(path) is None and path.exists()]
+
+    def _request_files(self) -> list[Path]:
+        return [path for path in sorted(self._requests.glob("[0-9]*.json")) if _is_id(path.stem)]
 
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
         """Notes an outcome; a final one takes its request off the queue."""
         write_atomic(self._status / f"{outcome.op_id}.json", json.dumps(asdict(outcome)).encode())
         if final:
-            with contextlib.suppress(FileNotFoundError):
-                (self._requests / f"{outcome.op_id}.json").unlink()
+            (self._requests / f"{outcome.op_id}.json").unlink(missing_ok=True)
 
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done."""
         return _read(self._status / f"{ids.validate_save_id(op_id)}.json", Outcome)
 
     def outcomes(self) -> list[Outcome]:
-        """All outcomes that are still kept, in order."""
-        found = (_read(path, Outcome) for path in sorted(self._status.glob("[0-9]*.json")))
-        return [outcome for outcome in found if outcome is not None]
+        """All outcomes that are still kept, in order. Reads what changed since the last call."""
+        known: dict[str, tuple[int, Outcome]] = {}
+        with os.scandir(self._status) as entries:
+            for entry in entries:
+                if not entry.name[0].isdigit() or not entry.name.endswith(".json"):
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    # Every write is a new file: its number tells what its time may not.
+                    facts = entry.stat(follow_symlinks=False)
+                    stamp = hash((facts.st_ino, facts.st_mtime_ns))
+                    last = self._known.get(entry.name)
+                    outcome = last[1] if last and last[0] == stamp else _read(Path(entry.path), Outcome)
+                    if outcome is not None:
+                        known[entry.name] = (stamp, outcome)
+        self._known = known
+        return [known[name][1] for name in sorted(known)]
 
     def prune(self) -> None:
         """Drops all but the newest outcomes."""
@@ -173,33 +195,67 @@ class FileJournal:
         self._path.unlink(missing_ok=True)
 
 
-def next_operation(operations: Sequence[Request], waiting: Collection[str]) -> Request | None:
+def next_operation(
+    operations: Sequence[Request], waiting: Collection[str], unreplaced: Sequence[Outcome] = ()
+) -> Request | None:
     """What the drain does next.
 
-    Operations go in the order in which they were made, with two exceptions: a save that waits for
-    its next attempt does not hold up later saves, and a cancel goes first. A delete waits for all
-    saves before it: what was good stays until what replaces it is good. An alias waits for its
-    target's save.
+    Operations go in the order in which they were made, with these exceptions. A cancel goes first.
+    A save that waits for its next attempt does not hold up later saves. A delete waits for all
+    saves before it, and where one of them came to nothing, for a later one: what was good stays
+    until what replaces it is good. An alias waits for its target's save. What concerns the same
+    name stays in order.
 
     Args:
         operations: All that is queued, in order.
         waiting: Ids of operations that failed and whose next attempt is not due.
+        unreplaced: See :func:`unreplaced`.
     """
     for operation in operations:
         if operation.action == "cancel":
             return operation
+    held = {operation.op_id for operation in held_back(operations, unreplaced)}
     undone: list[Request] = []
+    busy: set[tuple[str, str]] = set()
     for operation in operations:
+        names = {(operation.dirpath, name) for name in (operation.name, operation.target) if name}
         ready = operation.op_id not in waiting
         if operation.action == "delete":
-            ready = ready and not undone
+            ready = ready and operation.op_id not in held and not names & busy
+            ready = ready and not any(save.dirpath == operation.dirpath for save in undone)
         elif operation.action == "alias":
-            ready = ready and not any(save.name == operation.target for save in undone)
+            target = (operation.dirpath, operation.target)
+            ready = ready and not names & busy
+            ready = ready and not any((save.dirpath, save.name) == target for save in undone)
         if ready:
             return operation
         if operation.action == "save":
             undone.append(operation)
+        else:
+            busy |= names
     return None
+
+
+def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Saves that came to nothing, and behind which none was committed yet."""
+    saves = [outcome for outcome in outcomes if outcome.action == "save"]
+    newest: dict[str, str] = {}
+    for save in saves:
+        if save.state == "committed":
+            newest[save.dirpath] = max(newest.get(save.dirpath, ""), save.op_id)
+    return [save for save in saves if save.state != "committed" and save.op_id > newest.get(save.dirpath, "")]
+
+
+def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> list[Request]:
+    """Deletes that only a further save can set free, because one before them came to nothing."""
+    first: dict[str, str] = {}
+    for save in unreplaced:
+        first[save.dirpath] = min(first.get(save.dirpath, save.op_id), save.op_id)
+    return [
+        operation
+        for operation in operations
+        if operation.action == "delete" and operation.dirpath in first and first[operation.dirpath] < operation.op_id
+    ]
 
 
 def superseded(operations: Sequence[Request], failed: Collection[str], committed: Request) -> list[Request]:
@@ -214,6 +270,19 @@ def superseded(operations: Sequence[Request], failed: Collection[str], committed
     ]
 
 
+def _request(path: Path) -> Request | None:
+    request = _read(path, Request)
+    return request if request is not None and request.op_id == path.stem and request.action in _ACTIONS else None
+
+
+def _is_id(text: str) -> bool:
+    try:
+        ids.validate_save_id(text)
+    except InvalidNameError:
+        return False
+    return True
+
+
 def _read(path: Path, kind: type[_T]) -> _T | None:
     try:
         raw: Any = json.loads(path.read_bytes())
@@ -221,7 +290,7 @@ def _read(path: Path, kind: type[_T]) -> _T | None:
         if isinstance(made, Request | Outcome):
             ids.validate_save_id(made.op_id)
             ids.validate_name(made.name)
-    except (FileNotFoundError, ValueError, TypeError, InvalidNameError):
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
         # Not there, torn by a crash of the machine, or of another release: nobody waits for it.
         return None
     return made

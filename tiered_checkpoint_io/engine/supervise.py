@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.drain import CONFIG_FILE, LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Queue, Request
+from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Queue, Request, held_back, unreplaced
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.storage.memory import MemoryTier, write_atomic
@@ -22,6 +22,12 @@ _POLL_S = 0.02
 _LOCK_WAIT_S = 30.0
 _RESPAWN_WAIT_S = 1.0
 _MAX_RESPAWN_WAIT_S = 30.0
+#: A drain that moves nothing for so long is not waited for: its store's own deadline has passed.
+_STALLED_S = 300.0
+_LOG_TAIL_BYTES = 2000
+
+#: Drains that outlived the handle which started them; reaped when they have ended.
+_left_working: list[subprocess.Popen[bytes]] = []
 
 
 class DrainHandle:
@@ -47,8 +53,9 @@ class DrainHandle:
         """Announces this trainer, and makes sure that a drain runs."""
         if self._foreign():
             return
+        _reap()
         if self._trainer_lock is None:
-            self._trainer_lock = _shared_lock(self._root / TRAINERS_FILE)
+            self._trainer_lock = self._shared_lock(self._root / TRAINERS_FILE)
             text = self._config.to_json().encode()
             path = self._root / CONFIG_FILE
             if not path.exists() or path.read_bytes() != text:
@@ -94,7 +101,7 @@ class DrainHandle:
             self._thread.join(timeout_s)
             self._thread = None
         if self._trainer_lock is not None:
-            os.close(self._trainer_lock)
+            release(self._trainer_lock)
             self._trainer_lock = None
         if self._child is not None:
             # Reaps a drain that has left; one that still works is adopted by init when we end.
@@ -102,7 +109,7 @@ class DrainHandle:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._child.wait(2.0)
             if self._child.poll() is None:
-                self._child.returncode = 0
+                _left_working.append(self._child)
             self._child = None
         self._spawned_at = 0.0
 
@@ -130,23 +137,31 @@ class DrainHandle:
         the queue stays bounded.
         """
         deadline = time.monotonic() + self._config.wait_timeout_s
+        moved, moved_at = self._moved(), time.monotonic()
         warned = False
-        while len(self.pending_saves()) >= self._config.max_pending:
+        while True:
+            cancelled = {request.target for request in self.queue.requests() if request.action == "cancel"}
+            waiting = [op_id for op_id in self.pending_saves() if op_id not in cancelled]
+            if len(waiting) < self._config.max_pending:
+                return True
             self.ensure()
-            failed = [op_id for op_id in self.pending_saves() if self._has_failed(op_id)]
-            if failed:
+            failed = [op_id for op_id in waiting if self._has_failed(op_id)]
+            # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
+            if failed and len(cancelled) < self._config.max_pending:
                 self._log.error("the durable tier fails; giving up an older save: %s", self.progress().last_error)
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
                 return True
             if self._config.on_pending == "skip":
                 return False
             if not warned:
-                self._log.warning("waiting: %d saves are on their way to the durable tier", len(self.pending_saves()))
+                self._log.warning("waiting: %d saves are on their way to the durable tier", len(waiting))
                 warned = True
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if self._moved() != moved:
+                moved, moved_at = self._moved(), now
+            if now > deadline or now - moved_at > _STALLED_S:
                 return False
             time.sleep(_POLL_S)
-        return True
 
     def wait(self, op_id: str, timeout_s: float) -> Outcome:
         """The outcome of an operation: its commit, or its first failure.
@@ -157,7 +172,8 @@ class DrainHandle:
         deadline = time.monotonic() + timeout_s
         while True:
             outcome = self.queue.outcome(op_id)
-            if outcome is not None:
+            # The outcome is written first; what waits for it may then look at the memory tier.
+            if outcome is not None and not (outcome.state == "committed" and op_id in self.pending_saves()):
                 self._seen.add((op_id, outcome.state))
                 return outcome
             self.ensure()
@@ -166,13 +182,15 @@ class DrainHandle:
             time.sleep(_POLL_S)
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until nothing is queued.
+        """Waits until nothing is queued that can be done.
+
+        A delete that is held back until a further save is durable is not waited for.
 
         Raises:
             DrainError: Something still was after ``timeout_s`` seconds, or fails.
         """
         deadline = time.monotonic() + timeout_s
-        while left := self.pending():
+        while left := self._doable():
             self.ensure()
             failed = [outcome for op_id in left if (outcome := self.queue.outcome(op_id)) and outcome.state == "failed"]
             if failed and len(failed) == len(left):
@@ -198,6 +216,19 @@ class DrainHandle:
         return self.queue.progress()
 
     # ---------------------------------------------------------------------------------- inside
+    def _doable(self) -> list[str]:
+        left = self.pending()
+        requests = self.queue.requests()
+        if len(left) > len(requests) or any(request.action != "delete" for request in requests):
+            return left
+        held = {request.op_id for request in held_back(requests, unreplaced(self.queue.outcomes()))}
+        return [op_id for op_id in left if op_id not in held]
+
+    def _moved(self) -> tuple[object, ...]:
+        progress = self.progress()
+        counts = (progress.counters.get(name, 0) for name in ("committed", "failed", "skipped"))
+        return (progress.pid, progress.name, progress.bytes_done, *counts)
+
     def _has_failed(self, op_id: str) -> bool:
         outcome = self.queue.outcome(op_id)
         return outcome is not None and outcome.state == "failed"
@@ -210,7 +241,7 @@ class DrainHandle:
             operation="drain",
             tier="durable",
             key=self._config.dirpath,
-            hint=f"see {self._root}/status/drain.log; last error: {progress.last_error or 'none'}",
+            hint=f"last error: {progress.last_error or 'none'}; {self._last_words()}",
         )
 
     def _running(self) -> bool:
@@ -218,35 +249,32 @@ class DrainHandle:
             return True
         if self._child is not None and self._child.poll() is None:
             return True
-        descriptor = os.open(self._root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return is_locked(self._root / LOCK_FILE)
+
+    def _last_words(self) -> str:
+        path = self._root / "status" / "drain.log"
+        said = b""
+        with contextlib.suppress(OSError), open(path, "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
+            said = log.read()
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"{path} ends with: {last}" if last else f"see {path}"
 
     def _foreign(self) -> bool:
         # A forked child (a DataLoader's worker) has our memory, but not our role.
         return os.getpid() != self._pid
 
+    def _shared_lock(self, path: Path) -> int:
+        descriptor = try_lock(path, shared=True, patience_s=_LOCK_WAIT_S)
+        if descriptor is None:
+            raise DrainError(
+                "a drain that should have left holds the trainers' lock",
+                operation="start",
+                tier="memory",
+                key=str(path),
+            )
+        return descriptor
 
-def _shared_lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline = time.monotonic() + _LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise DrainError(
-                    "a drain that should have left holds the trainers' lock",
-                    operation="start",
-                    tier="memory",
-                    key=str(path),
-                ) from None
-            time.sleep(_POLL_S)
-        else:
-            return descriptor
+
+def _reap() -> None:
+    _left_working[:] = [child for child in _left_working if child.poll() is None]
