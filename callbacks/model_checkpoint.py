@@ -154,7 +154,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         # Gradient accumulation shows the same step for several batches.
         if "memory" in tiers and step not in (self._last_global_step_saved, self._last_memory_step):
             self._last_memory_step = step
-            if not trainer.fast_dev_run and not trainer.sanity_checking:
+            if not self._should_skip_saving_checkpoint(trainer):
                 name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"
                 self._save(trainer, ids.join_url(self._tiers.dirpath, name), {"tiers": ["memory"]})
         if time.monotonic() - self._polled > _POLL_S:
@@ -223,7 +223,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
                 exists = False
         return bool(trainer.strategy.broadcast(exists))
 
-    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
         if previous == current:
             return False
         restored = self._tiers.restored

@@ -175,11 +175,7 @@ def live(dirpath: str, memory_dir: str, folder: Path, kill_after: int | None, en
 
 def read(report: Path) -> list[dict[str, Any]]:
     """The whole lines of a report that may be being written."""
-    lines = []
-    for line in report.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            lines.append(json.loads(line))
-    return lines
+    return [json.loads(line) for line in report.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def drained(memory_dir: str) -> dict[str, int]:

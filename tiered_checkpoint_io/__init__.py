@@ -9,12 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tiered_checkpoint_io.version import __version__
+
 if TYPE_CHECKING:
     from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
     from tiered_checkpoint_io.config import TieredCheckpointConfig
     from tiered_checkpoint_io.ids import build_s3_url, is_s3_url, parse_s3_url
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncCheckpointIO",

@@ -137,7 +137,7 @@ def test_stopped_resumed_from_memory_then_from_the_durable_tier_is_as_never_stop
     assert [name for name in before if name.startswith("memory/")] == []
     assert before == sorted(f"epoch=0-step={step}.ckpt" for step in (5, 10, 15, 20))
 
-    trainer, _ = fit(callback=steps_callback(dirpath=None), stop_at=13, ckpt_path=None)
+    fit(callback=steps_callback(dirpath=None), stop_at=13, ckpt_path=None)
     resumed, _ = fit(callback=steps_callback(), stop_at=17)
     assert resumed.io.checkpointer.restored.step == 12
     assert resumed.io.checkpointer.restored.tier == "memory"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch
+from lightning import __version__ as lightning_version
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO
 
@@ -112,7 +112,7 @@ class TieredCheckpointIO(CheckpointIO):
         if isinstance(state, NoCheckpoint):
             # The key by which Lightning knows a checkpoint of its own release: with it, and nothing
             # else, it skips every step of a restore.
-            state["pytorch-lightning_version"] = lightning.pytorch.__version__
+            state["pytorch-lightning_version"] = lightning_version
         return state
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

@@ -15,12 +15,12 @@ from typing import Any, cast
 
 import torch
 
-import tiered_checkpoint_io
 from tiered_checkpoint_io.engine import retention
 from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.image import Image, plan
 from tiered_checkpoint_io.manifest import Content, FileEntry, Metric, Part
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
+from tiered_checkpoint_io.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def part_of(image: Image, facts: Facts, hashes: tuple[str, ...]) -> Part:
         created=time.time(),
         world_size=facts.world_size,
         writer={
-            "tiered_checkpoint_io": tiered_checkpoint_io.__version__,
+            "tiered_checkpoint_io": __version__,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },

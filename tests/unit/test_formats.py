@@ -1,0 +1,196 @@
+"""Names, URLs, ids and manifests: round trips, bounds, and input that is not ours."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.errors import FormatVersionError, InvalidNameError, TieredCheckpointError
+from tiered_checkpoint_io.manifest import (
+    Content,
+    FileEntry,
+    Manifest,
+    Metric,
+    Part,
+    chunk_ranges,
+    chunk_size_for,
+    hash_bytes,
+    merge_parts,
+)
+
+DATA = Path(__file__).parents[1] / "data" / "format_v1"
+names = st.from_regex(r"[A-Za-z0-9=_ü.-]{1,20}(/[A-Za-z0-9=_-]{1,20}\.ckpt)?", fullmatch=True).filter(
+    lambda name: not {".", "..", ".tiered"} & set(name.split("/"))
+)
+save_ids = st.builds(
+    lambda now, n: ids.save_id(ids.new_run_id(now=now), n), st.floats(0, 4e9), st.integers(0, 99_999_999)
+)
+entries = st.builds(
+    lambda name, size: FileEntry(
+        name, size, chunk_size_for(size), ("0" * 32,) * len(chunk_ranges(size, chunk_size_for(size)))
+    ),
+    names,
+    st.integers(0, 1 << 30),
+)
+contents = st.builds(
+    lambda save_id, step, entry, metric: Content(save_id, step, 0, "full", 1.5, 4, {"torch": "2"}, (entry,), metric),
+    save_ids,
+    st.integers(-1, 1 << 40),
+    entries,
+    st.none() | st.builds(Metric, st.text(max_size=9), st.floats(allow_nan=False)),
+)
+
+
+@given(names, contents, st.lists(contents, max_size=2), st.lists(names, max_size=2), st.none() | names)
+def test_manifests_survive_storage(name, content, previous, aliases, alias_of):
+    manifest = Manifest(name, content, tuple(previous), tuple(aliases), alias_of)
+    assert Manifest.from_json(manifest.to_json(), where="x") == manifest
+
+
+@given(names, contents, st.booleans())
+def test_parts_survive_storage_and_make_their_manifest(name, content, durable):
+    part = Part(name, 3, content, "s3://bucket", durable)
+    assert Part.from_json(part.to_json(), where="x") == part
+    assert merge_parts([part]) == Manifest(name, content)
+    sharded = replace(part, content=replace(content, kind="sharded"))
+    assert merge_parts([sharded]) is None
+
+
+@settings(max_examples=300)
+@given(contents, st.data())
+def test_damaged_manifests_raise_our_errors_only(content, data):
+    document = bytearray(Manifest("x.ckpt", content).to_json())
+    for _ in range(data.draw(st.integers(1, 5))):
+        document[data.draw(st.integers(0, len(document) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(document[: data.draw(st.integers(0, len(document)))])
+    for read in (Manifest.from_json, Part.from_json):
+        try:
+            read(cut, where="x")
+        except TieredCheckpointError as error:
+            assert "x" in str(error)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    contents,
+    st.sampled_from(["name", "files", "save_id", "step", "kind", "previous", "aliases", "metric", "created"]),
+    json_values,
+)
+def test_hostile_values_raise_our_errors_only(content, key, value):
+    document = json.loads(Manifest("x.ckpt", content).to_json())
+    document[key] = value
+    try:
+        Manifest.from_json(json.dumps(document).encode(), where="x")
+    except TieredCheckpointError:
+        pass
+
+
+def test_a_manifest_cannot_reach_out_of_its_folder():
+    for path in ("../x", "/etc/passwd", "a/../../b", "s3://other/x", ".tiered/manifests/x.json"):
+        with pytest.raises(TieredCheckpointError):
+            FileEntry.from_json({"path": path, "size": 0, "chunk_size": 1, "hashes": ["0" * 32]})
+
+
+def test_format_version_1_loads_for_ever():
+    manifest = Manifest.from_json((DATA / "manifest.json").read_bytes(), where="v1")
+    part = Part.from_json((DATA / "part.json").read_bytes(), where="v1")
+    assert (manifest.name, manifest.content.step, manifest.content.metric) == (
+        "epoch=0-step=500.ckpt",
+        500,
+        Metric("val_loss", 0.25),
+    )
+    assert manifest.aliases == ("last.ckpt",)
+    assert manifest.previous[0].step == 400
+    assert (part.rank, part.durable, part.content) == (0, True, manifest.content)
+    (entry,) = part.content.files
+    data = bytes(range(256)) * 3
+    entry.check_chunk(0, data, tier="memory", where="x")
+    with pytest.raises(TieredCheckpointError, match="differ from their hash"):
+        entry.check_chunk(0, data[:-1] + b"!", tier="memory", where="x")
+
+
+def test_a_newer_format_is_refused_by_name():
+    newer = (DATA / "manifest.json").read_bytes().replace(b'"version": 1', b'"version": 2')
+    with pytest.raises(FormatVersionError, match="upgrade"):
+        Manifest.from_json(newer, where="x")
+
+
+@given(st.integers(0, 5 << 40))
+def test_chunks_cover_a_file_exactly(size):
+    ranges = chunk_ranges(size, chunk_size_for(size))
+    assert len(ranges) <= 16_385
+    assert sum(length for _, length in ranges) == size
+
+
+@given(names)
+def test_names_and_keys(name):
+    assert ids.name_from_manifest_key(ids.manifest_key(name)) == name
+    for dirpath in ("s3://bucket/run", "/data/run"):
+        assert ids.name_in(dirpath, ids.join_url(dirpath, name)) == name
+        assert ids.name_in(dirpath, name) == name
+
+
+@given(save_ids, st.floats(0, 4e9))
+def test_a_later_run_sorts_behind_whatever_its_clock_says(seen, now):
+    assert ids.save_id(ids.new_run_id(after=seen, now=now), 0) > seen
+
+
+@pytest.mark.parametrize(
+    ("url", "parsed"),
+    [
+        ("s3://bucket/a/b", ("bucket", "a/b")),
+        ("s3://bucket", ("bucket", "")),
+        ("s3://bucket/", ("bucket", "")),
+        (Path("s3://bucket/a"), ("bucket", "a")),
+    ],
+)
+def test_s3_urls(url, parsed):
+    assert ids.is_s3_url(url)
+    assert ids.parse_s3_url(url) == parsed
+    assert ids.parse_s3_url(ids.build_s3_url(*parsed)) == parsed
+
+
+def test_what_is_no_s3_url():
+    for text in ("/x", "gs://bucket/x", "s3", "", "S3x://y"):
+        assert not ids.is_s3_url(text)
+    for text in ("s3://", "s3:///x", "gs://b/x", "s3://b c/x"):
+        with pytest.raises(InvalidNameError):
+            ids.parse_s3_url(text)
+
+
+def test_steps_and_last_in_names():
+    for name, step in {
+        "epoch=0-step=500.ckpt": 500,
+        "step_42/x": 42,
+        "a/step-7": 7,
+        "footstep=3": None,
+        "x": None,
+    }.items():
+        assert ids.step_in_name(name) == step
+    for name, last in {
+        "last.ckpt": True,
+        "a/last-v1.ckpt": True,
+        "m--x-last.ckpt": True,
+        "lasting.ckpt": False,
+        "blast.ckpt": False,
+    }.items():
+        assert ids.is_last(name) == last
+
+
+def test_errors_travel_between_processes():
+    import pickle
+
+    error = FormatVersionError("m", operation="parse", key="k", rank=3, hint="h")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), type(copy)) == (str(error), FormatVersionError)
+    assert hash_bytes(b"") != hash_bytes(b"\0")

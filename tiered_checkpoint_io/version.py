@@ -1,0 +1,3 @@
+"""The release, where every layer can read it."""
+
+__version__ = "0.1.0"
