@@ -56,9 +56,20 @@ def s3_bucket(s3_server):
     s3_server.remove_bucket(name)
 
 
+@pytest.fixture(scope="session")
+def _shared_bucket(_server):
+    name = f"test-{secrets.token_hex(6)}"
+    _server.make_bucket(name)
+    yield name
+    _server.remove_bucket(name)
+
+
 @pytest.fixture
-def s3_url(s3_bucket):
-    return f"s3://{s3_bucket}/run"
+def s3_url(s3_server, _shared_bucket):
+    """An empty prefix, emptied again afterwards."""
+    prefix = f"{secrets.token_hex(6)}/run"
+    yield f"s3://{_shared_bucket}/{prefix}"
+    s3_server.empty(_shared_bucket, prefix)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
@@ -43,6 +44,7 @@ class S3Server:
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         }
 
+    @functools.cached_property
     def client(self) -> Any:
         """A boto3 client of this server, for looking behind the package's back."""
         import boto3
@@ -57,27 +59,29 @@ class S3Server:
 
     def make_bucket(self, name: str) -> str:
         """Makes a bucket; returns its URL."""
-        client = self.client()
-        try:
-            client.create_bucket(Bucket=name)
-        finally:
-            client.close()
+        self.client.create_bucket(Bucket=name)
         return f"s3://{name}"
 
-    def remove_bucket(self, name: str) -> None:
-        """Removes a bucket with all that is in it, unfinished uploads included."""
-        client = self.client()
+    def uploads(self, bucket: str, prefix: str = "") -> list[dict[str, Any]]:
+        """The multipart uploads in progress, as boto3 tells of them."""
         try:
-            # rclone answers 404 where there is no upload in progress.
-            with contextlib.suppress(client.exceptions.NoSuchUpload):
-                for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ()):
-                    client.abort_multipart_upload(Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"])
-            for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
-                for entry in page.get("Contents", ()):
-                    client.delete_object(Bucket=name, Key=entry["Key"])
-            client.delete_bucket(Bucket=name)
-        finally:
-            client.close()
+            return list(self.client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", ()))
+        except self.client.exceptions.NoSuchUpload:
+            # rclone says so where there is none.
+            return []
+
+    def empty(self, bucket: str, prefix: str = "") -> None:
+        """Removes all that lies below a prefix, unfinished uploads included."""
+        for upload in self.uploads(bucket, prefix):
+            self.client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+            for entry in page.get("Contents", ()):
+                self.client.delete_object(Bucket=bucket, Key=entry["Key"])
+
+    def remove_bucket(self, name: str) -> None:
+        """Removes a bucket with all that is in it."""
+        self.empty(name)
+        self.client.delete_bucket(Bucket=name)
 
 
 class OutsideServer(S3Server):
@@ -135,9 +139,7 @@ class RcloneServer(S3Server):
                 start_new_session=True,
             )
             self.endpoint_url = f"http://127.0.0.1:{self._wait_for_port(log_path)}"
-            client = self.client()
-            client.list_buckets()
-            client.close()
+            self.client.list_buckets()
         except BaseException:
             self.stop()
             raise
@@ -148,6 +150,8 @@ class RcloneServer(S3Server):
 
     def stop(self) -> None:
         """Stops the server and removes its folder, where it is our own."""
+        if "client" in self.__dict__:
+            self.__dict__.pop("client").close()
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
