@@ -1,0 +1,131 @@
+"""The choice of what to restore, against an oracle that tries every save on every node."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.restoring import make_content, save_id
+
+from tiered_checkpoint_io.engine.choice import Candidate, Held, Selector, candidates
+from tiered_checkpoint_io.manifest import Manifest
+
+NAMES = ["a.ckpt", "b.ckpt", "last.ckpt", "x/last-v1.ckpt", "blast.ckpt"]
+LAST = {"last.ckpt", "x/last-v1.ckpt"}
+
+
+def content(name, number):
+    return make_content(name, b"x", number)
+
+
+def chosen(memory, durable, selector, aliases=None):
+    return [
+        (c.name, c.content.step, {node: "+".join(tiers) for node, tiers in c.sources.items()})
+        for c in candidates(memory, durable, selector, aliases)
+    ]
+
+
+def held(name, number):
+    return Held(name, content(name, number))
+
+
+LATEST = Selector("latest")
+
+
+def test_nothing_anywhere_is_no_candidate():
+    assert chosen({"n": []}, [], LATEST) == []
+
+
+def test_the_later_save_comes_first_whatever_its_step_and_memory_comes_before_the_durable_tier():
+    manifests = [Manifest("a.ckpt", content("a.ckpt", 1)), Manifest("b.ckpt", content("b.ckpt", 2))]
+    assert chosen({"n": [held("b.ckpt", 2), held("m.ckpt", 3)]}, manifests, LATEST) == [
+        ("m.ckpt", 3, {"n": "memory"}),
+        ("b.ckpt", 2, {"n": "memory+durable"}),
+        ("a.ckpt", 1, {"n": "durable"}),
+    ]
+
+
+def test_what_one_node_alone_holds_is_none_unless_the_durable_tier_has_it_for_the_others():
+    memory = {"n": [held("a.ckpt", 1), held("b.ckpt", 2)], "m": []}
+    assert chosen(memory, [Manifest("a.ckpt", content("a.ckpt", 1))], LATEST) == [
+        ("a.ckpt", 1, {"n": "memory+durable", "m": "durable"})
+    ]
+
+
+def test_an_overwrite_under_way_offers_the_new_content_and_then_the_old():
+    manifest = Manifest("a.ckpt", content("a.ckpt", 2), previous=(content("a.ckpt", 1),))
+    assert [step for _, step, _ in chosen({"n": []}, [manifest], Selector("name", "a.ckpt"))] == [2, 1]
+
+
+def test_an_alias_follows_its_target_and_stands_for_itself_where_that_is_gone():
+    alias = Manifest("last.ckpt", content("a.ckpt", 1), alias_of="a.ckpt")
+    target = Manifest("a.ckpt", content("a.ckpt", 4))
+    for selector in (Selector("last"), Selector("name", "last.ckpt")):
+        assert [step for _, step, _ in chosen({"n": []}, [alias, target], selector)] == [4]
+        assert [step for _, step, _ in chosen({"n": []}, [alias], selector)] == [1]
+
+
+def test_a_queued_alias_finds_its_target_in_memory():
+    memory = {"n": [held("a.ckpt", 3), held("b.ckpt", 4)]}
+    assert chosen(memory, [], Selector("last"), {"last.ckpt": "a.ckpt"}) == [("a.ckpt", 3, {"n": "memory"})]
+
+
+@st.composite
+def tiers(draw):
+    """Saves of a few names: each on some nodes' memory, and in some manifests as content or previous."""
+    nodes = [f"n{i}" for i in range(draw(st.integers(1, 3)))]
+    saves = [(draw(st.sampled_from(NAMES)), number) for number in range(draw(st.integers(0, 6)))]
+    memory = {node: [held(*save) for save in saves if draw(st.booleans())] for node in nodes}
+    durable = []
+    for name in NAMES:
+        kept = [number for other, number in saves if other == name and draw(st.booleans())]
+        if kept:
+            newest, *older = sorted(kept, reverse=True)
+            previous = tuple(content(name, number) for number in older)
+            durable.append(Manifest(name, content(name, newest), previous))
+    taken = {manifest.name for manifest in durable}
+    for name in draw(st.lists(st.sampled_from(sorted(LAST)), unique=True)):
+        if name not in taken and saves:
+            target, number = draw(st.sampled_from(saves))
+            durable.append(Manifest(name, content(target, number), alias_of=target))
+    aliases = {}
+    if saves and draw(st.booleans()):
+        aliases["last.ckpt"] = draw(st.sampled_from(saves))[0]
+    selector = draw(
+        st.sampled_from([Selector("latest"), Selector("last"), *(Selector("name", name) for name in NAMES)])
+    )
+    return memory, draw(st.permutations(durable)), selector, aliases
+
+
+def wanted_names(selector):
+    return {"latest": set(NAMES), "last": LAST, "name": {selector.name}}[selector.kind]
+
+
+def oracle(memory, durable, selector, aliases):
+    names = wanted_names(selector)
+    names = names | {target for alias, target in aliases.items() if alias in names}
+    manifests = {manifest.name: manifest for manifest in durable}
+    readable = set()
+    for name in names & set(manifests):
+        manifest = manifests[name]
+        if manifest.alias_of in manifests:
+            manifest = manifests[manifest.alias_of]
+        readable |= {each.step for each in (manifest.content, *manifest.previous)}
+    expected = []
+    for number in range(9, -1, -1):
+        on = {node for node, entries in memory.items() if any(e.content.step == number for e in entries)}
+        meant = number in readable or any(
+            e.content.step == number and e.name in names for entries in memory.values() for e in entries
+        )
+        if meant and all(node in on or number in readable for node in memory):
+            sources = {
+                node: tuple(t for t, has in (("memory", node in on), ("durable", number in readable)) if has)
+                for node in memory
+            }
+            expected.append((save_id(number), sources))
+    return expected
+
+
+@settings(max_examples=400, deadline=None)
+@given(tiers())
+def test_every_save_that_all_nodes_can_get_is_offered_once_the_latest_first(facts):
+    made = candidates(*facts)
+    assert all(isinstance(candidate, Candidate) for candidate in made)
+    assert [(c.content.save_id, dict(c.sources)) for c in made] == oracle(*facts)

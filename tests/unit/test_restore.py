@@ -1,0 +1,371 @@
+"""Restore on one node and on several, with ranks as threads: what is taken, and what is told."""
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.restoring import CHUNK, flip, in_ranks, into_durable, into_memory, make_content, save_id
+
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine import commit
+from tiered_checkpoint_io.engine.choice import Selector
+from tiered_checkpoint_io.engine.coordination import SingleGroup
+from tiered_checkpoint_io.engine.discovery import reading_order
+from tiered_checkpoint_io.engine.queue import Queue, Request
+from tiered_checkpoint_io.engine.restore import Restorer
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    FormatVersionError,
+    RestoreError,
+    StoreAccessError,
+    StoreUnavailableError,
+)
+from tiered_checkpoint_io.ids import manifest_key
+from tiered_checkpoint_io.manifest import Manifest
+from tiered_checkpoint_io.storage.base import ObjectInfo
+from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.testing.faulty import FaultyStore
+
+LATEST = Selector("latest")
+OLD, NEW = os.urandom(3 * CHUNK + 5), os.urandom(3 * CHUNK + 9)
+#: An object of an overwrite under way may be the larger or the smaller.
+SHORT = OLD[: 2 * CHUNK]
+
+
+class World:
+    """Nodes, each with a memory of its own, and one durable tier."""
+
+    def __init__(self, base, durable):
+        self.base = Path(base)
+        self.store = DirectoryStore(durable)
+        self.tiers = {}
+
+    def tier(self, node="n", **options):
+        if node not in self.tiers or options:
+            folder = self.base / node
+            folder.mkdir(exist_ok=True)
+            self.tiers[node] = MemoryTier.open(str(folder), "default", **options)
+        return self.tiers[node]
+
+    def restorer(self, node="n", store=None):
+        config = TieredCheckpointConfig(dirpath=self.store.url, memory_dir=str(self.base / node), wait_timeout_s=20)
+        return Restorer(config, self.tier(node), lambda: store or self.store, logging.getLogger("test"))
+
+    def restore(self, selector=LATEST, node="n", store=None):
+        """Alone; the restored one and its bytes."""
+        restored = self.restorer(node, store).restore(selector, SingleGroup(node))
+        return restored, read(restored)
+
+    def restore_all(self, nodes, selector=LATEST, stores=None):
+        """On all ranks; what each got, or raised."""
+        for node in nodes:
+            self.tier(node)
+
+        def work(group):
+            store = (stores or {}).get(group.rank)
+            restored = self.restorer(group.node, store).restore(selector, group)
+            return restored and (restored.content.save_id, restored.tier, read(restored))
+
+        return in_ranks(nodes, work)
+
+
+def read(restored):
+    if restored is None:
+        return None
+    data = restored.path.read_bytes()
+    restored.release()
+    return data
+
+
+@pytest.fixture
+def world(memory_dir, tmp_path):
+    return World(memory_dir, str(tmp_path / "durable"))
+
+
+def memory_files(world, node="n"):
+    return sorted(path.name for path in (world.tier(node).root / "saves").rglob("*.ckpt"))
+
+
+# ------------------------------------------------------------------------------------------- one node
+def test_what_the_durable_tier_gives_lies_in_memory_for_the_next_start(world):
+    into_durable(world.store, "old.ckpt", OLD, 1)
+    into_durable(world.store, "d/new.ckpt", NEW, 2)
+    before = world.store.metrics.snapshot()
+    restored, data = world.restore()
+    after = world.store.metrics.snapshot()
+    assert (data, restored.tier, restored.step, restored.bytes_read) == (NEW, "durable", 2, len(NEW))
+    assert restored.newest_save_id == save_id(2)
+    assert after["requests.list"] - before.get("requests.list", 0) == 1
+    (stored,) = world.tier().parts()
+    assert (stored.save_id, stored.drained) == (save_id(2), True)
+    again, data = world.restore()
+    assert (data, again.tier, again.bytes_read, again.rejected) == (NEW, "memory", 0, [])
+
+
+def test_a_name_costs_no_list(world):
+    into_durable(world.store, "old.ckpt", OLD, 1)
+    into_durable(world.store, "new.ckpt", NEW, 2)
+    commit.put_alias(world.store, "last.ckpt", "old.ckpt")
+    before = world.store.metrics.snapshot()
+    for name in ("old.ckpt", "last.ckpt"):
+        restored, data = world.restore(Selector("name", name))
+        assert (restored.name, data) == ("old.ckpt", OLD)
+    assert world.store.metrics.snapshot().get("requests.list") == before.get("requests.list")
+
+
+def test_nothing_anywhere_is_none_and_an_unknown_name_is_an_error(world):
+    assert world.restore() == (None, None)
+    with pytest.raises(CheckpointNotFoundError, match=r"no\.ckpt"):
+        world.restore(Selector("name", "no.ckpt"))
+
+
+def test_corrupt_in_memory_then_corrupt_on_the_durable_tier_then_the_older_one(world):
+    into_durable(world.store, "old.ckpt", OLD, 1)
+    into_durable(world.store, "new.ckpt", NEW, 2)
+    flip(into_memory(world.tier(), world.store.url, "new.ckpt", NEW, 2))
+    flip(Path(world.store.url, "new.ckpt"))
+    restored, data = world.restore()
+    assert (data, restored.step, restored.newest_save_id) == (OLD, 1, save_id(2))
+    told = [note.split(" (step")[0] for note in restored.rejected]
+    assert told == ["rank 0: memory new.ckpt", "rank 0: durable new.ckpt"]
+    assert all("differ from their hash" in note for note in restored.rejected)
+    (quarantined,) = (world.tier().root / "quarantine").iterdir()
+    assert (quarantined / "new.ckpt").stat().st_size == len(NEW)
+    # The quarantine is no reason to refuse what is intact, on the next start either.
+    assert world.restore()[1] == OLD
+
+
+def test_all_corrupt_is_an_error_that_lists_all_and_stays_one(world):
+    into_durable(world.store, "old.ckpt", OLD, 1)
+    flip(Path(world.store.url, "old.ckpt"))
+    flip(into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 2))
+    with pytest.raises(RestoreError, match=r"memory m\.ckpt.*durable old\.ckpt"):
+        world.restore()
+    shutil.rmtree(world.store.url)
+    # What was found corrupt must not become a start from scratch.
+    with pytest.raises(RestoreError, match="quarantine"):
+        world.restore()
+
+
+def test_a_part_that_cannot_be_read_makes_way_for_the_same_save_from_the_durable_tier(world):
+    into_durable(world.store, "a.ckpt", NEW, 2)
+    path = into_memory(world.tier(), world.store.url, "a.ckpt", NEW, 2)
+    (path.parent / "part.json").write_bytes(b'{"half')
+    restored, data = world.restore()
+    assert (data, restored.tier) == (NEW, "durable")
+    assert "part.json" in restored.rejected[0]
+    assert memory_files(world) == ["a.ckpt"]
+
+
+def test_other_damage_does_not_hide_a_checkpoint_that_is_asked_for_by_name(world):
+    Path(world.store.url).mkdir()
+    Path(world.store.url, "plain.ckpt").write_bytes(NEW)
+    path = into_memory(world.tier(), world.store.url, "other.ckpt", OLD, 2)
+    (path.parent / "part.json").write_bytes(b"")
+    for _ in range(2):
+        restored, data = world.restore(Selector("name", "plain.ckpt"))
+        assert (data, restored.content) == (NEW, None)
+    with pytest.raises(CheckpointNotFoundError, match="may have been"):
+        world.restore(Selector("name", "other.ckpt"))
+
+
+def test_the_memory_of_another_durable_tier_is_not_ours(world):
+    into_memory(world.tier(), "s3://elsewhere/run", "a.ckpt", NEW, 2)
+    Queue(world.tier().root).submit(Request(save_id(3), "alias", "last.ckpt", "s3://elsewhere/run", "old.ckpt"))
+    into_durable(world.store, "old.ckpt", OLD, 1)
+    assert world.restore()[1] == OLD
+    assert world.restore(Selector("last")) == (None, None)
+
+
+def test_an_overwrite_under_way_gives_the_content_that_the_object_has(world):
+    into_durable(world.store, "a.ckpt", SHORT, 1)
+    old = commit.read_manifest(world.store, "a.ckpt").content
+    both = Manifest("a.ckpt", make_content("a.ckpt", NEW, 2), previous=(old,))
+    world.store.put(manifest_key("a.ckpt"), both.to_json())
+    restored, data = world.restore()
+    assert (data, restored.content.save_id) == (SHORT, save_id(1))
+
+
+def test_more_than_one_batch_of_corrupt_ones_still_finds_the_intact_one(world):
+    into_durable(world.store, "step=0.ckpt", OLD, 1)
+    for number in range(2, 37):
+        into_durable(world.store, f"step={number}.ckpt", NEW, number)
+        os.unlink(Path(world.store.url, f"step={number}.ckpt"))
+        # Times in the order of saving, whatever the clock's grain.
+        os.utime(Path(world.store.url, manifest_key(f"step={number}.ckpt")), (number, number))
+    os.utime(Path(world.store.url, manifest_key("step=0.ckpt")), (1, 1))
+    restored, data = world.restore()
+    assert (data, restored.step, len(restored.rejected)) == (OLD, 1, 35)
+
+
+def test_a_copied_bucket_whose_times_tell_nothing_still_gives_the_newest():
+    listed = [ObjectInfo(manifest_key(f"step={number}.ckpt"), 1, 1000.0 - number) for number in range(100)]
+    order = reading_order([*listed, ObjectInfo(".tiered/manifests/not-one", 1, 2000.0)])
+    assert "step=99.ckpt" in order[:32]
+    assert order[0] == "step=0.ckpt"
+    assert sorted(order) == sorted(f"step={number}.ckpt" for number in range(100))
+
+
+def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    into_durable(world.store, "a.ckpt", NEW, 1)
+    world.tier(budget_bytes=CHUNK)
+    restored = world.restorer().restore(LATEST, SingleGroup("n"))
+    assert restored.path.parent == tmp_path
+    assert read(restored) == NEW
+    assert not list(tmp_path.glob("tiered-checkpoint-*"))
+    assert memory_files(world) == []
+
+
+def test_a_restored_file_stays_as_it_is_until_released_and_what_was_mapped_stays_after(world):
+    path = into_memory(world.tier(), world.store.url, "a.ckpt", NEW, 1)
+    restored = world.restorer().restore(LATEST, SingleGroup("n"))
+    with open(restored.path, "rb") as mapped:
+        world.tier().remove(world.tier().parts()[0])
+        slot = world.tier().acquire(len(NEW))
+        slot.view[:4] = b"over"
+        assert mapped.read() == NEW
+    restored.release()
+    assert not path.exists()
+
+
+def test_unavailable_is_an_error_but_memory_carries_on(world):
+    into_durable(world.store, "a.ckpt", OLD, 1)
+    away = FaultyStore(world.store, fail_at=1)
+    with pytest.raises(StoreUnavailableError):
+        world.restore(store=away)
+    into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 2)
+    restored, data = world.restore(store=away)
+    assert data == NEW
+    assert "injected" in restored.rejected[0]
+
+
+def test_refused_access_is_an_error_even_if_memory_has_something(world):
+    into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 2)
+
+    class Refusing(FaultyStore):
+        def list(self, prefix):
+            raise StoreAccessError("no rights")
+
+    with pytest.raises(StoreAccessError):
+        world.restore(store=Refusing(world.store))
+
+
+@pytest.mark.parametrize("where", ["memory", "durable"])
+def test_what_a_newer_release_wrote_is_never_passed_over(world, where):
+    into_durable(world.store, "old.ckpt", OLD, 1)
+    if where == "durable":
+        into_durable(world.store, "new.ckpt", NEW, 2)
+        file = Path(world.store.url, manifest_key("new.ckpt"))
+    else:
+        file = into_memory(world.tier(), world.store.url, "new.ckpt", NEW, 2).parent / "part.json"
+    file.write_bytes(file.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    for _ in range(2):
+        with pytest.raises(FormatVersionError, match="upgrade"):
+            world.restore()
+    assert file.exists()
+    assert world.restore(Selector("name", "old.ckpt"))[1] == OLD
+
+
+def test_a_sharded_checkpoint_is_an_error_that_says_so(world):
+    content = make_content("a.ckpt", NEW, 3, kind="sharded")
+    world.store.put(manifest_key("a.ckpt"), Manifest("a.ckpt", content).to_json())
+    assert {str(error)[:29] for error in world.restore_all(["n", "m"])} == {"a.ckpt is a sharded checkpoin"}
+
+
+def test_processes_without_a_group_read_each_byte_once(world):
+    into_durable(world.store, "a.ckpt", NEW, 1)
+    before = world.store.metrics.snapshot().get("bytes.down", 0)
+    manifest = len(world.store.get(manifest_key("a.ckpt")))
+    world.tier()
+    got = in_ranks(["n"] * 3, lambda _: world.restore()[1])
+    assert got == [NEW] * 3
+    assert world.store.metrics.snapshot()["bytes.down"] - before == len(NEW) + 4 * manifest
+
+
+# ------------------------------------------------------------------------------------- several ranks
+def test_two_nodes_fetch_once_each_and_all_ranks_have_it(world):
+    into_durable(world.store, "a.ckpt", NEW, 1)
+    before = world.store.metrics.snapshot()
+    got = world.restore_all(["n", "n", "m", "m"])
+    after = world.store.metrics.snapshot()
+    assert got == [(save_id(1), "durable", NEW)] * 4
+    small = len(world.store.get(manifest_key("a.ckpt")))
+    assert after["requests.list"] - before.get("requests.list", 0) == 1
+    assert after["bytes.down"] - before.get("bytes.down", 0) == 2 * len(NEW) + small
+    assert world.restore_all(["n", "n", "m", "m"]) == [(save_id(1), "memory", NEW)] * 4
+
+
+def test_a_corrupt_copy_on_one_node_sends_that_node_to_the_durable_tier(world):
+    into_durable(world.store, "a.ckpt", NEW, 2)
+    into_memory(world.tier("n"), world.store.url, "a.ckpt", NEW, 2)
+    flip(into_memory(world.tier("m"), world.store.url, "a.ckpt", NEW, 2))
+    got = world.restore_all(["n", "m", "m"])
+    assert got == [(save_id(2), tier, NEW) for tier in ("memory", "durable", "durable")]
+
+
+def test_a_corrupt_copy_on_one_node_and_no_other_sends_all_to_the_older_one(world):
+    into_durable(world.store, "old.ckpt", OLD, 1)
+    into_memory(world.tier("n"), world.store.url, "m.ckpt", NEW, 2)
+    flip(into_memory(world.tier("m"), world.store.url, "m.ckpt", NEW, 2))
+    assert world.restore_all(["n", "m", "m"]) == [(save_id(1), "durable", OLD)] * 3
+
+
+def test_a_checkpoint_of_others_is_read_once_per_node(world):
+    class Remote(DirectoryStore):
+        """Not to be opened as a local file."""
+
+    Path(world.store.url).mkdir()
+    Path(world.store.url, "plain.ckpt").write_bytes(NEW)
+    remote = Remote(world.store.url)
+    for node in ("n", "m"):
+        world.tier(node)
+
+    def work(group):
+        restorer = world.restorer(group.node, remote)
+        restorer._bringer._dirpath = "gs://bucket/run"
+        restored = restorer.restore(Selector("name", "plain.ckpt"), group)
+        group.all_gather(None)
+        data = restored.path.read_bytes()
+        group.all_gather(None)
+        restored.release()
+        return data, restored.path
+
+    got = in_ranks(["n", "n", "m", "m"], work)
+    assert [data for data, _ in got] == [NEW] * 4
+    assert got[0][1] == got[1][1] != got[2][1] == got[3][1]
+    assert remote.metrics.snapshot()["bytes.down"] == 2 * len(NEW)
+    assert not any(path.exists() for _, path in got)
+
+
+@pytest.mark.parametrize("broken", ["list", "read"])
+def test_an_error_on_one_rank_reaches_all(world, broken):
+    into_durable(world.store, "a.ckpt", NEW, 1)
+    into_durable(world.store, "b.ckpt", NEW, 2)
+
+    class Broken(FaultyStore):
+        def list(self, prefix):
+            if broken == "list":
+                raise RuntimeError("out of order")
+            return super().list(prefix)
+
+        def read_into(self, key, offset, buffer):
+            raise RuntimeError("out of order")
+
+    rank = {"list": 0, "read": 2}[broken]
+    got = world.restore_all(["n", "n", "m", "m"], stores={rank: Broken(world.store)})
+    assert {type(error) for error in got} == {RestoreError}
+    assert len({str(error) for error in got}) == 1
+    assert "RuntimeError: out of order" in str(got[0])
+
+
+def test_an_unreadable_memory_on_one_rank_reaches_all(world, monkeypatch):
+    into_durable(world.store, "a.ckpt", NEW, 1)
+    world.tier("n")
+    monkeypatch.setattr(world.tier("m"), "parts", lambda: (_ for _ in ()).throw(OSError(5, "I/O error")))
+    got = world.restore_all(["n", "m", "n"])
+    assert {str(error) for error in got} == {"OSError: [Errno 5] I/O error [operation=load, rank=1]"}
