@@ -1,0 +1,115 @@
+"""One rank: joins the others over gloo, restores, and writes down what it got.
+
+The job, a JSON object on the command line: ``dirpath``, ``memory_dir``, ``endpoint_url``,
+``selector`` (kind, name), ``answer`` (where to write), and what is to go wrong: ``late`` (this rank
+never comes to the load), ``die`` (it kills itself in the middle), ``thread`` (it loads off the
+main thread). ``through`` "io" restores by the public interface.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine.choice import Selector
+from tiered_checkpoint_io.engine.coordination import TorchGroup, node_of
+from tiered_checkpoint_io.engine.restore import Restorer
+from tiered_checkpoint_io.storage import open_store
+from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.storage.wrappers import Retry
+
+
+def restore(job):
+    config = TieredCheckpointConfig(
+        dirpath=job["dirpath"], memory_dir=job["memory_dir"], endpoint_url=job.get("endpoint_url"), wait_timeout_s=60
+    )
+    tier = MemoryTier.open(config.memory_dir, config.namespace)
+    store = open_store(config)
+    store._retry = Retry(store.metrics, deadline_s=1.0, first_wait_s=0.1)
+    answer = {"node": node_of(tier.root)}
+    group = TorchGroup(node_of(tier.root), timeout_s=60.0, rendezvous_s=job.get("rendezvous_s", 30.0))
+    try:
+        if job.get("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        restorer = Restorer(config, tier, lambda: store, logging.getLogger("worker"))
+        restored = restorer.restore(Selector(*job.get("selector", ["latest"])), group)
+    finally:
+        group.close()
+        answer["metrics"] = store.metrics.snapshot()
+        store.close()
+    if restored is not None:
+        answer |= {
+            "save_id": restored.content.save_id,
+            "tier": restored.tier,
+            "digest": hashlib.sha256(restored.path.read_bytes()).hexdigest(),
+            "bytes_read": restored.bytes_read,
+            "inode": os.stat(restored.path).st_ino,
+        }
+        restored.release()
+    return answer
+
+
+def through_io(job):
+    from tiered_checkpoint_io import TieredCheckpointIO
+
+    io = TieredCheckpointIO(
+        dirpath=job["dirpath"], memory_dir=job["memory_dir"], endpoint_url=job.get("endpoint_url"), wait_timeout_s=60
+    )
+    state = io.load_checkpoint("tiered:latest")
+    answer = {
+        "step": state["global_step"],
+        "total": float(state["w"].double().sum()),
+        "tier": io.checkpointer.restored.tier,
+        "metrics": io.checkpointer.asked,
+    }
+    io.teardown()
+    return answer
+
+
+def main():
+    job = json.loads(sys.argv[1])
+    dist.init_process_group("gloo")
+    if job.get("late"):
+        # Alive, but somewhere else than its fellows; they must find out by themselves.
+        store = dist.distributed_c10d._get_default_store()
+        store.wait(["others-are-done"])
+        answer = {"late": True}
+    else:
+        began = time.monotonic()
+        work = through_io if job.get("through") == "io" else restore
+        box = {}
+
+        def run():
+            try:
+                box["answer"] = work(job)
+            except Exception as error:
+                box["answer"] = {"error": type(error).__name__, "message": str(error)}
+
+        if job.get("thread"):
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        else:
+            run()
+        answer = {**box["answer"], "seconds": time.monotonic() - began}
+        dist.distributed_c10d._get_default_store().set("others-are-done", "1")
+    with open(job["answer"] + ".new", "w") as file:
+        json.dump(answer, file)
+    os.rename(job["answer"] + ".new", job["answer"])
+    if all(key not in answer for key in ("error", "late")):
+        dist.barrier()
+        dist.destroy_process_group()
+    # A group that lost a member may not be torn down in order; nothing is left to say.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
