@@ -337,7 +337,7 @@ class Drain:
             size,
             seconds,
             time.time(),
-            attempts or (retry.attempts + 1 if retry else 1),
+            attempts or (retry.attempts if retry else 0) + (state != "skipped"),
             operation.dirpath,
         )
         if operation.action == "save":

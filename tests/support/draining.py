@@ -1,0 +1,84 @@
+"""A memory tier with parts of raw bytes in it, and a durable tier to drain them to."""
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine import commit
+from tiered_checkpoint_io.engine.queue import Queue, Request
+from tiered_checkpoint_io.manifest import Content, FileEntry, Part, chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.storage.memory import MemoryTier, write_atomic
+
+RUN = "20260101T000000.000000-00000000"
+
+
+def op_id(number):
+    return ids.save_id(RUN, number)
+
+
+def part_of(name, data, number, dirpath):
+    chunk_size = chunk_size_for(len(data))
+    hashes = tuple(hash_bytes(data[start : start + size]) for start, size in chunk_ranges(len(data), chunk_size))
+    entry = FileEntry(name, len(data), chunk_size, hashes)
+    content = Content(op_id(number), number, 0, "full", 1.0, 1, {}, (entry,))
+    return Part(name, 0, content, dirpath, durable=True)
+
+
+class Node:
+    """One node's memory tier, as a trainer fills it; operations are numbered in order."""
+
+    def __init__(self, memory_dir, dirpath, **options):
+        self.dirpath = dirpath
+        self.tier = MemoryTier.open(memory_dir, "default")
+        self.root = self.tier.root
+        self.queue = Queue(self.root)
+        self.config = TieredCheckpointConfig.from_any(dirpath=dirpath, memory_dir=memory_dir, **options)
+        write_atomic(self.root / "drain.json", self.config.to_json().encode())
+        self.number = 0
+
+    def save(self, name, data):
+        self.number += 1
+        slot = self.tier.acquire(len(data))
+        slot.view[: len(data)] = data
+        self.tier.commit(part_of(name, data, self.number, self.dirpath), {name.rpartition("/")[2]: slot})
+        return op_id(self.number)
+
+    def request(self, action, name, target=""):
+        self.number += 1
+        self.queue.submit(Request(op_id(self.number), action, name, self.dirpath, target))
+        return op_id(self.number)
+
+    def alias(self, name, target):
+        return self.request("alias", name, target)
+
+    def delete(self, name):
+        return self.request("delete", name)
+
+    def cancel(self, save_id):
+        return self.request("cancel", "cancel", save_id)
+
+    def states(self):
+        return {outcome.op_id: outcome.state for outcome in self.queue.outcomes()}
+
+
+def readable(store, name):
+    """What a reader makes of a name: the bytes that some content of its manifest describes; None if absent."""
+    manifest = commit.read_manifest(store, name)
+    if manifest is None:
+        return None
+    if manifest.alias_of and (target := commit.read_manifest(store, manifest.alias_of)):
+        manifest = target
+    for content in (manifest.content, *manifest.previous):
+        (entry,) = content.files
+        data = store.get(entry.path)
+        pieces = [hash_bytes(data[start : start + size]) for start, size in entry.chunks]
+        if len(data) == entry.size and tuple(pieces) == entry.hashes:
+            return data
+    raise AssertionError(f"{name} matches none of its contents")
+
+
+def names(store):
+    listed = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
+    return sorted(name for name in listed if name is not None)
+
+
+def objects(store):
+    return sorted(entry.key for entry in store.list("") if not entry.key.startswith(".tiered/"))

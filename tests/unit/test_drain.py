@@ -1,0 +1,404 @@
+"""The drain, in this process where that suffices, and as the process that a trainer starts."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support.draining import Node, names, objects, op_id, readable
+
+from tiered_checkpoint_io.engine import drain as drain_module
+from tiered_checkpoint_io.engine import supervise
+from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.engine.queue import Outcome, Request
+from tiered_checkpoint_io.engine.supervise import DrainHandle
+from tiered_checkpoint_io.errors import DrainError, StoreAccessError
+from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
+
+LOG = logging.getLogger("test")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return DirectoryStore(str(tmp_path / "durable"))
+
+
+@pytest.fixture
+def node(memory_dir, store):
+    return Node(memory_dir, store.url)
+
+
+@pytest.fixture
+def handle_of():
+    handles = []
+
+    def make(node, **changes):
+        handle = DrainHandle(node.tier, node.config, LOG, **changes)
+        handles.append(handle)
+        return handle
+
+    yield make
+    for handle in handles:
+        handle.close(timeout_s=30)
+
+
+def until(condition, what, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.005)
+
+
+class Broken:
+    """A store that refuses the uploads for which ``refuse`` gives an error."""
+
+    def __init__(self, store, refuse):
+        self._store = store
+        self._refuse = refuse
+        self.attempts = []
+
+    def upload(self, key, data, **options):
+        self.attempts.append(key)
+        if (error := self._refuse(key)) is not None:
+            raise error
+        self._store.upload(key, data, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def drain(node, store=None, **options):
+    opened = (lambda config, dirpath: store) if store is not None else None
+    return Drain(node.root, logger=LOG, **({"open_store": opened} if opened else {}), **options)
+
+
+# ------------------------------------------------------------------------------------- its work
+def test_a_queue_is_carried_out_in_order_and_every_part_is_marked(node, store):
+    ops = [
+        node.save("a.ckpt", b"A" * 1000),
+        node.alias("last.ckpt", "a.ckpt"),
+        node.save("b.ckpt", b"B" * 2000),
+        node.alias("last.ckpt", "b.ckpt"),
+        node.delete("a.ckpt"),
+        node.save("b.ckpt", b"again"),
+    ]
+    assert drain(node).run(once=True)
+    assert node.states() == dict.fromkeys(ops, "committed")
+    assert names(store) == ["b.ckpt", "last.ckpt"]
+    assert objects(store) == ["b.ckpt"]
+    assert readable(store, "last.ckpt") == readable(store, "b.ckpt") == b"again"
+    assert all(stored.drained for stored in node.tier.parts())
+    progress = node.queue.progress()
+    assert progress.counters["committed"] == 6
+    assert progress.counters["bytes.up"] >= 3005
+    assert (progress.pid, progress.name) == (os.getpid(), "")
+    assert not (node.root / LOCK_FILE).read_bytes()
+    assert not is_locked(node.root / LOCK_FILE)
+
+
+def test_a_corrupt_part_is_set_aside_and_what_it_was_to_replace_stays(node, store):
+    node.save("old.ckpt", b"old")
+    bad = node.save("new.ckpt", b"new")
+    held = node.delete("old.ckpt")
+    later_alias = node.alias("last.ckpt", "new.ckpt")
+    next(part for part in node.tier.parts() if part.save_id == bad).file("new.ckpt").write_bytes(b"neW")
+    drain(node).run(once=True)
+    outcome = node.queue.outcome(bad)
+    assert (outcome.state, outcome.error_type) == ("failed", "CorruptCheckpointError")
+    assert node.queue.outcome(later_alias).state == "skipped"
+    assert node.queue.outcome(held) is None
+    assert names(store) == ["old.ckpt"]
+    assert readable(store, "old.ckpt") == b"old"
+    assert [folder.name for folder in (node.root / "quarantine").iterdir()] == [f"{bad}.rank-00000"]
+    # Another drain, later, knows it still; what replaces the lost save sets the delete free.
+    drain(node).run(once=True)
+    assert names(store) == ["old.ckpt"]
+    node.save("newer.ckpt", b"newer")
+    drain(node).run(once=True)
+    assert names(store) == objects(store) == ["newer.ckpt"]
+
+
+def test_a_save_that_no_store_takes_is_superseded_by_the_next_one(node, store):
+    broken = Broken(store, lambda key: StoreAccessError("no") if key == "a.ckpt" else None)
+    first, old, second = node.save("a.ckpt", b"A"), node.delete("none.ckpt"), node.save("b.ckpt", b"B")
+    drain(node, broken).run(once=True)
+    assert node.states() == {first: "skipped", old: "committed", second: "committed"}
+    assert names(store) == ["b.ckpt"]
+    assert not [stored for stored in node.tier.parts() if stored.pending]
+    assert node.queue.outcome(first).attempts == 1
+
+
+def test_a_failing_save_is_told_at_once_and_tried_again_when_something_new_comes(node, store):
+    mended = threading.Event()
+    broken = Broken(store, lambda key: None if mended.is_set() else StoreAccessError("no rights"))
+    first = node.save("a.ckpt", b"A")
+    stop = threading.Event()
+    thread = threading.Thread(target=drain(node, broken, stop=stop, stay=True).run)
+    thread.start()
+    try:
+        until(lambda: node.states() == {first: "failed"}, "the failure is told")
+        assert "no rights" in node.queue.outcome(first).error
+        mended.set()
+        last = node.alias("last.ckpt", "a.ckpt")
+        until(lambda: node.states() == {first: "committed", last: "committed"}, "both are done")
+        assert node.queue.outcome(first).attempts == 2
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_what_may_pass_is_retried_by_itself(node, store, monkeypatch):
+    monkeypatch.setattr(drain_module, "_FIRST_BACKOFF_S", 0.01)
+    failures = iter([Injected("1"), Injected("2"), Injected("3")])
+    broken = Broken(store, lambda key: next(failures, None))
+    first = node.save("a.ckpt", b"A")
+    assert drain(node, broken).run()
+    assert node.queue.outcome(first).attempts == 4
+    assert readable(store, "a.ckpt") == b"A"
+
+
+def test_an_error_that_nobody_thought_of_is_one_operations_error(node, store):
+    broken = Broken(store, lambda key: ZeroDivisionError("bug") if key == "a.ckpt" else None)
+    first, second = node.save("a.ckpt", b"A"), node.save("b.ckpt", b"B")
+    drain(node, broken).run(once=True)
+    assert node.states() == {first: "skipped", second: "committed"}
+
+
+def test_a_cancelled_save_is_given_up_and_holds_deletes_back(node, store):
+    broken = Broken(store, lambda key: StoreAccessError("no") if key == "b.ckpt" else None)
+    node.save("a.ckpt", b"A")
+    lost, held = node.save("b.ckpt", b"B"), node.delete("a.ckpt")
+    drain(node, broken).run(once=True)
+    node.cancel(lost)
+    # Nobody waits for what only a further save can set free.
+    assert drain(node, broken).run()
+    assert node.queue.outcome(lost).state == "skipped"
+    assert readable(store, "a.ckpt") == b"A"
+    assert [request.op_id for request in node.queue.requests()] == [held]
+
+
+def test_a_request_of_another_release_fails_and_is_out_of_the_way(node, store):
+    torn = op_id(0)
+    (node.root / "requests" / f"{torn}.json").write_bytes(b'{"op_id":')
+    first = node.save("a.ckpt", b"A")
+    drain(node).run(once=True)
+    assert node.states() == {torn: "failed", first: "committed"}
+    assert not list((node.root / "requests").iterdir())
+
+
+@pytest.mark.parametrize("n", range(1, 14))
+def test_a_store_that_fails_anywhere_leaves_what_the_next_drain_finishes(n, node, store):
+    node.save("a.ckpt", b"A")
+    drain(node).run(once=True)
+    ops = [node.alias("last.ckpt", "a.ckpt"), node.save("a.ckpt", b"AA"), node.save("b.ckpt", b"B")]
+    ops += [node.alias("last.ckpt", "b.ckpt"), node.delete("a.ckpt")]
+    drain(node, FaultyStore(store, fail_at=n)).run(once=True)
+    assert readable(store, "a.ckpt") in (b"A", b"AA", None)
+    assert readable(store, "last.ckpt") in (None, b"A", b"AA", b"B")
+    assert names(store)
+    drain(node).run(once=True)
+    assert {node.states()[op] for op in ops} == {"committed"}
+    assert readable(store, "last.ckpt") == b"B"
+    assert names(store) == ["b.ckpt", "last.ckpt"]
+    assert objects(store) == ["b.ckpt"]
+
+
+def test_a_death_between_commit_and_mark_still_tells_the_outcome(node, store, monkeypatch):
+    first = node.save("a.ckpt", b"A")
+    worker = drain(node)
+
+    def die(stored):
+        raise SystemExit
+
+    monkeypatch.setattr(worker._tier, "mark_drained", die)
+    with pytest.raises(SystemExit):
+        worker.run(once=True)
+    assert node.states() == {first: "committed"}
+    drain(node).run(once=True)
+    assert node.states() == {first: "committed"}
+    assert not [stored for stored in node.tier.parts() if stored.pending]
+
+
+# ----------------------------------------------------------------------------------- its leaving
+def test_it_stays_while_a_trainer_lives_and_leaves_with_the_last(node, store):
+    trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
+    thread = threading.Thread(target=drain(node).run)
+    thread.start()
+    first = node.save("a.ckpt", b"A")
+    until(lambda: node.queue.outcome(first), "the save is durable")
+    assert thread.is_alive()
+    release(trainer)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(node, store, caplog):
+    node.save("a.ckpt", b"A")
+    started = time.monotonic()
+    assert drain(node, Broken(store, lambda key: Injected("unreachable")), give_up_s=0.5).run()
+    assert 0.5 < time.monotonic() - started < 20
+    assert "unreachable" in caplog.text
+    drain(node).run()
+    assert readable(store, "a.ckpt") == b"A"
+
+
+def test_one_drain_a_node(node):
+    lock = try_lock(node.root / LOCK_FILE)
+    assert not drain(node).run(once=True)
+    release(lock)
+    assert drain(node).run(once=True)
+
+
+def test_a_forked_child_keeps_no_lock_alive(node):
+    """A worker of a DataLoader that outlives its trainer must not pass for one."""
+    lock = try_lock(node.root / TRAINERS_FILE, shared=True)
+    ready, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(go)
+        os.read(ready, 1)
+        os._exit(0)
+    os.close(ready)
+    try:
+        assert try_lock(node.root / TRAINERS_FILE) is None
+        release(lock)
+        # Ours is gone; the child's copy must not count. It may still be on its way out of fork.
+        alone = try_lock(node.root / TRAINERS_FILE, patience_s=10)
+        assert alone is not None
+        release(alone)
+    finally:
+        os.close(go)
+        os.waitpid(child, 0)
+
+
+# ------------------------------------------------------------------------------- as a process
+def test_the_drain_is_light():
+    """It imports neither torch nor Lightning, boto3 only for S3, and starts quickly."""
+    code = (
+        "import sys, tiered_checkpoint_io.cli, tiered_checkpoint_io.engine.drain\n"
+        "heavy = {'torch', 'lightning', 'omegaconf', 'hydra', 'boto3', 'fsspec', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    # The time that it takes the processor, which other work on this machine does not change much.
+    before = os.times()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    after = os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    assert spent < 1.0
+
+
+def test_a_trainer_starts_it_waits_for_it_and_leaves_it(node, store, handle_of):
+    handle = handle_of(node)
+    first = node.save("a.ckpt", b"A" * 100_000)
+    handle.start()
+    outcome = handle.wait(first, 60)
+    assert (outcome.state, outcome.step, outcome.bytes) == ("committed", 1, 100_000)
+    assert readable(store, "a.ckpt") == b"A" * 100_000
+    handle.submit(request := next_request(node, "delete", "a.ckpt"))
+    handle.flush(60)
+    assert names(store) == []
+    # What was waited for is not told again.
+    assert [outcome.op_id for outcome in handle.new_outcomes()] == [request.op_id]
+    assert handle.new_outcomes() == []
+    pid = handle.progress().pid
+    assert pid != os.getpid()
+    assert os.getsid(pid) == pid
+    handle.close(timeout_s=30)
+    until(lambda: not is_locked(node.root / LOCK_FILE), "the drain leaves with its trainer")
+
+
+def next_request(node, action, name):
+    node.number += 1
+    return Request(op_id(node.number), action, name, node.dirpath)
+
+
+def test_a_killed_drain_is_started_again(node, store, handle_of, monkeypatch):
+    monkeypatch.setattr(supervise, "_RESPAWN_WAIT_S", 0.05)
+    handle = handle_of(node)
+    handle.start()
+    handle.wait(node.save("a.ckpt", b"A"), 60)
+    pid = handle.progress().pid
+    os.kill(pid, signal.SIGKILL)
+    assert handle.wait(node.save("b.ckpt", b"B"), 60).state == "committed"
+    assert handle.progress().pid != pid
+
+
+def test_told_to_stop_it_leaves_the_rest_resumable(node, store):
+    node.save("a.ckpt", b"A")
+    trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
+    command = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--root", str(node.root)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: readable(store, "a.ckpt") == b"A", "it works")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    node.save("b.ckpt", b"B")
+    release(trainer)
+    assert drain(node).run()
+    assert readable(store, "b.ckpt") == b"B"
+
+
+def test_as_a_thread_it_does_the_same(memory_dir, store, handle_of):
+    node = Node(memory_dir, store.url, drain="thread")
+    handle = handle_of(node)
+    handle.start()
+    assert handle.wait(node.save("a.ckpt", b"A"), 30).state == "committed"
+    assert handle.progress().pid == os.getpid()
+    last = node.alias("last.ckpt", "a.ckpt")
+    handle.close(timeout_s=30)
+    assert node.queue.outcome(last).state == "committed"
+    assert not is_locked(node.root / LOCK_FILE)
+
+
+def test_waiting_for_what_never_comes_ends_and_names_the_progress(memory_dir, tmp_path, handle_of):
+    node = Node(memory_dir, str(tmp_path / "durable"))
+    handle = handle_of(node)
+    lock = try_lock(node.root / LOCK_FILE)
+    save_id = node.save("a.ckpt", b"A")
+    with pytest.raises(DrainError, match=r"not durable after 0 s .0 of 0 bytes"):
+        handle.wait(save_id, 0.1)
+    with pytest.raises(DrainError, match="1 operations not durable"):
+        handle.flush(0.1)
+    release(lock)
+
+
+@pytest.mark.parametrize("policy", ["wait", "skip"])
+def test_backpressure_is_bounded(memory_dir, tmp_path, handle_of, policy):
+    """With no drain at work, saves queue up to the bound, and training goes on behind it."""
+    node = Node(memory_dir, str(tmp_path / "durable"), max_pending=2, on_pending=policy, wait_timeout_s=1)
+    handle = handle_of(node)
+    lock = try_lock(node.root / LOCK_FILE)
+    node.save("a.ckpt", b"A")
+    assert handle.has_room(op_id(90))
+    node.save("b.ckpt", b"B")
+    started = time.monotonic()
+    assert not handle.has_room(op_id(91))
+    assert (time.monotonic() - started >= 1) == (policy == "wait")
+    # A save that fails is given up for a new one, but the drain may be held up, and the bound holds.
+    for number in (1, 2):
+        node.queue.finish(Outcome(op_id(number), "save", "x", number, "failed", "no"), final=False)
+    for number in (3, 4):
+        assert handle.has_room(op_id(90 + number))
+        assert [request.target for request in node.queue.requests()][-1] == op_id(number - 2)
+        node.save(f"{number}.ckpt", b"C")
+    assert not handle.has_room(op_id(95))
+    assert len(handle.pending_saves()) == 4
+    release(lock)
+
+
+def test_a_forked_child_neither_drains_nor_queues(node, handle_of):
+    handle = handle_of(node)
+    child = os.fork()
+    if child == 0:
+        handle.start()
+        handle.submit(next_request(node, "delete", "a.ckpt"))
+        handle.close(timeout_s=1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not node.queue.requests()
+    assert not is_locked(node.root / LOCK_FILE)

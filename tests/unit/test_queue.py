@@ -1,0 +1,203 @@
+"""The order of the work, against a model, and the files by which trainer and drain talk."""
+
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.draining import op_id
+
+from tiered_checkpoint_io.engine.queue import (
+    DrainProgress,
+    FileJournal,
+    Outcome,
+    Queue,
+    Request,
+    held_back,
+    next_operation,
+    superseded,
+    unreplaced,
+)
+
+
+@pytest.fixture
+def queue(tmp_path):
+    (tmp_path / "requests").mkdir()
+    (tmp_path / "status").mkdir()
+    return Queue(tmp_path)
+
+
+def save(number, name="", dirpath="d"):
+    return Request(op_id(number), "save", name or f"{number}.ckpt", dirpath)
+
+
+def delete(number, name, dirpath="d"):
+    return Request(op_id(number), "delete", name, dirpath)
+
+
+def alias(number, name, target, dirpath="d"):
+    return Request(op_id(number), "alias", name, dirpath, target)
+
+
+def ended(number, state, dirpath="d"):
+    return Outcome(op_id(number), "save", f"{number}.ckpt", number, state, dirpath=dirpath)
+
+
+# ------------------------------------------------------------------------------------------ order
+def test_operations_go_in_their_order():
+    operations = [save(1), alias(2, "last", "1.ckpt"), delete(3, "0.ckpt")]
+    assert next_operation(operations, ()) == operations[0]
+    assert next_operation(operations[1:], ()) == operations[1]
+    assert next_operation(operations[2:], ()) == operations[2]
+    assert next_operation([], ()) is None
+
+
+def test_a_save_that_waits_lets_saves_pass_but_neither_deletes_nor_its_alias():
+    first, last, old, second = save(1), alias(2, "last", "1.ckpt"), delete(3, "0.ckpt"), save(4)
+    waiting = {first.op_id}
+    assert next_operation([first, last, old, second], waiting) == second
+    assert next_operation([first, last, old], waiting) is None
+    other = alias(5, "best", "0.ckpt")
+    assert next_operation([first, last, other], waiting) == other
+
+
+def test_what_concerns_one_name_stays_in_order():
+    first, old, new = save(1), alias(2, "last", "1.ckpt"), alias(3, "last", "0.ckpt")
+    assert next_operation([first, old, new], {first.op_id}) is None
+    assert next_operation([old, new], {old.op_id}) is None
+
+
+def test_a_delete_is_held_until_something_newer_than_the_lost_save_is_committed():
+    operations = [delete(2, "0.ckpt")]
+    for lost in ("failed", "skipped"):
+        outcomes = [ended(0, "committed"), ended(1, lost)]
+        assert next_operation(operations, (), unreplaced(outcomes)) is None
+        assert held_back(operations, unreplaced(outcomes)) == operations
+        assert next_operation(operations, (), unreplaced([*outcomes, ended(3, "committed")])) == operations[0]
+    # A save lost behind the delete, or on another durable tier, is none of its business.
+    assert next_operation(operations, (), unreplaced([ended(3, "skipped")])) == operations[0]
+    assert next_operation(operations, (), unreplaced([ended(1, "skipped", "other")])) == operations[0]
+
+
+def test_a_cancel_goes_first():
+    cancel = Request(op_id(9), "cancel", "cancel", "d", op_id(1))
+    assert next_operation([save(1), save(2), cancel], {op_id(1)}) == cancel
+
+
+def test_only_older_failed_saves_of_the_same_tier_are_superseded():
+    operations = [save(1), save(2), save(3, dirpath="other"), save(5)]
+    failed = {op_id(1), op_id(3), op_id(5)}
+    assert superseded(operations, failed, save(4)) == [operations[0]]
+
+
+NAMES = ("a", "b", "c")
+LINES = st.lists(
+    st.one_of(
+        st.tuples(st.just("save"), st.sampled_from(NAMES), st.just("")),
+        st.tuples(st.just("delete"), st.sampled_from(NAMES), st.just("")),
+        st.tuples(st.just("alias"), st.just("last"), st.sampled_from(NAMES)),
+    ),
+    max_size=12,
+)
+
+
+@given(LINES, st.data())
+def test_whatever_fails_no_delete_passes_a_save_that_is_neither_committed_nor_replaced(lines, data):
+    """Carries out random operations, of which any may fail for good; the rule is checked at each delete."""
+    operations = [
+        Request(op_id(number), action, name, "d", target) for number, (action, name, target) in enumerate(lines)
+    ]
+    saves = {operation.op_id for operation in operations if operation.action == "save"}
+    left, outcomes, waiting = list(operations), {}, set()
+    while True:
+        operation = next_operation(left, waiting, unreplaced(outcomes.values()))
+        if operation is None:
+            break
+        fate = data.draw(st.sampled_from(["committed", "skipped", "waits"]))
+        if operation.action == "delete":
+            committed = max((op for op, outcome in outcomes.items() if outcome.state == "committed"), default="")
+            before = {op for op in saves if op < operation.op_id}
+            assert all(op in outcomes and (outcomes[op].state == "committed" or op < committed) for op in before)
+        if fate == "waits":
+            waiting.add(operation.op_id)
+            continue
+        left.remove(operation)
+        if operation.action == "save":
+            outcomes[operation.op_id] = Outcome(operation.op_id, "save", operation.name, 0, fate, dirpath="d")
+    # What is left waits for a reason: itself, a save, a name, or a save still to come.
+    if not waiting:
+        assert left == held_back(left, unreplaced(outcomes.values())) or any(
+            operation.action == "alias" for operation in left
+        )
+        assert not any(operation.action == "save" for operation in left)
+
+
+# ------------------------------------------------------------------------------------------ files
+def test_requests_come_back_in_order_and_leave_with_their_outcome(queue):
+    second, first = delete(2, "a/b=1.ckpt"), alias(1, "last.ckpt", "ä.ckpt")
+    queue.submit(second)
+    queue.submit(first)
+    assert queue.requests() == [first, second]
+    queue.finish(Outcome(first.op_id, "alias", "last.ckpt", -1, "failed", "no"), final=False)
+    assert queue.requests() == [first, second]
+    queue.finish(Outcome(first.op_id, "alias", "last.ckpt", -1, "committed"))
+    assert queue.requests() == [second]
+    assert queue.outcome(first.op_id).state == "committed"
+    assert queue.outcome(second.op_id) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"op_id": "2026',
+        b"[1]",
+        b"\xff\xfe",
+        b"null",
+        json.dumps({"op_id": op_id(1), "action": "delete", "name": "../up", "dirpath": "d"}).encode(),
+        json.dumps({"op_id": op_id(1), "action": "delete", "name": 5, "dirpath": "d"}).encode(),
+        json.dumps({"op_id": op_id(1), "action": "burn", "name": "a", "dirpath": "d"}).encode(),
+        json.dumps({"op_id": op_id(2), "action": "delete", "name": "a", "dirpath": "d"}).encode(),
+        json.dumps({"op_id": op_id(1), "action": "delete", "name": "a", "dirpath": "d", "new": 1}).encode(),
+    ],
+)
+def test_what_is_no_request_of_this_release_is_told_apart(queue, tmp_path, content):
+    (tmp_path / "requests" / f"{op_id(1)}.json").write_bytes(content)
+    (tmp_path / "requests" / "2nonsense.json").write_bytes(content)
+    queue.submit(delete(3, "a.ckpt"))
+    assert [request.op_id for request in queue.requests()] == [op_id(3)]
+    assert queue.unreadable() == [op_id(1)]
+
+
+def test_torn_outcomes_and_progress_are_as_if_not_there(queue, tmp_path):
+    (tmp_path / "status" / f"{op_id(1)}.json").write_bytes(b'{"op')
+    (tmp_path / "status" / "drain.json").write_bytes(b"")
+    assert queue.outcome(op_id(1)) is None
+    assert queue.outcomes() == []
+    assert queue.progress() == DrainProgress()
+
+
+def test_outcomes_are_seen_as_they_change_and_only_the_newest_are_kept(queue):
+    other = Queue(queue._status.parent)
+    for number in range(300):
+        queue.finish(ended(number, "failed"))
+    assert [outcome.state for outcome in other.outcomes()] == ["failed"] * 300
+    queue.finish(ended(299, "committed"))
+    assert other.outcomes()[-1].state == "committed"
+    queue.prune()
+    assert [outcome.op_id for outcome in other.outcomes()] == [op_id(number) for number in range(44, 300)]
+
+
+def test_a_reader_sees_old_or_new_whoever_writes(queue, tmp_path):
+    queue.write_progress(DrainProgress(pid=1, counters={"committed": 3}))
+    assert queue.progress().counters == {"committed": 3}
+    assert os.listdir(tmp_path / "status") == ["drain.json"]
+    journal = FileJournal(tmp_path / "upload.json")
+    assert journal.read() is None
+    journal.write({"upload_id": "x", "parts": [1, 2]})
+    assert FileJournal(tmp_path / "upload.json").read() == {"upload_id": "x", "parts": [1, 2]}
+    (tmp_path / "upload.json").write_bytes(b"{")
+    assert journal.read() is None
+    journal.clear()
+    journal.clear()
