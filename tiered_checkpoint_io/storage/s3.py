@@ -184,7 +184,7 @@ class S3Store:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         query = {"Prefix": self._prefix + prefix}
         while True:
-            page = self._ask("list", "list_objects_v2", "", query)
+            page = self._ask("list", "list_objects_v2", None, query)
             for entry in page.get("Contents", ()):
                 key = entry["Key"][len(self._prefix) :]
                 # Consoles make empty objects to show folders; a key of ours never ends so.
@@ -298,8 +298,8 @@ class S3Store:
         self._metrics.add("bytes.up", len(data))
 
     # -------------------------------------------------------------------------------------- requests
-    def _where(self, key: str) -> str:
-        return f"{self._url}/{key}" if key else self._url
+    def _where(self, key: str | None) -> str:
+        return f"{self._url}/{key}" if key is not None else self._url
 
     def _count(self, event_name: str, **_: Any) -> None:
         operation = event_name.rpartition(".")[2]
@@ -309,7 +309,7 @@ class S3Store:
         self,
         operation: str,
         method: str,
-        key: str,
+        key: str | None,
         arguments: Mapping[str, Any] | None = None,
         *,
         body: memoryview | None = None,
@@ -321,14 +321,14 @@ class S3Store:
         self,
         operation: str,
         method: str,
-        key: str,
+        key: str | None,
         arguments: Mapping[str, Any] | None = None,
         *,
         body: memoryview | None = None,
     ) -> Any:
-        """One request; about an object where ``key`` is not empty, else about the bucket."""
+        """One request; about the bucket where ``key`` is None, else about an object."""
         request: dict[str, Any] = {"Bucket": self._bucket, **self._owner, **(arguments or {})}
-        if key:
+        if key is not None:
             request["Key"] = self._prefix + validate_key(key)
         stream = Body(body) if body is not None else None
         if stream is not None:
@@ -341,7 +341,7 @@ class S3Store:
             if stream is not None:
                 stream.close()
 
-    def _translate(self, error: Exception, operation: str, key: str) -> NoReturn:
+    def _translate(self, error: Exception, operation: str, key: str | None) -> NoReturn:
         """Raises our error for one of boto3's: by type, HTTP status and error code, never by text."""
         if isinstance(error, botocore.exceptions.ClientError):
             answer: Any = error.response

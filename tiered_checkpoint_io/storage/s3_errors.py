@@ -45,7 +45,9 @@ _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
 _MISSING = {"NoSuchKey", "NoSuchUpload", "NotFound"}
 
 
-def refusal(operation: str, *, code: str, status: int, url: str, key: str, region: str | None = None) -> StoreError:
+def refusal(
+    operation: str, *, code: str, status: int, url: str, key: str | None, region: str | None = None
+) -> StoreError:
     """The error for an answer that is not a success.
 
     Args:
@@ -53,7 +55,7 @@ def refusal(operation: str, *, code: str, status: int, url: str, key: str, regio
         code: S3's error code; for a HEAD, whose answer has no body, the status as text.
         status: The HTTP status.
         url: The store's root.
-        key: Relative to it; may be empty.
+        key: Relative to it; None for the bucket.
         region: The bucket's region, where the server told it.
     """
     bucket = url.split("/")[2]
@@ -83,6 +85,6 @@ def refusal(operation: str, *, code: str, status: int, url: str, key: str, regio
         f"S3 {operation} failed ({label})",
         operation=operation,
         tier="durable",
-        key=f"{url}/{key}" if key else url,
+        key=f"{url}/{key}" if key is not None else url,
         hint=hint,
     )

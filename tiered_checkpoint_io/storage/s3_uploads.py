@@ -25,7 +25,7 @@ class Ask(Protocol):
         self,
         operation: str,
         method: str,
-        key: str,
+        key: str | None,
         arguments: Mapping[str, Any] | None = None,
         *,
         body: memoryview | None = None,
@@ -80,7 +80,7 @@ class MultipartUploads:
         query = {"Prefix": self._prefix}
         while True:
             try:
-                page = self._ask("list_uploads", "list_multipart_uploads", "", query)
+                page = self._ask("list_uploads", "list_multipart_uploads", None, query)
             except StoreNotFoundError:
                 # How rclone says that there are none.
                 return count

@@ -5,14 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreNotFoundError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.storage.base import Store
 
-ODD_KEYS = ["a", "a/b/c", "epoch=0-step=5.ckpt", "with space", "plus+and%20", "ünïcode/ключ", "a.b/.hidden", "x" * 200]
+ODD_KEYS = [
+    "a",
+    "a/b/c",
+    "epoch=0-step=5.ckpt",
+    "with space/ and more ",
+    "plus+and%20percent%2Fslash",
+    "ünïcode/ключ/鍵",
+    "a.b/.hidden/..dots..",
+    "glob[0-9]*?{a,b}",
+    "q?a=1&b=2#frag;semi:colon@~!$'(),",
+    "x" * 200,
+]
+BAD_KEYS = ["", "/absolute", "a/../../b", "../a", "a//b", "a/", "./a", "a/.", "nul\0byte"]
+
+
+class StopHere(Exception):  # noqa: N818 - says what it is
+    """What a caller's own code raises in the middle of an upload."""
 
 
 class MemoryJournal:
@@ -31,6 +48,11 @@ class MemoryJournal:
         self.state = None
 
 
+def stop_here(_: int) -> None:
+    """A progress report that ends the upload."""
+    raise StopHere
+
+
 class StoreContract:
     """Inherit, and give a fixture ``store`` that yields an empty store."""
 
@@ -42,6 +64,11 @@ class StoreContract:
         """The store under test."""
         raise NotImplementedError
 
+    def test_is_a_store_and_says_where(self, store: Store) -> None:
+        assert isinstance(store, Store)
+        assert store.url
+
+    # --------------------------------------------------------------------------------- small objects
     @pytest.mark.parametrize("key", ODD_KEYS)
     def test_what_was_put_is_read_listed_and_deleted(self, store: Store, key: str) -> None:
         store.put(key, b"first")
@@ -49,45 +76,97 @@ class StoreContract:
         assert store.get(key) == b"second"
         assert store.size(key) == 6
         assert [(entry.key, entry.size) for entry in store.list("")] == [(key, 6)]
+        assert [entry.key for entry in store.list(key)] == [key]
         store.delete(key)
         store.delete(key)
         assert list(store.list("")) == []
         with pytest.raises(StoreNotFoundError):
             store.get(key)
 
+    @pytest.mark.parametrize("key", BAD_KEYS)
+    def test_keys_that_name_no_object_below_the_root_are_refused(self, store: Store, key: str) -> None:
+        buffer = memoryview(bytearray(1))
+        for call in (
+            store.get,
+            store.size,
+            store.delete,
+            lambda key: store.put(key, b"1"),
+            lambda key: store.upload(key, buffer),
+            lambda key: store.read_into(key, 0, buffer),
+        ):
+            with pytest.raises(InvalidNameError):
+                call(key)
+        assert list(store.list("")) == []
+
     def test_what_is_not_there_is_not_found(self, store: Store) -> None:
-        for call in (store.get, store.size, lambda key: store.read_into(key, 0, memoryview(bytearray(1)))):
+        for length in (0, 1):
             with pytest.raises(StoreNotFoundError):
+                store.read_into("nothing/here", 0, memoryview(bytearray(length)))
+        for call in (store.get, store.size):
+            with pytest.raises(StoreNotFoundError) as caught:
                 call("nothing/here")
+            assert not caught.value.retryable
         assert list(store.list("nothing/")) == []
+        store.delete("nothing/here")
+
+    def test_a_folder_is_no_object(self, store: Store) -> None:
+        store.put("folder/x", b"1")
+        for call in (store.get, store.size):
+            with pytest.raises(StoreNotFoundError):
+                call("folder")
 
     def test_lists_by_prefix_at_any_depth(self, store: Store) -> None:
         for key in ("m/a.json", "m/b/c.json", "m2/x", "n"):
             store.put(key, b"1")
         assert sorted(entry.key for entry in store.list("m/")) == ["m/a.json", "m/b/c.json"]
         assert sorted(entry.key for entry in store.list("m")) == ["m/a.json", "m/b/c.json", "m2/x"]
+        assert sorted(entry.key for entry in store.list("m/b")) == ["m/b/c.json"]
+        assert len(list(store.list(""))) == 4
 
+    def test_lists_tell_when_an_object_was_written(self, store: Store) -> None:
+        store.put("x", b"1")
+        (first,) = store.list("")
+        store.put("y", b"1")
+        later = {entry.key: entry.modified for entry in store.list("")}
+        assert first.modified > 1_500_000_000
+        assert later["x"] == pytest.approx(first.modified)
+        assert later["y"] >= later["x"]
+
+    def test_counts_what_it_is_asked(self, store: Store) -> None:
+        store.put("x", b"12345")
+        store.get("x")
+        counts = store.metrics.snapshot()
+        assert counts["requests.put"] == 1
+        assert counts["requests.get"] == 1
+        assert counts["bytes.up"] == counts["bytes.down"] == 5
+
+    # --------------------------------------------------------------------------------- large objects
     @pytest.mark.parametrize("size", [0, 1, 1 << 20])
     def test_small_uploads(self, store: Store, size: int) -> None:
         data = os.urandom(size)
         store.upload("x", memoryview(data))
         assert store.get("x") == data
+        assert store.size("x") == size
 
     def test_large_uploads_and_ranged_reads(self, store: Store) -> None:
         data = os.urandom(self.large)
         seen: list[int] = []
-        store.upload("big/x", memoryview(data), journal=MemoryJournal(), progress=seen.append)
+        journal = MemoryJournal()
+        store.upload("big/x", memoryview(data), journal=journal, progress=seen.append)
         assert sum(seen) == len(data)
+        assert journal.read() is None
         assert store.size("big/x") == len(data)
-        ranges = [(0, 1), (0, len(data)), (7, 1 << 20), (len(data) - 5, 5), (9 << 20, 3 << 20)]
+        ranges = [(0, 1), (0, len(data)), (7, 1 << 20), (len(data) - 5, 5), (9 << 20, 3 << 20), (3, 0)]
 
         def check(bounds: tuple[int, int]) -> None:
-            buffer = bytearray(bounds[1])
-            store.read_into("big/x", bounds[0], memoryview(buffer))
-            assert bytes(buffer) == data[bounds[0] : sum(bounds)]
+            around = bytearray(bounds[1] + 2)
+            store.read_into("big/x", bounds[0], memoryview(around)[1:-1])
+            assert around[1:-1] == data[bounds[0] : sum(bounds)]
+            assert around[0] == around[-1] == 0
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(check, ranges))
+        assert store.metrics.snapshot()["bytes.down"] == sum(length for _, length in ranges)
 
     def test_a_short_object_is_corrupt_not_short_data(self, store: Store) -> None:
         store.put("x", b"12345")
@@ -97,53 +176,90 @@ class StoreContract:
 
     def test_a_failed_upload_leaves_the_old_object(self, store: Store) -> None:
         store.put("x", b"old")
-
-        def fail(_: int) -> None:
-            raise RuntimeError("stop here")
-
-        with pytest.raises(RuntimeError, match="stop here"):
-            store.upload("x", memoryview(os.urandom(self.large)), progress=fail)
+        with pytest.raises(StopHere):
+            store.upload("x", memoryview(os.urandom(self.large)), progress=stop_here)
         assert store.get("x") == b"old"
         assert [entry.key for entry in store.list("")] == ["x"]
 
     def test_a_failed_upload_is_taken_up_or_abandoned(self, store: Store) -> None:
         data = os.urandom(self.large)
         journal = MemoryJournal()
-
-        def fail(_: int) -> None:
-            raise RuntimeError("stop here")
-
         for end in ("taken up", "abandoned"):
-            with pytest.raises(RuntimeError, match="stop here"):
-                store.upload(end, memoryview(data), journal=journal, progress=fail)
+            with pytest.raises(StopHere):
+                store.upload(end, memoryview(data), journal=journal, progress=stop_here)
             if end == "taken up":
-                store.upload(end, memoryview(data), journal=journal)
+                seen: list[int] = []
+                store.upload(end, memoryview(data), journal=journal, progress=seen.append)
                 assert store.get(end) == data
+                assert sum(seen) == len(data)
             else:
                 store.abandon(end, journal)
-                assert "abandoned" not in [entry.key for entry in store.list("")]
+                store.abandon(end, journal)
+                assert end not in [entry.key for entry in store.list("")]
+            assert journal.read() is None
+
+    def test_a_journal_of_another_upload_is_no_hindrance(self, store: Store) -> None:
+        data = os.urandom(self.large)
+        for state in ({}, {"upload_id": "gone", "key": "x", "size": len(data)}, {"odd": [1, None]}):
+            journal = MemoryJournal()
+            journal.write(dict(state))
+            store.upload("x", memoryview(data), journal=journal)
+            assert store.get("x") == data
             assert journal.read() is None
 
     def test_keeps_no_reference_to_the_callers_buffer(self, store: Store) -> None:
-        buffer: Any = bytearray(b"a" * 1000)
-        store.upload("x", memoryview(buffer))
-        buffer[:] = b"b" * 1000
-        assert store.get("x") == b"a" * 1000
-        buffer.extend(b"resizable again")
+        for size in (1000, self.large):
+            buffer: Any = bytearray(b"a" * size)
+            with memoryview(buffer) as view:
+                store.upload("x", view)
+            buffer[:] = b"b" * size
+            buffer.extend(b"resizable again")
+            assert store.get("x") == b"a" * size
+            into: Any = bytearray(size)
+            with memoryview(into) as view:
+                store.read_into("x", 0, view)
+            into.extend(b"resizable again")
+            with memoryview(buffer) as view, pytest.raises(StopHere):
+                store.upload("x", view, progress=stop_here)
+            buffer.extend(b"and after a failure too")
 
+    # --------------------------------------------------------------------------------- at once
     def test_many_threads(self, store: Store) -> None:
         def work(number: int) -> None:
             store.put(f"t/{number}", str(number).encode())
             assert store.get(f"t/{number}") == str(number).encode()
+            assert f"t/{number}" in [entry.key for entry in store.list("t/")]
+            if number % 2:
+                store.delete(f"t/{number}")
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, range(40)))
-        assert len(list(store.list("t/"))) == 40
+        assert len(list(store.list("t/"))) == 20
 
-    def test_counts_what_it_is_asked(self, store: Store) -> None:
-        store.put("x", b"12345")
-        store.get("x")
-        counts = store.metrics.snapshot()
-        assert counts["requests.put"] == 1
-        assert counts["requests.get"] == 1
-        assert counts["bytes.up"] == counts["bytes.down"] == 5
+    def test_a_reader_sees_the_old_object_or_the_new_one(self, store: Store) -> None:
+        versions = [bytes([number]) * (1 << 20) for number in range(8)]
+        store.put("x", versions[0])
+        done = Event()
+
+        def write() -> None:
+            try:
+                for version in versions:
+                    store.upload("x", memoryview(version))
+            finally:
+                done.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            writer = pool.submit(write)
+            while not done.is_set():
+                assert store.get("x") in versions
+            writer.result()
+        assert store.get("x") == versions[-1]
+
+    def test_errors_can_be_pickled_and_tell_the_key(self, store: Store) -> None:
+        import pickle
+
+        with pytest.raises(StoreError) as caught:
+            store.get("not/there")
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert type(again) is type(caught.value)
+        assert "not/there" in str(again)

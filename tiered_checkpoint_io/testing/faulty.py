@@ -6,9 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Literal, TypeVar
 
 from tiered_checkpoint_io.errors import StoreUnavailableError
 from tiered_checkpoint_io.storage.base import Metrics, ObjectInfo, Store, UploadJournal
+
+_T = TypeVar("_T")
 
 
 class Injected(StoreUnavailableError):  # noqa: N818 - says what it is
@@ -16,10 +19,22 @@ class Injected(StoreUnavailableError):  # noqa: N818 - says what it is
 
 
 class FaultyStore:
-    """A store that works until its ``fail_at``-th operation, and fails from there on."""
+    """A store that works until its ``fail_at``-th operation, and fails from there on.
+
+    Deterministic: operations are counted in the order in which they begin, and nothing else
+    decides. To try every point of a procedure, run it once with ``fail_at=0``, read
+    ``operations``, and run it again for each number up to that.
+    """
 
     def __init__(
-        self, store: Store, *, fail_at: int = 0, kill: bool = False, only: Callable[[str, str], bool] | None = None
+        self,
+        store: Store,
+        *,
+        fail_at: int = 0,
+        kill: bool = False,
+        only: Callable[[str, str], bool] | None = None,
+        when: Literal["before", "during", "after"] = "before",
+        once: bool = False,
     ) -> None:
         """Wraps a store.
 
@@ -28,11 +43,17 @@ class FaultyStore:
             fail_at: The first operation that fails, from 1; 0 for none.
             kill: Whether to kill the process (SIGKILL) there, in place of raising.
             only: Counts just the operations, by operation and key, for which this is true.
+            when: ``before`` the real store is asked; ``after`` it has done its work, as when just
+                the answer is lost; or ``during``: uploads, once a part of the bytes is written,
+                and all else as ``before``.
+            once: Whether only the ``fail_at``-th operation fails, and later ones work again.
         """
         self._store = store
         self._fail_at = fail_at
         self._kill = kill
         self._only = only
+        self._when = when
+        self._once = once
         self._lock = threading.Lock()
         self.operations = 0
 
@@ -45,24 +66,19 @@ class FaultyStore:
         return self._store.metrics
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        self._count("list", prefix)
-        return self._store.list(prefix)
+        return self._do("list", prefix, lambda: iter([*self._store.list(prefix)]))
 
     def get(self, key: str) -> bytes:
-        self._count("get", key)
-        return self._store.get(key)
+        return self._do("get", key, lambda: self._store.get(key))
 
     def put(self, key: str, data: bytes) -> None:
-        self._count("put", key)
-        self._store.put(key, data)
+        self._do("put", key, lambda: self._store.put(key, data))
 
     def size(self, key: str) -> int:
-        self._count("size", key)
-        return self._store.size(key)
+        return self._do("size", key, lambda: self._store.size(key))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self._count("read", key)
-        self._store.read_into(key, offset, buffer)
+        self._do("read", key, lambda: self._store.read_into(key, offset, buffer))
 
     def upload(
         self,
@@ -72,27 +88,49 @@ class FaultyStore:
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self._count("upload", key)
-        self._store.upload(key, data, journal=journal, progress=progress)
+        due = self._count("upload", key)
+        if due and self._when == "before":
+            self._fail("upload", key)
+
+        def report(count: int) -> None:
+            if progress is not None:
+                progress(count)
+            if due and self._when == "during":
+                self._fail("upload", key)
+
+        self._store.upload(key, data, journal=journal, progress=report)
+        if due:
+            self._fail("upload", key)
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
-        self._count("abandon", key)
-        self._store.abandon(key, journal)
+        self._do("abandon", key, lambda: self._store.abandon(key, journal))
 
     def delete(self, key: str) -> None:
-        self._count("delete", key)
-        self._store.delete(key)
+        self._do("delete", key, lambda: self._store.delete(key))
 
     def close(self) -> None:
         self._store.close()
 
-    def _count(self, operation: str, key: str) -> None:
+    def _do(self, operation: str, key: str, call: Callable[[], _T]) -> _T:
+        due = self._count(operation, key)
+        if due and self._when != "after":
+            self._fail(operation, key)
+        result = call()
+        if due:
+            self._fail(operation, key)
+        return result
+
+    def _count(self, operation: str, key: str) -> bool:
+        """Counts an operation; tells whether it is one that fails."""
         if self._only is not None and not self._only(operation, key):
-            return
+            return False
         with self._lock:
             self.operations += 1
-            due = 0 < self._fail_at <= self.operations
-        if due and self._kill:
+            if self._once:
+                return self.operations == self._fail_at
+            return 0 < self._fail_at <= self.operations
+
+    def _fail(self, operation: str, key: str) -> None:
+        if self._kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        if due:
-            raise Injected(f"injected at operation {self.operations}", operation=operation, key=key)
+        raise Injected(f"injected at operation {self.operations}", operation=operation, key=key)
