@@ -1,5 +1,6 @@
 """A state becomes a part in memory: at once, whole, within its room, and without taking space anew."""
 
+import errno
 import os
 
 import pytest
@@ -126,7 +127,11 @@ def test_with_no_room_even_so_nothing_is_lost(opened):
     assert steps(tier)[-1] == 5, "once the durable tier has them there is room"
 
 
-def test_a_capture_that_fails_leaves_no_part_and_gives_the_slot_back(opened):
+def no_more_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_capture_that_fails_leaves_no_part_and_gives_the_slot_back(opened, monkeypatch):
     tier, saver = opened()
     save(saver, 1)
     saver.close()
@@ -134,8 +139,10 @@ def test_a_capture_that_fails_leaves_no_part_and_gives_the_slot_back(opened):
     image = plan({"w": weight})
     weight.untyped_storage().resize_(4)
     used = tier.usage()
-    with pytest.raises(RuntimeError, match="resized"):
-        saver.save(image, facts_of(2))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="resized"):
+            saver.save(image, facts_of(2))
+    monkeypatch.setattr(os, "posix_fallocate", no_more_space)
     assert steps(tier) == [1]
     assert tier.usage() == used
     save(saver, 3)
