@@ -23,13 +23,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; name one by PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call INSTALL,$(VENV)) -c constraints.txt setuptools wheel
-	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[test,lint]'
 	touch $@
 
 $(MIN_STAMP): pyproject.toml constraints-min.txt
 	test -x $(MIN_VENV)/bin/python || $(PYTHON) -m venv $(MIN_VENV)
 	$(call INSTALL,$(MIN_VENV)) -c constraints-min.txt setuptools wheel
-	$(call INSTALL,$(MIN_VENV)) -c constraints-min.txt --no-build-isolation -e '.[dev]' 'lightning==2.4.0'
+	$(call INSTALL,$(MIN_VENV)) -c constraints-min.txt --no-build-isolation -e '.[test]' 'lightning==2.4.0'
 	touch $@
 
 demo: venv

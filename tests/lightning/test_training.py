@@ -200,7 +200,7 @@ def test_last_without_any_starts_from_scratch(fit):
 def test_epochs_time_and_exceptions_trigger_durable_saves(fit, dirpath):
     fit(callback=TieredModelCheckpoint(every_n_epochs=1, save_top_k=-1), steps=-1, max_epochs=2, ckpt_path=None)
     assert durable(dirpath) == ["epoch=0-step=20.ckpt", "epoch=1-step=40.ckpt"]
-    timed = TieredModelCheckpoint(train_time_interval=timedelta(seconds=0), filename="timed-{step}", save_top_k=1)
+    timed = TieredModelCheckpoint(train_time_interval=timedelta(microseconds=1), filename="timed-{step}", save_top_k=1)
     fit(callback=timed, ckpt_path=None, steps=3)
     assert "timed-step=3.ckpt" in durable(dirpath)
     if "save_on_exception" in TieredModelCheckpoint.__mro__[1].__init__.__code__.co_varnames:
