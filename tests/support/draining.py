@@ -1,17 +1,13 @@
 """A memory tier with parts of raw bytes in it, and a durable tier to drain them to."""
 
+from support.story import op_id
+
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit
 from tiered_checkpoint_io.engine.queue import Queue, Request
 from tiered_checkpoint_io.manifest import Content, FileEntry, Part, chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.storage.memory import MemoryTier, write_atomic
-
-RUN = "20260101T000000.000000-00000000"
-
-
-def op_id(number):
-    return ids.save_id(RUN, number)
 
 
 def part_of(name, data, number, dirpath):
@@ -30,9 +26,13 @@ class Node:
         self.tier = MemoryTier.open(memory_dir, "default")
         self.root = self.tier.root
         self.queue = Queue(self.root)
-        self.config = TieredCheckpointConfig.from_any(dirpath=dirpath, memory_dir=memory_dir, **options)
+        self.config = self.config_of(memory_dir, dirpath, **options)
         write_atomic(self.root / "drain.json", self.config.to_json().encode())
         self.number = 0
+
+    @staticmethod
+    def config_of(memory_dir, dirpath, **options):
+        return TieredCheckpointConfig.from_any(dirpath=dirpath, memory_dir=memory_dir, **options)
 
     def save(self, name, data):
         self.number += 1

@@ -9,7 +9,8 @@ import threading
 import time
 
 import pytest
-from support.draining import Node, names, objects, op_id, readable
+from support.draining import Node, names, objects, readable
+from support.story import op_id
 
 from tiered_checkpoint_io.engine import drain as drain_module
 from tiered_checkpoint_io.engine import supervise

@@ -6,7 +6,7 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.draining import op_id
+from support.story import op_id
 
 from tiered_checkpoint_io.engine.queue import (
     DrainProgress,
@@ -185,7 +185,13 @@ def test_outcomes_are_seen_as_they_change_and_only_the_newest_are_kept(queue):
     assert [outcome.state for outcome in other.outcomes()] == ["failed"] * 300
     queue.finish(ended(299, "committed"))
     assert other.outcomes()[-1].state == "committed"
+    half = queue._requests / ".left-by-the-dead.json.1.2"
+    new = queue._requests / ".being-written.json.1.2"
+    half.touch()
+    new.touch()
+    os.utime(half, (1, 1))
     queue.prune()
+    assert (half.exists(), new.exists()) == (False, True)
     assert [outcome.op_id for outcome in other.outcomes()] == [op_id(number) for number in range(44, 300)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ Action = Literal["save", "alias", "delete", "cancel", "unknown"]
 _ACTIONS = ("alias", "delete", "cancel")
 State = Literal["committed", "failed", "skipped"]
 _KEEP_OUTCOMES = 256
+#: Writing one takes milliseconds.
+_HALF_WRITTEN_S = 60.0
 _T = TypeVar("_T")
 
 
@@ -159,9 +162,13 @@ class Queue:
         return [known[name][1] for name in sorted(known)]
 
     def prune(self) -> None:
-        """Drops all but the newest outcomes."""
+        """Drops all but the newest outcomes, and files whose writers died before they were whole."""
         for path in sorted(self._status.glob("[0-9]*.json"))[:-_KEEP_OUTCOMES]:
             path.unlink(missing_ok=True)
+        for path in (*self._status.glob(".*"), *self._requests.glob(".*")):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _HALF_WRITTEN_S:
+                    path.unlink()
 
     def write_progress(self, progress: DrainProgress) -> None:
         write_atomic(self._status / "drain.json", json.dumps(asdict(progress)).encode())
