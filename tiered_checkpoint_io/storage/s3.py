@@ -353,7 +353,7 @@ class S3Store:
                 ) from error
             region = facts.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
             raise refusal(
-                operation, code=str(facts.get("Code", "")), status=status, url=self._url, key=key, region=region
+                operation, code=str(facts.get("Code") or status), status=status, url=self._url, key=key, region=region
             ) from error
         kind: type[StoreError] = StoreError
         hint: str | None = None

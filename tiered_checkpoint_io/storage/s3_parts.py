@@ -168,16 +168,27 @@ class PartPool:
                 self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="tiered-s3")
             pool = self._pool
         cancelled = threading.Event()
+
+        def job(number: int) -> None:
+            if cancelled.is_set():
+                return
+            try:
+                send(number, cancelled)
+            except BaseException:
+                # Here, and not where the jobs are waited for, which is later than the next job begins.
+                cancelled.set()
+                raise
+
         jobs: set[Future[None]] = set()
         try:
-            jobs.update(pool.submit(send, number, cancelled) for number in numbers)
+            jobs.update(pool.submit(job, number) for number in numbers)
             finished, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-            for job in finished:
-                job.result()
+            for done in finished:
+                done.result()
         except BaseException:
             cancelled.set()
-            for job in jobs:
-                job.cancel()
+            for waiting in jobs:
+                waiting.cancel()
             # Parts that are on their way read the caller's buffer: they end before we return.
             wait(jobs)
             raise

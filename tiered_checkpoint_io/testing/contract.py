@@ -83,8 +83,7 @@ class StoreContract:
         with pytest.raises(StoreNotFoundError):
             store.get(key)
 
-    @pytest.mark.parametrize("key", BAD_KEYS)
-    def test_keys_that_name_no_object_below_the_root_are_refused(self, store: Store, key: str) -> None:
+    def test_keys_that_name_no_object_below_the_root_are_refused(self, store: Store) -> None:
         buffer = memoryview(bytearray(1))
         for call in (
             store.get,
@@ -94,8 +93,9 @@ class StoreContract:
             lambda key: store.upload(key, buffer),
             lambda key: store.read_into(key, 0, buffer),
         ):
-            with pytest.raises(InvalidNameError):
-                call(key)
+            for key in BAD_KEYS:
+                with pytest.raises(InvalidNameError):
+                    call(key)
         assert list(store.list("")) == []
 
     def test_what_is_not_there_is_not_found(self, store: Store) -> None:

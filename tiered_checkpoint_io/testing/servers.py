@@ -118,6 +118,12 @@ class RcloneServer(S3Server):
         """The port; known once the server runs."""
         return int(self.endpoint_url.rpartition(":")[2])
 
+    def remove_bucket(self, name: str) -> None:
+        """Removes a bucket with all that is in it."""
+        self.empty(name)
+        # rclone takes folders that aborted uploads leave for objects, and refuses.
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def start(self) -> RcloneServer:
         """Starts the server and waits, within bounds, until it answers.
 

@@ -1,0 +1,119 @@
+"""Options that go out with requests, on a server that keeps them (moto)."""
+
+import os
+import re
+
+import pytest
+from support.fault_proxy import FaultProxy, lose_answer
+
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError
+from tiered_checkpoint_io.storage import open_store
+from tiered_checkpoint_io.storage.s3 import MIB, S3Store
+from tiered_checkpoint_io.testing.contract import MemoryJournal
+from tiered_checkpoint_io.testing.servers import OutsideServer
+
+
+@pytest.fixture(scope="module")
+def _moto():
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield OutsideServer(f"http://{host}:{port}", "testing", "testing")
+    server.stop()
+
+
+@pytest.fixture
+def moto(_moto, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in _moto.env().items():
+        monkeypatch.setenv(name, value)
+    return _moto
+
+
+@pytest.fixture
+def bucket(moto, request):
+    name = re.sub("[^a-z0-9]+", "-", request.node.name.lower())[:60].strip("-")
+    moto.make_bucket(name)
+    yield name
+    moto.empty(name)
+
+
+@pytest.mark.parametrize("size", [1000, 20 * MIB])
+def test_objects_bear_what_was_configured(moto, bucket, size):
+    config = TieredCheckpointConfig(
+        dirpath=f"s3://{bucket}/run",
+        chunk_size_MB=8,
+        endpoint_url=moto.endpoint_url,
+        sse="aws:kms",
+        sse_kms_key_id="key-1",
+        storage_class="STANDARD_IA",
+        acl="bucket-owner-full-control",
+        checksum_algorithm="SHA256",
+    )
+    store = open_store(config)
+    data = os.urandom(size)
+    store.upload("x", memoryview(data))
+    assert store.get("x") == data
+    facts = moto.client.head_object(Bucket=bucket, Key="run/x", ChecksumMode="ENABLED")
+    assert facts["ServerSideEncryption"] == "aws:kms"
+    assert facts["SSEKMSKeyId"] == "key-1"
+    assert facts["StorageClass"] == "STANDARD_IA"
+    assert "ChecksumSHA256" in facts
+    store.close()
+
+
+def test_every_request_names_the_expected_owner(moto, bucket):
+    seen = {}
+    store = S3Store(f"s3://{bucket}/run", part_size=8 * MIB, expected_bucket_owner="111122223333")
+
+    def note(event_name, request, **_):
+        seen[event_name.rpartition(".")[2]] = request.headers.get("x-amz-expected-bucket-owner")
+
+    store._client.meta.events.register("before-send.s3", note)
+    # moto's own account is another one, so each is refused, with a reason, by those that it checks.
+    for call in (
+        lambda: store.put("x", b"1"),
+        lambda: store.get("x"),
+        lambda: store.size("x"),
+        lambda: list(store.list("")),
+        lambda: store.upload("x", memoryview(bytes(20 * MIB))),
+        lambda: store.delete("x"),
+        store.abort_stale_uploads,
+    ):
+        try:
+            call()
+        except StoreAccessError as error:
+            assert "rights" in str(error)
+    assert {"PutObject", "GetObject", "HeadObject", "ListObjectsV2", "CreateMultipartUpload", "DeleteObject"} <= set(
+        seen
+    )
+    assert {owner if isinstance(owner, str) else owner.decode() for owner in seen.values()} == {"111122223333"}
+    store.close()
+
+
+def test_a_missing_bucket_and_a_missing_profile(moto, monkeypatch):
+    store = S3Store("s3://no-such-bucket-here/run")
+    for call in (lambda: list(store.list("")), lambda: store.put("x", b"1"), lambda: store.get("x")):
+        with pytest.raises(StoreConfigError, match="no-such-bucket-here"):
+            call()
+    store.close()
+    with pytest.raises(StoreConfigError, match="profile"):
+        S3Store("s3://bucket/run", profile="nobody")
+
+
+def test_a_lost_answer_to_the_last_request_costs_no_second_upload(moto, bucket):
+    data = os.urandom(20 * MIB)
+    journal = MemoryJournal()
+    with FaultProxy(
+        moto.endpoint_url, lambda name, number: lose_answer if (name, number) == ("complete", 1) else None
+    ) as proxy:
+        store = S3Store(f"s3://{bucket}/run", part_size=8 * MIB, endpoint_url=proxy.endpoint_url)
+        store.upload("x", memoryview(data), journal=journal)
+        assert store.get("x") == data
+        assert (proxy.counts["create"], proxy.counts["part"], proxy.counts["complete"]) == (1, 3, 2)
+        assert journal.read() is None
+        store.close()

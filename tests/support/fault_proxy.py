@@ -1,0 +1,150 @@
+"""An S3 server's bad days: a proxy that counts requests, and spoils those that it is told to."""
+
+import contextlib
+import http.client
+import socket
+import struct
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+
+def refuse(status, code, **fields):
+    """Answers in the server's place."""
+
+    def act(exchange):
+        extra = "".join(f"<{name}>{value}</{name}>" for name, value in fields.items())
+        exchange.answer(status, f"<Error><Code>{code}</Code><Message>m</Message>{extra}</Error>".encode())
+
+    return act
+
+
+def reset(exchange):
+    """Cuts the connection before the server sees anything."""
+    exchange.cut()
+
+
+def lose_answer(exchange):
+    """The server does what it is asked, and nobody hears of it."""
+    exchange.forward()
+    exchange.cut()
+
+
+def truncate(count):
+    """The answer's head, and so many bytes of its body."""
+
+    def act(exchange):
+        status, headers, body = exchange.forward()
+        exchange.answer(status, body, headers, send=count)
+        exchange.cut()
+
+    return act
+
+
+def whole_object(client, bucket):
+    """A ranged read answered with everything, as some servers do."""
+
+    def act(exchange):
+        key = urlsplit(exchange.path).path.removeprefix(f"/{bucket}/")
+        exchange.answer(200, client.get_object(Bucket=bucket, Key=key)["Body"].read())
+
+    return act
+
+
+class FaultProxy:
+    """Stands before an S3 server.
+
+    ``plan(operation, number)`` is asked at each request, with its number among those of its
+    operation, from 1; what it gives is done to the request, and None lets it pass.
+    """
+
+    def __init__(self, endpoint, plan=lambda operation, number: None):
+        self.target = urlsplit(endpoint)
+        self.plan = plan
+        self.counts = Counter()
+        self.lock = threading.Lock()
+        proxy = self
+
+        class Handler(Exchange):
+            owner = proxy
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.endpoint_url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.thread.join(10)
+        self.server.server_close()
+
+    def fault_for(self, operation):
+        with self.lock:
+            self.counts[operation] += 1
+            return self.plan(operation, self.counts[operation])
+
+
+class Exchange(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    def handle_any(self):
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fault = self.owner.fault_for(operation_of(self.command, self.path))
+        if fault is not None:
+            fault(self)
+        else:
+            status, headers, body = self.forward()
+            self.answer(status, body, headers)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
+
+    def forward(self):
+        target = self.owner.target
+        with contextlib.closing(http.client.HTTPConnection(target.hostname, target.port, timeout=30)) as upstream:
+            # The signature covers the Host that the client named.
+            upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("expect", "connection"):
+                    upstream.putheader(name, value)
+            upstream.endheaders(self.body or None)
+            answer = upstream.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+
+    def answer(self, status, body, headers=(), send=None):
+        self.send_response_only(status)
+        length = str(len(body))
+        for name, value in headers:
+            if name.lower() == "content-length" and self.command == "HEAD":
+                length = value
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:send])
+
+    def cut(self):
+        self.wfile.flush()
+        # Closed with a reset, as by a dying server or a dropped NAT entry.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+
+    def log_message(self, *_):
+        pass
+
+
+def operation_of(method, path):
+    query = parse_qs(urlsplit(path).query, keep_blank_values=True)
+    if "uploadId" in query:
+        return {"PUT": "part", "POST": "complete", "DELETE": "abort", "GET": "list_parts"}[method]
+    if "uploads" in query:
+        return "create" if method == "POST" else "list_uploads"
+    if "list-type" in query:
+        return "list"
+    return {"GET": "get", "PUT": "put", "HEAD": "head", "DELETE": "delete", "POST": "post"}[method]
