@@ -1,9 +1,12 @@
 """Restore on one node and on several, with ranks as threads: what is taken, and what is told."""
 
+import contextlib
 import logging
+import mmap
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -198,8 +201,9 @@ def test_more_than_one_batch_of_corrupt_ones_still_finds_the_intact_one(world):
         # Times in the order of saving, whatever the clock's grain.
         os.utime(Path(world.store.url, manifest_key(f"step={number}.ckpt")), (number, number))
     os.utime(Path(world.store.url, manifest_key("step=0.ckpt")), (1, 1))
+    flip(into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 50))
     restored, data = world.restore()
-    assert (data, restored.step, len(restored.rejected)) == (OLD, 1, 35)
+    assert (data, restored.step, len(restored.rejected)) == (OLD, 1, 36)
 
 
 def test_a_copied_bucket_whose_times_tell_nothing_still_gives_the_newest():
@@ -221,14 +225,18 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
     assert memory_files(world) == []
 
 
-def test_a_restored_file_stays_as_it_is_until_released_and_what_was_mapped_stays_after(world):
+@pytest.mark.parametrize("released", [False, True])
+def test_what_was_mapped_from_a_restored_file_is_never_written_over(world, released):
     path = into_memory(world.tier(), world.store.url, "a.ckpt", NEW, 1)
     restored = world.restorer().restore(LATEST, SingleGroup("n"))
-    with open(restored.path, "rb") as mapped:
+    with open(restored.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        file.close()
+        if released:
+            restored.release()
         world.tier().remove(world.tier().parts()[0])
         slot = world.tier().acquire(len(NEW))
         slot.view[:4] = b"over"
-        assert mapped.read() == NEW
+        assert mapped[:] == NEW
     restored.release()
     assert not path.exists()
 
@@ -279,12 +287,30 @@ def test_a_sharded_checkpoint_is_an_error_that_says_so(world):
 
 def test_processes_without_a_group_read_each_byte_once(world):
     into_durable(world.store, "a.ckpt", NEW, 1)
-    before = world.store.metrics.snapshot().get("bytes.down", 0)
-    manifest = len(world.store.get(manifest_key("a.ckpt")))
     world.tier()
-    got = in_ranks(["n"] * 3, lambda _: world.restore()[1])
+
+    class Meeting(FaultyStore):
+        """Holds the first read back until another process reads too, or half a second is over."""
+
+        known = threading.Barrier(3, timeout=10)
+        reading = threading.Barrier(2, timeout=0.5)
+        began = 0
+
+        def get(self, key):
+            data = super().get(key)
+            self.known.wait()
+            return data
+
+        def read_into(self, key, offset, buffer):
+            if offset == 0:
+                Meeting.began += 1
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    self.reading.wait()
+            super().read_into(key, offset, buffer)
+
+    got = in_ranks(["n"] * 3, lambda _: world.restore(store=Meeting(world.store))[1])
     assert got == [NEW] * 3
-    assert world.store.metrics.snapshot()["bytes.down"] - before == len(NEW) + 4 * manifest
+    assert Meeting.began == 1
 
 
 # ------------------------------------------------------------------------------------- several ranks
@@ -366,6 +392,13 @@ def test_an_error_on_one_rank_reaches_all(world, broken):
 def test_an_unreadable_memory_on_one_rank_reaches_all(world, monkeypatch):
     into_durable(world.store, "a.ckpt", NEW, 1)
     world.tier("n")
-    monkeypatch.setattr(world.tier("m"), "parts", lambda: (_ for _ in ()).throw(OSError(5, "I/O error")))
+    once, parts = iter([OSError(5, "I/O error")]), world.tier("m").parts
+
+    def fail_once():
+        if (error := next(once, None)) is not None:
+            raise error
+        return parts()
+
+    monkeypatch.setattr(world.tier("m"), "parts", fail_once)
     got = world.restore_all(["n", "m", "n"])
     assert {str(error) for error in got} == {"OSError: [Errno 5] I/O error [operation=load, rank=1]"}
