@@ -155,7 +155,8 @@ def test_a_lost_answer_to_the_last_request_costs_no_second_upload(open_store, pr
 
 def test_an_upload_that_others_aborted_is_made_again(open_store, proxy, uploads, s3_server, s3_url):
     data = os.urandom(20 * MIB)
-    store = open_store()
+    # One part at a time: a server may hang up on those in flight to an upload that is gone.
+    store = open_store(write_concurrency=1)
     seen = []
 
     def abort_at_the_first_part(count):

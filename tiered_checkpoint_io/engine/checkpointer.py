@@ -8,7 +8,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ class Checkpointer:
             if not drain.has_room(self._next_id(self._open()[0])):
                 self._counts["skipped"] += 1
                 self._log.warning("Step %d: %s stays in memory: the durable tier is behind", facts.step, facts.name)
-                facts = _memory_only(facts)
+                facts = replace(facts, durable=False)
             elif self._known is not None:
                 self._known.add(facts.name)
         image = plan(state)
@@ -267,35 +268,52 @@ class Checkpointer:
             RestoreError: None is intact, or torch can't load it.
             StoreError: The durable tier could not be asked.
         """
-        tier, _, _ = self._open()
-        text = os.fspath(path)
-        dirpath, selector = self._select(text)
-        restorer = Restorer(
-            self.config,
-            tier,
-            lambda: self._durable() if dirpath == self.dirpath else self._other(dirpath),
-            self._log,
-            dirpath,
-        )
-        group = coordination.current_group(tier.root, timeout_s=float(self.config.wait_timeout_s))
+        tier: MemoryTier | None = None
+        error: Exception | None = None
+        dirpath, selector = self.dirpath, Selector("latest")
         try:
-            restored = restorer.restore(selector, group)
-            if restorer.listed is not None and dirpath == self.dirpath:
-                self._remember(tier, restorer.listed)
-            if restored is None:
-                self._log.info("no checkpoint at %s: starting from scratch", dirpath)
-                return NoCheckpoint()
-            state: Any = None
-            error: Exception | None = None
-            with open_restored(tier, restored) as file:
-                try:
-                    state = self._torch_load(file, restored, map_location, weights_only)
-                except Exception as caught:
-                    error = caught
-                # Nobody leaves before all have opened the file, and all fail if one does.
-                coordination.agree(group, error)
+            tier, _, _ = self._open()
+            dirpath, selector = self._select(os.fspath(path))
+        except Exception as caught:
+            # The others are on their way to the first exchange: they must hear of it there.
+            error = caught
+        root = tier.root if tier is not None else Path("/")
+        group = coordination.current_group(root, timeout_s=float(self.config.wait_timeout_s))
+        try:
+            coordination.agree(group, error)
+            assert tier is not None
+            return self._restore(tier, group, dirpath, selector, map_location, weights_only)
         finally:
             group.close()
+
+    def _restore(
+        self,
+        tier: MemoryTier,
+        group: coordination.Group,
+        dirpath: str,
+        selector: Selector,
+        map_location: Any,
+        weights_only: bool | None,
+    ) -> Any:
+        def store() -> Store:
+            return self._durable() if dirpath == self.dirpath else self._other(dirpath)
+
+        restorer = Restorer(self.config, tier, store, self._log, dirpath)
+        restored = restorer.restore(selector, group)
+        if restorer.listed is not None and dirpath == self.dirpath:
+            self._remember(tier, restorer.listed)
+        if restored is None:
+            self._log.info("no checkpoint at %s: starting from scratch", dirpath)
+            return NoCheckpoint()
+        state: Any = None
+        error: Exception | None = None
+        with open_restored(tier, restored) as file:
+            try:
+                state = self._torch_load(file, restored, map_location, weights_only)
+            except Exception as caught:
+                error = caught
+            # Nobody leaves before all have opened the file, and all fail if one does.
+            coordination.agree(group, error)
         self.restored = restored
         self._take_up(tier)
         return state
@@ -460,12 +478,6 @@ class Checkpointer:
             raise SaveError(
                 f"saving {name} failed: {error}", operation="save", key=ids.join_url(self.dirpath, name), step=step
             ) from error
-
-
-def _memory_only(facts: Facts) -> Facts:
-    from dataclasses import replace
-
-    return replace(facts, durable=False)
 
 
 def _position(state: Any, name: str) -> tuple[int, int]:
