@@ -39,7 +39,7 @@ from tiered_checkpoint_io.manifest import chunk_ranges, chunk_size_for
 
 #: Copied and then hashed at once: small enough that what was just written is still in the cache of
 #: the core that hashes it, large enough that the interpreter's cost for a piece does not show.
-_PIECE = 256 << 10
+_PIECE = 512 << 10
 #: Copied at once from a device that has no asynchronous copies.
 _DEVICE_PIECE = 64 << 20
 _MAX_THREADS = 8
@@ -56,10 +56,6 @@ class Segment:
 
     offset: int
     data: memoryview
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +121,7 @@ class Image:
                     hint="do not change the state while it is being saved",
                 )
         target = target[: self.size]
-        if pin is not None and any(region.storage.device.type == "cuda" for region in self._regions):
+        if pin is not None and any(region.storage.is_cuda for region in self._regions):
             pin(target)
         filling = _Filling(target, self._segments)
         try:
@@ -175,9 +171,7 @@ def _plan_by_layout(state: object) -> Image:
         raise _CannotPlanError("the file's records are not the state's storages")
     if any(storage.device.type == "meta" for storage in found):
         raise _CannotPlanError("a storage has no data")
-    regions = tuple(
-        StorageRegion(offset, length, storage) for (offset, length), storage in zip(holes, found, strict=True)
-    )
+    regions = tuple(StorageRegion(*hole, storage) for hole, storage in zip(holes, found, strict=True))
     return Image(recorder.position, recorder.segments(), regions, planned=True)
 
 
@@ -197,6 +191,8 @@ def _plan_by_saving(state: object) -> Image:
 
 
 def _capturing_pickler(storages: dict[str, torch.UntypedStorage], without_data: ExitStack) -> type[pickle.Pickler]:
+    kinds = (torch.storage.TypedStorage, torch.UntypedStorage)
+
     class CapturingPickler(pickle.Pickler):
         """The base of the pickler that ``torch.save`` defines: sees the storages that it meets."""
 
@@ -205,10 +201,12 @@ def _capturing_pickler(storages: dict[str, torch.UntypedStorage], without_data: 
             original = cls.persistent_id
 
             def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
+                # Asked of every object in the state, so the answer for most of them must be quick.
+                if not isinstance(obj, kinds):
+                    return None
                 reference = original(self, obj)
                 if reference is not None:
-                    storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
-                    storages[reference[2]] = storage
+                    storages[reference[2]] = getattr(cast("Any", obj), "_untyped_storage", obj)
                 return reference
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
@@ -282,7 +280,7 @@ class _Filling:
         self._view = view
         self._anchor = (ctypes.c_char * len(view)).from_buffer(view)
         self._base = ctypes.addressof(self._anchor)
-        self._sources = [_Source(segment.offset, segment.nbytes, data=segment.data) for segment in segments]
+        self._sources = [_Source(segment.offset, len(segment.data), data=segment.data) for segment in segments]
         self._ends: list[int] = []
         self._chunks = chunk_ranges(len(view), chunk_size_for(len(view)))
         self._digests = [""] * len(self._chunks)
