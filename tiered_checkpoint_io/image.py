@@ -206,7 +206,8 @@ def _capturing_pickler(storages: dict[str, torch.UntypedStorage], without_data: 
                     return None
                 reference = original(self, obj)
                 if reference is not None:
-                    storages[reference[2]] = getattr(cast("Any", obj), "_untyped_storage", obj)
+                    storage: Any = obj
+                    storages[reference[2]] = getattr(storage, "_untyped_storage", storage)
                 return reference
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
