@@ -116,7 +116,9 @@ class S3Store:
         self._owner = {"ExpectedBucketOwner": expected_bucket_owner} if expected_bucket_owner else {}
         self._metrics = metrics or Metrics()
         self._retry = retry or Retry(self._metrics)
-        self._uploads = MultipartUploads(self, self._prefix, self._write_options, self._ask, workers=write_concurrency)
+        self._uploads = MultipartUploads(
+            self, self._prefix, self._write_options, self._ask, self._once, workers=write_concurrency
+        )
         config = botocore.config.Config(
             # Retries are counted and bounded by Retry alone.
             retries={"total_max_attempts": 1, "mode": "standard"},
@@ -314,8 +316,17 @@ class S3Store:
         *,
         body: memoryview | None = None,
         cancelled: threading.Event | None = None,
+        doubt: Callable[[], None] | None = None,
     ) -> Any:
-        return self._retry(lambda: self._once(operation, method, key, arguments, body=body), cancelled=cancelled)
+        def attempt() -> Any:
+            try:
+                return self._once(operation, method, key, arguments, body=body)
+            except StoreUnavailableError as error:
+                if doubt is not None and not isinstance(error.__cause__, botocore.exceptions.ClientError):
+                    doubt()
+                raise
+
+        return self._retry(attempt, cancelled=cancelled)
 
     def _once(
         self,

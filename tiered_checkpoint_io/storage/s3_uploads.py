@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
@@ -19,7 +19,10 @@ _log = logging.getLogger("tiered_checkpoint_io.s3")
 
 
 class Ask(Protocol):
-    """Sends a request, repeated as need be, and gives boto3's answer."""
+    """Sends a request, repeated as need be, and gives boto3's answer.
+
+    ``doubt`` is called after each attempt that got no answer at all; what it raises is final.
+    """
 
     def __call__(
         self,
@@ -30,20 +33,39 @@ class Ask(Protocol):
         *,
         body: memoryview | None = None,
         cancelled: threading.Event | None = None,
+        doubt: Callable[[], None] | None = None,
+    ) -> Any: ...
+
+
+class AskOnce(Protocol):
+    """Sends a request once, and gives boto3's answer."""
+
+    def __call__(
+        self, operation: str, method: str, key: str | None, arguments: Mapping[str, Any] | None = None
     ) -> Any: ...
 
 
 class MultipartUploads:
     """The multipart uploads of one store."""
 
-    def __init__(self, store: Store, prefix: str, write_options: Mapping[str, str], ask: Ask, *, workers: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        write_options: Mapping[str, str],
+        ask: Ask,
+        ask_once: AskOnce,
+        *,
+        workers: int,
+    ) -> None:
         """Takes what it works with.
 
         Args:
             store: Whose uploads these are.
             prefix: Its prefix within the bucket.
             write_options: For the request that begins an upload.
-            ask: Sends a request.
+            ask: Sends a request, repeatedly if need be.
+            ask_once: Sends one once.
             workers: Parts in flight at once.
         """
         self._url = store.url
@@ -52,6 +74,7 @@ class MultipartUploads:
         self._write_options = write_options
         self._checksum = write_options.get("ChecksumAlgorithm")
         self._ask = ask
+        self._ask_once = ask_once
         self._parts = PartPool(workers)
 
     def close(self) -> None:
@@ -105,11 +128,16 @@ class MultipartUploads:
         checksum = {"ChecksumAlgorithm": self._checksum} if self._checksum else {}
         report.add(sum(cut.size_of(number) for number in arrived))
 
+        def is_gone() -> None:
+            # Some servers hang up on a part of an upload that others aborted, before they say so.
+            with contextlib.suppress(StoreUnavailableError):
+                self._ask_once("list_parts", "list_parts", key, {**upload_id, "MaxParts": 1})
+
         def send_part(number: int, cancelled: threading.Event) -> None:
             start, end = cut.bounds(number)
             with data[start:end] as piece:
                 part = {**upload_id, "PartNumber": number, **checksum}
-                answer = self._ask("part", "upload_part", key, part, body=piece, cancelled=cancelled)
+                answer = self._ask("part", "upload_part", key, part, body=piece, cancelled=cancelled, doubt=is_gone)
             self._metrics.add("bytes.up", end - start)
             arrived[number] = self._part(number, answer)
             report.add(end - start)
