@@ -7,13 +7,13 @@ import pytest
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError, StoreUnavailableError
-from tiered_checkpoint_io.storage import open_store
+from tiered_checkpoint_io.storage import open_store, remote
 from tiered_checkpoint_io.storage.base import Metrics, Store
 from tiered_checkpoint_io.storage.directory import DirectoryStore
 from tiered_checkpoint_io.storage.remote import RemoteStore
 from tiered_checkpoint_io.storage.s3 import MAX_PARTS, MIB, S3Store, part_size_for
 from tiered_checkpoint_io.storage.wrappers import Retry, RetryingStore
-from tiered_checkpoint_io.testing.contract import MemoryJournal, StoreContract
+from tiered_checkpoint_io.testing.contract import MemoryJournal, StopHere, StoreContract
 
 
 class TestDirectoryStore(StoreContract):
@@ -58,6 +58,21 @@ class TestRemoteStoreOnS3(StoreContract):
             list(store.list(""))
         with pytest.raises(StoreConfigError):
             store.put("x", b"1")
+
+    def test_a_failed_upload_leaves_no_parts(self, store, s3_server, s3_url, monkeypatch):
+        monkeypatch.setattr(remote, "_BLOCK", 8 * MIB)
+        uploaded = []
+
+        def stop_late(count):
+            uploaded.append(count)
+            if len(uploaded) == 2:
+                raise StopHere
+
+        with pytest.raises(StopHere):
+            store.upload("x", memoryview(bytes(48 * MIB)), progress=stop_late)
+        bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+        assert s3_server.uploads(bucket, prefix) == []
+        assert list(store.list("")) == []
 
 
 class TestS3Store(StoreContract):

@@ -29,7 +29,7 @@ _SLICE = 8 << 20
 #: Where a file system has no locks, an abandoned file is known by its age.
 _STALE_S = 24 * 3600.0
 #: How often folders are made again that others, who had emptied them, removed under our hands.
-_ATTEMPTS = 20
+_ATTEMPTS = 100
 
 #: What network file systems say when their server is away or busy for a while.
 _RETRYABLE = {
@@ -256,7 +256,9 @@ def _make_folder(folder: str) -> None:
     while not os.path.isdir(above):
         missing.append(above)
         above = os.path.dirname(above)
-    with contextlib.suppress(FileNotFoundError):
+    # Removed again under our hands, which makedirs takes for a file in the way where it was there
+    # a moment ago. The caller tries again.
+    with contextlib.suppress(FileNotFoundError, FileExistsError):
         os.makedirs(folder, exist_ok=True)
         for made in missing:
             _sync_folder(os.path.dirname(made))

@@ -1,0 +1,130 @@
+"""Retry decides by the error alone, is bounded, counts, and can be cut short."""
+
+import threading
+import time
+
+import pytest
+
+from tiered_checkpoint_io.errors import StoreAccessError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.storage.base import Metrics
+from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.storage.wrappers import Progress, Retry, RetryingStore
+from tiered_checkpoint_io.testing.contract import StoreContract
+from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
+
+
+class Flaky:
+    def __init__(self, failures, error=StoreUnavailableError):
+        self.failures, self.error, self.calls = failures, error, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise self.error(f"failure {self.calls}")
+        return "done"
+
+
+def quick(metrics, **bounds):
+    return Retry(metrics, **{"deadline_s": 30.0, "first_wait_s": 0.001, "max_wait_s": 0.01, **bounds})
+
+
+def test_what_may_pass_is_repeated_and_counted(caplog):
+    metrics, flaky = Metrics(), Flaky(5)
+    assert quick(metrics)(flaky) == "done"
+    assert flaky.calls == 6
+    assert metrics.snapshot() == {"retries": 5}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize("kind", [StoreAccessError, StoreNotFoundError, ValueError])
+def test_what_will_not_pass_is_raised_at_once(kind):
+    metrics, flaky = Metrics(), Flaky(1, kind)
+    with pytest.raises(kind, match="failure 1"):
+        quick(metrics)(flaky)
+    assert flaky.calls == 1
+    assert metrics.snapshot() == {}
+
+
+def test_the_deadline_ends_it_with_the_last_error():
+    flaky = Flaky(10**9)
+    begun = time.monotonic()
+    with pytest.raises(StoreUnavailableError) as caught:
+        quick(Metrics(), deadline_s=0.2)(flaky)
+    assert 0.2 <= time.monotonic() - begun < 10
+    assert caught.value.message == f"failure {flaky.calls}"
+    assert flaky.calls > 2
+
+
+def test_a_long_first_attempt_may_be_repeated_too():
+    """Sending one part can take longer than the deadline; the deadline is for the failures."""
+    moments = iter([0.3, 0.0])
+    flaky = Flaky(1)
+
+    def slow():
+        time.sleep(next(moments))
+        return flaky()
+
+    assert quick(Metrics(), deadline_s=0.1)(slow) == "done"
+
+
+def test_a_wait_can_be_cut_short():
+    cancelled, flaky = threading.Event(), Flaky(10**9)
+
+    def fail_then_cancel():
+        threading.Timer(0.05, cancelled.set).start()
+        return flaky()
+
+    with pytest.raises(StoreUnavailableError, match="failure 1"):
+        quick(Metrics(), first_wait_s=3600, max_wait_s=3600)(fail_then_cancel, cancelled=cancelled)
+    assert flaky.calls == 1
+
+
+def test_progress_tells_no_byte_twice():
+    seen = []
+    progress = Progress(seen.append)
+    for attempt in ([4, 3], [4], [4, 3, 3]):
+        progress.restart()
+        for count in attempt:
+            progress.add(count)
+    assert sum(seen) == 10
+
+
+def test_a_store_repeats_each_operation(tmp_path):
+    directory = DirectoryStore(str(tmp_path))
+    data = bytes(20 << 20)
+    calls = [
+        lambda store: store.put("x", b"1"),
+        lambda store: store.get("x"),
+        lambda store: store.size("x"),
+        lambda store: [*store.list("")],
+        lambda store: store.read_into("x", 0, memoryview(bytearray(1))),
+        lambda store: store.upload("y", memoryview(data)),
+        lambda store: store.delete("x"),
+    ]
+    for call in calls:
+        faulty = FaultyStore(directory, fail_at=1, once=True)
+        call(RetryingStore(faulty, quick(directory.metrics)))
+        assert faulty.operations == 2
+    assert directory.metrics.snapshot()["retries"] == len(calls)
+    seen = []
+    again = FaultyStore(directory, fail_at=1, once=True, when="during")
+    RetryingStore(again, quick(directory.metrics)).upload("y", memoryview(data), progress=seen.append)
+    assert sum(seen) == len(data)
+
+
+@pytest.mark.parametrize(("when", "stands"), [("before", b"old"), ("during", b"old"), ("after", b"new")])
+def test_the_faulty_store_fails_where_it_is_told_to(tmp_path, when, stands):
+    directory = DirectoryStore(str(tmp_path))
+    directory.put("x", b"old")
+    store = FaultyStore(directory, fail_at=2, when=when)
+    assert store.get("x") == b"old"
+    for _ in range(2):
+        with pytest.raises(Injected):
+            store.upload("x", memoryview(b"new"))
+        assert directory.get("x") == stands
+
+
+class TestFaultyStoreWithoutFaults(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        yield FaultyStore(DirectoryStore(str(tmp_path / "root")))
