@@ -6,7 +6,6 @@ one changes: those are old or new. It never goes back behind what was told to be
 
 import functools
 import io
-import itertools
 import random
 import shutil
 from pathlib import Path
@@ -25,6 +24,7 @@ from tiered_checkpoint_io.storage.memory import MemoryTier
 MOMENTS = story.moments()
 #: Above the smallest part size, so that uploads to S3 go in several parts.
 LARGE = 18 << 20
+WRITES = tuple(f"s3:{name}" for name in ("Put", "Delete", "Complete", "Upload", "Create"))
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,16 @@ def zygote():
     zygote.close()
 
 
-def points(seed, effects, count):
-    """Where to kill: seeded, spread over the whole run, the first and last effect among them."""
+def points(seed, effects, dirpath, durable, others):
+    """Behind which effects to kill, from 1: a seeded choice of those on the durable tier, and of the others."""
     chooser = random.Random(seed)
-    edges = [1 + index * effects // count for index in range(count)] + [effects + 1]
-    return [chooser.randrange(low, max(low + 1, high)) for low, high in itertools.pairwise(edges)]
+    on_tier = [n for n, what in enumerate(effects, start=1) if what.startswith((dirpath, *WRITES))]
+    elsewhere = [n for n in range(1, len(effects) + 1) if n not in on_tier]
+    assert len(on_tier) >= len(story.OPERATIONS)
+    return [
+        *chooser.sample(on_tier, min(durable, len(on_tier))),
+        *chooser.sample(elsewhere, min(others, len(elsewhere))),
+    ]
 
 
 @functools.cache
@@ -80,7 +85,7 @@ def fill(node):
         node.save(name, content(number)) if action == "save" else node.request(action, name, target)
 
 
-def killed_drains(zygote, memory_dir, dirpath_of, seed, count):
+def killed_drains(zygote, memory_dir, dirpath_of, seed, durable, others):
     def one(kill_at, again_at):
         shutil.rmtree(Path(memory_dir), ignore_errors=True)
         Path(memory_dir).mkdir(mode=0o700)
@@ -105,17 +110,16 @@ def killed_drains(zygote, memory_dir, dirpath_of, seed, count):
 
     effects = one(0, 0)
     chooser = random.Random(seed)
-    for kill_at in points(seed, effects, count):
-        one(kill_at, chooser.choice([0, chooser.randrange(1, effects)]))
-    return effects
+    for kill_at in points(seed, effects, dirpath_of(0), durable, others):
+        one(kill_at, chooser.choice([0, chooser.randrange(1, len(effects))]))
 
 
 def test_a_drain_to_a_directory_killed_anywhere(zygote, memory_dir, tmp_path):
-    killed_drains(zygote, memory_dir, lambda kill_at: str(tmp_path / str(kill_at)), seed=1, count=20)
+    killed_drains(zygote, memory_dir, lambda kill_at: str(tmp_path / str(kill_at)), seed=1, durable=50, others=5)
 
 
 def test_a_drain_to_s3_killed_anywhere(zygote, memory_dir, s3_url):
-    killed_drains(zygote, memory_dir, lambda kill_at: f"{s3_url}/{kill_at}", seed=2, count=12)
+    killed_drains(zygote, memory_dir, lambda kill_at: f"{s3_url}/{kill_at}", seed=2, durable=12, others=3)
 
 
 def test_a_trainer_killed_anywhere_with_its_drain(zygote, memory_dir, tmp_path):
@@ -148,5 +152,5 @@ def test_a_trainer_killed_anywhere_with_its_drain(zygote, memory_dir, tmp_path):
 
     effects = one(0)
     assert effects is not None
-    for kill_at in points(3, effects, 14):
+    for kill_at in points(3, effects, str(tmp_path), durable=9, others=9):
         one(kill_at)

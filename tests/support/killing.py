@@ -2,7 +2,7 @@
 
 As a program this is a *zygote*: it has imported everything, and forks one process for each order
 that it reads, one JSON line each, so that dozens of deaths cost no start of Python. An effect is a
-change of the file system, or a request to S3, each counted before and after it happens.
+change of the file system, or a request to S3; the process dies behind it, before it hears of it.
 """
 
 import contextlib
@@ -19,41 +19,42 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 #: A process that neither ends nor dies by then is a failure of its own.
 PATIENCE_S = 60
-EFFECTS = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync", "link")
+CHANGES = ("rename", "replace", "unlink")
 
 
 class Counter:
+    """Counts effects, says what they were, and kills the process behind the one that it was told."""
+
     def __init__(self, kill_at):
         self.kill_at = kill_at
-        self.count = 0
+        self.effects = []
         self._lock = threading.Lock()
 
-    def effect(self):
+    def effect(self, what):
         # The heartbeat's effects come by the clock; without them a run is the same every time.
         if threading.current_thread().name == "tiered-heartbeat":
             return
         with self._lock:
-            self.count += 1
-            if self.count == self.kill_at:
+            self.effects.append(what)
+            if len(self.effects) == self.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(self, call):
+    def behind(self, call, describe):
         @functools.wraps(call)
         def counted(*args, **options):
-            self.effect()
             result = call(*args, **options)
-            self.effect()
+            self.effect(describe(args))
             return result
 
         return counted
 
 
 def install(counter):
-    for name in EFFECTS:
-        setattr(os, name, counter.around(getattr(os, name)))
+    for name in CHANGES:
+        setattr(os, name, counter.behind(getattr(os, name), lambda args: str(args[-1])))
     from botocore.client import BaseClient
 
-    BaseClient._make_api_call = counter.around(BaseClient._make_api_call)
+    BaseClient._make_api_call = counter.behind(BaseClient._make_api_call, lambda args: f"s3:{args[1]}")
 
 
 # ------------------------------------------------------------------------------------------ roles
@@ -109,7 +110,8 @@ def child(order, report):
         ROLES[order["role"]](order)
     except BaseException:
         error = traceback.format_exc()
-    os.write(report, json.dumps({"effects": counter.count, "error": error[-3000:]}).encode())
+    with open(report, "wb") as file:
+        file.write(json.dumps({"effects": counter.effects, "error": error[-3000:]}).encode())
     os._exit(0)
 
 
@@ -139,13 +141,13 @@ class Zygote:
     """The test's end of it."""
 
     def __init__(self):
-        env = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )
 
     def run(self, role, *, kill_at=0, **order):
-        """Runs a role; gives the number of its effects, or None where it was killed as ordered."""
+        """Runs a role; gives its effects as text, or None where it was killed as ordered."""
         env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         self._process.stdin.write(json.dumps({"role": role, "kill_at": kill_at, "env": env, **order}) + "\n")
         self._process.stdin.flush()
