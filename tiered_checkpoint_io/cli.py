@@ -14,12 +14,18 @@ import typer
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.commit import read_manifest, verify
+from tiered_checkpoint_io.engine.commit import read_manifest
 from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.locks import release, try_lock
 from tiered_checkpoint_io.engine.queue import Queue
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, TieredCheckpointError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    TieredCheckpointError,
+)
 from tiered_checkpoint_io.logs import get_logger, gib
+from tiered_checkpoint_io.manifest import FileEntry, Manifest
 from tiered_checkpoint_io.storage import Store, open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier, namespace_root
 
@@ -31,6 +37,7 @@ _MemoryDir = Annotated[str, typer.Option(help="The folder that holds the memory 
 _Namespace = Annotated[str, typer.Option(help="The job's namespace.")]
 _Root = Annotated[Path | None, typer.Option(help="The memory tier's root itself, in place of the two.")]
 _Endpoint = Annotated[str | None, typer.Option(help="Of an S3 server other than AWS.")]
+_SHOWN_OUTCOMES = 10
 _SHM = "/dev/shm"  # noqa: S108 - where the memory tier lies by default
 
 
@@ -78,11 +85,18 @@ def status(root: _Root = None, memory_dir: _MemoryDir = _SHM, namespace: _Namesp
     for folder, error in tier.damaged():
         table.add_row(str(folder), "?", "?", f"damaged: {error}")
     console.print(table)
+    recent = queue.outcomes()[-_SHOWN_OUTCOMES:]
+    if recent:
+        table = _table("Last operations on the durable tier", "operation", "name", "outcome", "size", "error")
+        for outcome in reversed(recent):
+            size = gib(outcome.bytes) if outcome.bytes else ""
+            table.add_row(outcome.action, outcome.name, outcome.state, size, outcome.error)
+        console.print(table)
     progress = queue.progress()
     age = time.time() - progress.heartbeat
+    seen = f"process {progress.pid}, last seen {age:.0f} s ago" if progress.pid else "has not run"
     console.print(
-        f"drain: {'process ' + str(progress.pid) if progress.pid else 'has not run'}, last seen {age:.0f} s ago, "
-        f"{progress.pending} pending"
+        f"drain: {seen}, {progress.pending} pending"
         + (f", {progress.name} {gib(progress.bytes_done)} of {gib(progress.bytes_total)}" if progress.name else "")
         + (f"\nlast error: {progress.last_error}" if progress.last_error else "")
     )
@@ -116,10 +130,9 @@ def verify_durable(
             manifest = read_manifest(store, each)
             if manifest is None:
                 raise CheckpointNotFoundError("no such checkpoint", tier="durable", key=each)
-            for entry in manifest.content.files:
-                data = bytearray(entry.size)
-                store.read_into(entry.path, 0, memoryview(data))
-                verify(entry, memoryview(data), tier="durable", where=entry.path)
+            if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)) is not None:
+                manifest = target
+            _verify(store, manifest)
             typer.echo(f"intact   {each}")
         except TieredCheckpointError as error:
             bad += 1
@@ -140,14 +153,16 @@ def clean(
         typer.echo(f"nothing at {root}")
         return
     locks = [try_lock(root / LOCK_FILE), try_lock(root / TRAINERS_FILE)]
-    pending = [stored for stored in MemoryTier(root).parts() if stored.pending]
-    if not force and (None in locks or pending):
-        what = "a trainer or drain uses it" if None in locks else f"{len(pending)} checkpoints are not yet durable"
-        raise ConfigError(f"{root} was left as it is: {what}", hint="run the drain first, or give --force")
-    shutil.rmtree(root)
-    for lock in locks:
-        if lock is not None:
-            release(lock)
+    try:
+        pending = [stored for stored in MemoryTier(root).parts() if stored.pending]
+        if not force and (None in locks or pending):
+            what = "a trainer or drain uses it" if None in locks else f"{len(pending)} checkpoints are not yet durable"
+            raise ConfigError(f"{root} was left as it is: {what}", hint="run the drain first, or give --force")
+        shutil.rmtree(root)
+    finally:
+        for lock in locks:
+            if lock is not None:
+                release(lock)
     try:
         root.parent.rmdir()
     except OSError:
@@ -168,6 +183,34 @@ def _store(dirpath: str, endpoint_url: str | None) -> Store:
 def _names(store: Store) -> list[str]:
     found = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
     return sorted(name for name in found if name is not None)
+
+
+def _verify(store: Store, manifest: Manifest) -> None:
+    """Raises the error of a checkpoint's newest content where its bytes match no content at all."""
+    first: TieredCheckpointError | None = None
+    for content in (manifest.content, *manifest.previous):
+        try:
+            for entry in content.files:
+                _verify_file(store, entry)
+        except TieredCheckpointError as error:
+            first = first or error
+        else:
+            return
+    assert first is not None
+    raise first
+
+
+def _verify_file(store: Store, entry: FileEntry) -> None:
+    size = store.size(entry.path)
+    if size != entry.size:
+        raise CorruptCheckpointError(
+            f"{size} bytes in place of {entry.size}", operation="verify", tier="durable", key=entry.path
+        )
+    buffer = memoryview(bytearray(min(entry.size, entry.chunk_size)))
+    for index, (offset, length) in enumerate(entry.chunks):
+        with buffer[:length] as chunk:
+            store.read_into(entry.path, offset, chunk)
+            entry.check_chunk(index, chunk, tier="durable", where=entry.path)
 
 
 def _table(title: str, *columns: str) -> Any:

@@ -1,0 +1,62 @@
+"""The command line, as a person at a node uses it."""
+
+import os
+
+import pytest
+from support.draining import Node, names
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.drain import TRAINERS_FILE
+from tiered_checkpoint_io.engine.locks import release, try_lock
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.storage.directory import DirectoryStore
+
+
+@pytest.fixture
+def node(memory_dir, tmp_path):
+    return Node(memory_dir, str(tmp_path / "durable"))
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
+    where = ("--memory-dir", memory_dir)
+    node.save("epoch=0-step=1.ckpt", b"A" * 100_000)
+    node.alias("last.ckpt", "epoch=0-step=1.ckpt")
+    assert "waits for the durable tier" in command("status", *where).stdout
+    with pytest.raises(ConfigError, match="not yet durable"):
+        raise command("clean", *where).exception
+    assert command("drain", *where, "--once").exit_code == 0
+    shown = command("status", *where).stdout
+    assert "committed" in shown
+    assert "waits for" not in shown
+    listed = command("ls", node.dirpath).stdout
+    assert "last.ckpt" in listed
+    assert listed.count("epoch=0-step=1.ckpt") == 2
+
+    whole = command("verify", node.dirpath)
+    assert (whole.exit_code, whole.stdout.count("intact")) == (0, 2)
+    path = tmp_path / "durable" / "epoch=0-step=1.ckpt"
+    for damaged in (b"A" * 99_999 + b"B", b"A" * 99_999, b"A" * 100_001):
+        path.write_bytes(damaged)
+        found = command("verify", node.dirpath, "epoch=0-step=1.ckpt")
+        assert (found.exit_code, found.stdout.count("DAMAGED")) == (1, 1)
+    assert command("verify", node.dirpath, "never.ckpt").exit_code == 1
+
+    trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
+    refused = command("clean", *where)
+    assert isinstance(refused.exception, ConfigError)
+    assert "a trainer or drain uses it" in str(refused.exception)
+    release(trainer)
+    assert command("clean", *where).exit_code == 0
+    assert os.listdir(memory_dir) == []
+    assert names(DirectoryStore(node.dirpath)) == ["epoch=0-step=1.ckpt", "last.ckpt"]
+
+
+def test_a_namespace_that_is_not_there_is_an_error(memory_dir):
+    refused = command("status", "--memory-dir", memory_dir, "--namespace", "none")
+    assert isinstance(refused.exception, ConfigError)
+    assert "no memory tier" in str(refused.exception)
