@@ -6,20 +6,32 @@ import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
-from weakref import proxy
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.adapters.lightning import engine_of
-from tiered_checkpoint_io.callbacks import sentinel  # noqa: F401 - registers the sentinel's file system
-from tiered_checkpoint_io.callbacks.progress import ProgressLine, metrics_of
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
+from tiered_checkpoint_io.callbacks.reporting import Reporter, log, metrics_of_drain
+from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreError, UsageError
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer, SaveReport
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DrainError,
+    InvalidNameError,
+    StoreError,
+    TieredCheckpointError,
+    UsageError,
+)
 
 _POLL_S = 1.0
+_WITHHELD = "withheld"
+#: Strategies that write or read shards themselves, or take no checkpoint IO but their own.
 _BYPASSING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy")
 
 
@@ -44,7 +56,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint whose own checkpoints are durable, with cheap memory steps in between.
 
     All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the
-    durable tier. Memory steps are never in the top-k and have names of their own.
+    durable tier. Memory steps are never in the top-k, have names of their own, and hold the whole
+    training state even where ``save_weights_only`` is set, because they are there to resume from.
     """
 
     def __init__(
@@ -66,6 +79,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
 
         Raises:
             ConfigError: A value is not allowed.
+            InvalidNameError: dirpath is not a folder or URL.
         """
         for key, value in (
             ("memory_every_n_train_steps", memory_every_n_train_steps),
@@ -82,17 +96,25 @@ class TieredModelCheckpoint(ModelCheckpoint):
         if model_checkpoint_args.get("save_last") == "link":
             # An alias is what a link would be, on every tier.
             model_checkpoint_args["save_last"] = True
-        super().__init__(dirpath=dirpath, **model_checkpoint_args)
+        # Upstream opens the file system of a dirpath that it is given; the IO does all of that here.
+        super().__init__(dirpath=None, **model_checkpoint_args)
+        self.dirpath = None if dirpath is None else ids.normalize_dirpath(dirpath)
         self.memory_every_n_train_steps = memory_every_n_train_steps
         self.s3_every_n_train_steps = s3_every_n_train_steps
-        self._engine: Checkpointer | None = None
+        self._io: TieredCheckpointIO | None = None
         self._last_memory_step = -1
+        #: The step and path of the newest durable save of this callback's own.
         self._durable_save: tuple[int, str] = (-1, "")
+        #: On rank 0, whether that one is on the durable tier, or queued for it.
+        self._landed = False
         self._naming_last = False
-        self._untold: set[str] = set()
+        #: Paths whose turn to be deleted has come, but of which each is, or may be, still needed.
+        self._withheld: list[str] = []
+        #: The path that the run resumed from, where it was one of this callback's.
+        self._resumed = ""
+        self._ask_exists = True
         self._polled = 0.0
-        self._logged_save = ""
-        self._line = ProgressLine()
+        self._reporter = Reporter(self)
 
     @classmethod
     def from_config(cls, block: Any, **model_checkpoint_args: Any) -> TieredModelCheckpoint:
@@ -101,6 +123,9 @@ class TieredModelCheckpoint(ModelCheckpoint):
         Args:
             block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
             model_checkpoint_args: Anything that ModelCheckpoint takes.
+
+        Raises:
+            ConfigError: A key or value is not allowed.
         """
         config = TieredCheckpointConfig.from_any(block)
         model_checkpoint_args.setdefault("dirpath", config.dirpath)
@@ -112,38 +137,51 @@ class TieredModelCheckpoint(ModelCheckpoint):
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        engine = engine_of(trainer.strategy.checkpoint_io)
-        if engine is None:
+        """Takes the trainer's checkpoint IO.
+
+        Raises:
+            UsageError: It is not ours, or the strategy would go past it.
+            ConfigError: The callback's dirpath is not below the IO's, or differs between ranks.
+        """
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is None:
             raise UsageError(
                 f"TieredModelCheckpoint with a {type(trainer.strategy.checkpoint_io).__name__}",
                 operation="setup",
                 hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
             )
-        bypassing = [kind.__name__ for kind in type(trainer.strategy).__mro__ if kind.__name__ in _BYPASSING]
-        if bypassing:
+        if any(kind.__name__ in _BYPASSING for kind in type(trainer.strategy).__mro__):
             raise UsageError(
                 f"{type(trainer.strategy).__name__} writes its shards past the checkpoint IO",
                 operation="setup",
-                hint="this release serves single devices and DDP; sharded strategies come with TieredFSDPStrategy and"
-                " TieredModelParallelStrategy",
+                hint="this release serves single devices and DDP; sharded strategies need strategies of this"
+                " package, which come with a later one",
             )
-        self._engine = engine
-        if self.dirpath is None:
-            self.dirpath = engine.dirpath
-        elif str(self.dirpath).rstrip("/") != engine.dirpath:
-            try:
-                ids.name_in(engine.dirpath, ids.join_url(str(self.dirpath), "x"))
-            except InvalidNameError as error:
-                raise ConfigError(
-                    f"the callback's dirpath {self.dirpath!r} is not below the IO's {engine.dirpath!r}",
-                    hint="leave the callback's dirpath out",
-                ) from error
-        super().setup(trainer, pl_module, stage)
+        root = io.config.dirpath
+        dirpath = root if self.dirpath is None else str(self.dirpath)
+        if not trainer.strategy.reduce_boolean_decision(dirpath == trainer.strategy.broadcast(dirpath)):
+            raise ConfigError(
+                f"dirpath differs between ranks; here it is {dirpath!r}",
+                hint="it must not depend on the rank or the time of day",
+            )
+        if dirpath != root and not dirpath.startswith(root.rstrip("/") + "/"):
+            raise ConfigError(
+                f"the callback's dirpath {dirpath!r} is not below the IO's {root!r}",
+                hint="leave the callback's dirpath out",
+            )
+        self._io = io
+        self._ask_exists = True
+        # Upstream looks into the folder here; ours holds many checkpoints by design, and is remote.
+        self.dirpath = NOWHERE
+        try:
+            super().setup(trainer, pl_module, stage)
+        finally:
+            self.dirpath = dirpath
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
-            self._line.attach(trainer)
+            self._reporter.start(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -151,12 +189,11 @@ class TieredModelCheckpoint(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         step = trainer.global_step
         tiers = tiers_for_step(step, self.memory_every_n_train_steps, self.s3_every_n_train_steps)
-        # Gradient accumulation shows the same step for several batches.
-        if "memory" in tiers and step not in (self._last_global_step_saved, self._last_memory_step):
+        # A durable step whose save upstream put off, or did not want, is a memory step still.
+        if "memory" in tiers and not (self._should_skip_saving_checkpoint(trainer) or self._saved(trainer, step)):
             self._last_memory_step = step
-            if not self._should_skip_saving_checkpoint(trainer):
-                name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"
-                self._save(trainer, ids.join_url(self._tiers.dirpath, name), {"tiers": ["memory"]})
+            name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"
+            self._save(trainer, ids.join_url(self._engine.dirpath, name), {"tiers": ["memory"]}, weights_only=False)
         if time.monotonic() - self._polled > _POLL_S:
             self._look_after(trainer)
 
@@ -164,42 +201,119 @@ class TieredModelCheckpoint(ModelCheckpoint):
         super().on_train_end(trainer, pl_module)
         if trainer.is_global_zero:
             # What cannot be finished is shown by the IO's teardown, and taken up by the next start.
-            with contextlib.suppress(Exception):
-                self._tiers.wait()
+            with contextlib.suppress(DrainError):
+                self._engine.wait()
         self._look_after(trainer)
-        self._line.detach()
+        self._reporter.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._engine is not None:
+        # An exception in another callback's setup leaves this one without its IO.
+        if self._io is not None:
             super().on_exception(trainer, pl_module, exception)
-        self._line.detach()
+        self._reporter.stop()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self._refuse_untrained(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self._refuse_untrained(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self._refuse_untrained(trainer)
+
+    def _refuse_untrained(self, trainer: Trainer) -> None:
+        """Training starts from scratch where there is no checkpoint; an evaluation has no use for that."""
+        sentinels = (ids.LATEST, ids.LAST, ids.LAST_URL)
+        if trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path not in sentinels:
+            return
+        if self._io is not None and self._io.found_nothing:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint at {self._io.config.dirpath}", operation="load", key=str(trainer.ckpt_path)
+            )
+
+    # ------------------------------------------------------------------------------------ state
+    def state_dict(self) -> dict[str, Any]:
+        due = list(self._withheld)
+        if self.save_top_k >= 1 and self._resumed and self._resumed not in {*due, *self._named()}:
+            # This state is part of the save that pushes it out: its turn comes when that has landed.
+            due.append(self._resumed)
+        return {**super().state_dict(), _WITHHELD: due}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict.get("dirpath") == self.dirpath:
+            self._withheld = list(state_dict.get(_WITHHELD, ()))
+        self._resumed = next((path for path in self._named() if self._io is not None and self._is_restored(path)), "")
 
     # ----------------------------------------------------------- what ModelCheckpoint does, our way
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         step = trainer.global_step
-        if self._naming_last and self._durable_save[0] == step and self.save_top_k != 0:
-            # The same state is durable, or on its way, under its own name.
-            if trainer.is_global_zero:
-                self._tiers.alias(filepath, self._durable_save[1])
+        name = ids.name_in(self._engine.dirpath, filepath)
+        if self._naming_last and self._durable_save[0] == step:
+            # The same state is durable, or on its way, under its own name. Where that failed, the
+            # old alias stays, and goes on to name what is good.
+            if trainer.is_global_zero and self._landed:
+                self._engine.alias(filepath, self._durable_save[1])
+                self._reporter.expect(name, pending=self._engine.is_pending(name))
         else:
             options: dict[str, Any] = {"tiers": ["memory", "durable"]}
-            if self.monitor is not None and self.current_score is not None:
-                options["metric"] = (self.monitor, float(self.current_score))
-            self._save(trainer, filepath, options)
+            value = trainer.callback_metrics.get(self.monitor) if self.monitor is not None else None
+            if value is not None:
+                options["metric"] = (self.monitor, float(value))
+            report = self._save(trainer, filepath, options, weights_only=self.save_weights_only)
+            self._landed = report is not None and "durable" in report.tiers
             if not self._naming_last:
                 self._durable_save = (step, filepath)
+            if self._landed:
+                self._reporter.expect(name, pending=self._engine.is_pending(name))
+                self._remove_withheld(trainer)
         self._last_global_step_saved = step
         self._last_checkpoint_saved = filepath
-        self._untold.add(ids.name_in(self._tiers.dirpath, filepath))
         self._look_after(trainer)
-
-    def _save(self, trainer: Trainer, filepath: str, options: dict[str, Any]) -> None:
-        trainer.save_checkpoint(filepath, self.save_weights_only, storage_options=options)
-        self._log_save(trainer)
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         with self._as_last():
             super()._save_last_checkpoint(trainer, monitor_candidates)
+
+    def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
+        """As upstream, from what rank 0 knows: one LIST at first use, none later."""
+        if self._naming_last:
+            # Overwriting is atomic here, so that "last" needs no versions.
+            return False
+        exists = False
+        if trainer.is_global_zero and self._ask_exists:
+            try:
+                exists = self._engine.exists(filepath)
+            except StoreError as error:
+                # Overwriting keeps the old content until the new is good, so training need not stop.
+                self._ask_exists = False
+                rank_zero_warn(f"names of this run may repeat those of earlier ones: {error}")
+        return bool(trainer.strategy.broadcast(exists))
+
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
+        # What lies elsewhere belongs to another run.
+        return previous != current and self._is_ours(previous)
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if filepath not in self._withheld:
+            self._withheld.append(filepath)
+        if self._landed:
+            self._remove_withheld(trainer)
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:  # noqa: ARG002
+        return {ids.LAST_URL}
+
+    def to_yaml(self, filepath: Any = None) -> None:
+        """As upstream: writes the paths and scores of the best to a YAML file."""
+        self._fs = get_filesystem(filepath or self.dirpath or "")
+        super().to_yaml(filepath)
+
+    # ----------------------------------------------------------------------------------- inside
+    @property
+    def _engine(self) -> Checkpointer:
+        if self._io is None:
+            raise UsageError("TieredModelCheckpoint is used before setup", operation="save")
+        return self._io.checkpointer
 
     @contextlib.contextmanager
     def _as_last(self) -> Iterator[None]:
@@ -209,73 +323,79 @@ class TieredModelCheckpoint(ModelCheckpoint):
         finally:
             self._naming_last = False
 
-    def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
-        """As upstream, from what rank 0 knows: one LIST at first use, none later."""
-        if self._naming_last:
-            # Overwriting is atomic here, so that "last" needs no versions.
+    def _save(
+        self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
+    ) -> SaveReport | None:
+        """Saves on all ranks, or raises the same error on all.
+
+        Returns:
+            None where the save failed, and on all ranks but the first.
+        """
+        error: TieredCheckpointError | None = None
+        before = self._engine.progress().last_save if trainer.is_global_zero else None
+        try:
+            trainer.save_checkpoint(filepath, weights_only, storage_options=options)
+        except TieredCheckpointError as caught:
+            error = caught
+            if trainer.world_size > 1:
+                # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
+                trainer.strategy.barrier("Trainer.save_checkpoint")
+        if trainer.world_size > 1:
+            error = trainer.strategy.broadcast(error)
+        if error is not None:
+            raise error
+        if not trainer.is_global_zero:
+            return None
+        progress = self._engine.progress()
+        report = progress.last_save if progress.last_save is not before else None
+        self._reporter.saved(trainer, progress, report)
+        return report
+
+    def _saved(self, trainer: Trainer, step: int) -> bool:
+        """Whether this step is saved already, by this callback or another of its kind.
+
+        Gradient accumulation shows the same step for several batches.
+        """
+        others = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, TieredModelCheckpoint)]
+        return any(step in (other._last_global_step_saved, other._last_memory_step) for other in others)
+
+    def _is_ours(self, path: str) -> bool:
+        try:
+            ids.name_in(self._engine.dirpath, path)
+        except InvalidNameError:
             return False
-        exists = False
-        if trainer.is_global_zero:
-            try:
-                exists = self._tiers.exists(filepath)
-            except StoreError:
-                # Overwriting keeps the old content until the new is good; not knowing is no harm.
-                exists = False
-        return bool(trainer.strategy.broadcast(exists))
+        return True
 
-    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
-        if previous == current:
-            return False
-        restored = self._tiers.restored
-        name = ids.name_in(self._tiers.dirpath, previous)
-        # What the run resumed from stays: until a newer one is good it may be all there is.
-        return restored is None or restored.name != name
+    def _is_restored(self, path: str) -> bool:
+        restored = self._engine.restored
+        return restored is not None and path == ids.join_url(self._engine.dirpath, restored.name)
 
-    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:  # noqa: ARG002
-        return {ids.LAST_URL}
+    def _named(self) -> set[str]:
+        return {self.best_model_path, self.last_model_path, *self.best_k_models} - {""}
 
-    def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:  # noqa: N802
-        """Upstream lists the folder here; ours may hold many checkpoints, by design, and is remote."""
+    def _remove_withheld(self, trainer: Trainer) -> None:
+        """Deletes what is due, but for what the run resumed from: the next run may delete that."""
+        kept = []
+        for path in self._withheld:
+            if path in self._named() or not self._is_ours(path):
+                # Saved again since, or left to another run by a change of dirpath.
+                continue
+            if self._is_restored(path):
+                kept.append(path)
+            else:
+                super()._remove_checkpoint(trainer, path)
+        self._withheld = kept
 
-    @property
-    def _tiers(self) -> Checkpointer:
-        if self._engine is None:
-            raise UsageError("TieredModelCheckpoint is used before setup", operation="save")
-        return self._engine
-
-    # ------------------------------------------------------------------------------- after saving
     def _look_after(self, trainer: Trainer) -> None:
-        """Tells loggers of what became durable, and logs what the drain did."""
+        """Hears what the drain did, and passes it on to every callback of this kind."""
         self._polled = time.monotonic()
-        if not trainer.is_global_zero or self._engine is None:
-            return
-        told = False
-        for outcome in self._engine.poll():
-            if outcome.state == "committed" and outcome.action == "save":
-                self._log(trainer, {"checkpoint/drain_s": outcome.seconds})
-            if outcome.state == "committed" and outcome.name in self._untold:
-                self._untold.discard(outcome.name)
-                told = True
-            elif outcome.state == "skipped":
-                self._untold.discard(outcome.name)
-        # A synchronous save has waited for its own outcome, which therefore is not polled.
-        pending = {request for request in self._untold if not self._engine.is_pending(request)}
-        if told or pending:
-            self._untold -= pending
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(proxy(self))
-        self._line.update(self._engine.progress())
-
-    def _log_save(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero:
             return
-        progress = self._tiers.progress()
-        if progress.last_save is not None and progress.last_save.save_id != self._logged_save:
-            self._logged_save = progress.last_save.save_id
-            self._log(trainer, metrics_of(progress))
-        self._line.update(progress)
-
-    @staticmethod
-    def _log(trainer: Trainer, metrics: dict[str, float]) -> None:
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+        outcomes = self._engine.poll()
+        progress = self._engine.progress()
+        for metrics in metrics_of_drain(outcomes):
+            log(trainer, metrics)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, TieredModelCheckpoint):
+                shown = {ids.name_in(self._engine.dirpath, path) for path in callback._named() if self._is_ours(path)}
+                callback._reporter.hear(trainer, outcomes, progress, shown=shown, is_pending=self._engine.is_pending)

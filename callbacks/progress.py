@@ -1,13 +1,17 @@
-"""What users see of saves and drains: a line in Lightning's progress bar, and metrics."""
+"""A line on saves and drains in Lightning's progress bars."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
 
+from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.checkpointer import Progress
-from tiered_checkpoint_io.logs import GIB
+from tiered_checkpoint_io.engine.queue import Outcome
+
+_METRICS = "get_metrics"
 
 
 class ProgressLine:
@@ -16,11 +20,12 @@ class ProgressLine:
     def __init__(self) -> None:
         self.text = ""
         self._bar: Any = None
+        self._durable_step = -1
 
     def attach(self, trainer: Trainer) -> None:
-        """Starts to show the line in the trainer's progress bar, if it has one."""
+        """Shows the line in the trainer's progress bar, if it has one that shows none yet."""
         bar: Any = trainer.progress_bar_callback
-        if bar is None or self._bar is not None:
+        if bar is None or _METRICS in vars(bar):
             return
         metrics = bar.get_metrics
 
@@ -35,37 +40,35 @@ class ProgressLine:
     def detach(self) -> None:
         """Leaves the progress bar as it was."""
         if self._bar is not None:
-            del self._bar.get_metrics
+            vars(self._bar).pop(_METRICS, None)
             self._bar = None
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: Progress, outcomes: Sequence[Outcome] = ()) -> None:
         """Takes over what is going on now."""
-        self.text = line_of(progress)
+        committed = [outcome.step for outcome in outcomes if outcome.action == "save" and outcome.state == "committed"]
+        self._durable_step = max([self._durable_step, *committed])
+        self.text = line_of(progress, self._durable_step)
 
 
-def line_of(progress: Progress) -> str:
-    """``step 90 in 0.06s, to s3 62%, 1 waiting``."""
+def line_of(progress: Progress, durable_step: int = -1) -> str:
+    """``mem 90 0.06s | durable 50 62% | 1 waiting | 2 failed``.
+
+    Args:
+        progress: Where background work stands.
+        durable_step: The newest step that is durable; shown where none is on its way; -1 for none.
+    """
     words = []
     if progress.last_save is not None:
-        words.append(f"step {progress.last_save.step} in {progress.last_save.stall_s:.2f}s")
-    if progress.drain.name and progress.drain.bytes_total:
-        words.append(f"to s3 {100 * progress.drain.bytes_done // progress.drain.bytes_total}%")
+        words.append(f"mem {progress.last_save.step} {progress.last_save.stall_s:.2f}s")
+    drain = progress.drain
+    if drain.name and drain.bytes_total:
+        step = ids.step_in_name(drain.name)
+        what = drain.name if step is None else str(step)
+        words.append(f"durable {what} {100 * drain.bytes_done // drain.bytes_total}%")
+    elif durable_step >= 0:
+        words.append(f"durable {durable_step}")
     if progress.pending:
         words.append(f"{progress.pending} waiting")
     if progress.counters.get("failed"):
         words.append(f"{progress.counters['failed']} failed")
-    return ", ".join(words)
-
-
-def metrics_of(progress: Progress) -> dict[str, float]:
-    """The metrics of the newest save, as they go to the trainer's loggers."""
-    save = progress.last_save
-    assert save is not None
-    return {
-        "checkpoint/stall_s": save.stall_s,
-        "checkpoint/size_GiB": save.size / GIB,
-        "checkpoint/staged_GiB_per_s": save.size / GIB / max(save.stall_s, 1e-9),
-        "checkpoint/pending": float(progress.pending),
-        "checkpoint/saved_total": float(progress.counters.get("saved", 0)),
-        "checkpoint/failed_total": float(progress.counters.get("failed", 0)),
-    }
+    return " | ".join(words)

@@ -1,4 +1,4 @@
-"""A file system for the sentinel URL that stands for "the newest last checkpoint".
+"""A file system for the URLs that Lightning is given in place of the durable tier's own.
 
 Lightning resolves ``ckpt_path="last"`` on every rank, before the ranks can talk, by asking the file
 system of each candidate whether it exists and when it was written. This one answers without asking
@@ -13,14 +13,27 @@ from typing import Any
 import fsspec
 from fsspec import AbstractFileSystem
 
+from tiered_checkpoint_io import ids
+
+#: Where Lightning may look for whatever it likes: nothing is there, and nobody is asked.
+NOWHERE = "tiered://nowhere"
+
 
 class SentinelFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """Claims that every ``tiered://`` path exists and is new."""
+    """Holds one file, which is new: the sentinel for the newest "last" checkpoint."""
 
     protocol = "tiered"
 
-    def exists(self, path: str, **_: Any) -> bool:  # noqa: ARG002
-        return True
+    def exists(self, path: str, **_: Any) -> bool:
+        return bool(self._strip_protocol(path) == self._strip_protocol(ids.LAST_URL))
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        if not self.exists(path):
+            raise FileNotFoundError(path)
+        return {"name": self._strip_protocol(path), "size": 0, "type": "file"}
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:  # noqa: ARG002
+        return []
 
     def modified(self, path: str) -> datetime:  # noqa: ARG002
         return datetime.now(timezone.utc)

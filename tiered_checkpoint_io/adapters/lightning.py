@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lightning import __version__ as lightning_version
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
-from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 
-_OPTIONS = {"tiers", "metric"}
 REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
     " bound, and does not order deletes behind saves"
@@ -45,6 +44,8 @@ class TieredCheckpointIO(CheckpointIO):
             self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options)
         self._logger = logger
         self._checkpointer: Checkpointer | None = None
+        #: Whether the last load was of a sentinel, and found no checkpoint at all.
+        self.found_nothing = False
 
     @staticmethod
     def from_config(
@@ -80,24 +81,21 @@ class TieredCheckpointIO(CheckpointIO):
             checkpoint: The state.
             path: Below dirpath, or relative to it.
             storage_options: ``{"tiers": ["memory"]}`` for memory alone; both tiers by default.
+                ``"metric"`` may hold what a ModelCheckpoint monitored, and its value.
+
+        Raises:
+            UsageError: storage_options are not understood, or Lightning's AsyncCheckpointIO calls.
         """
         self._save(checkpoint, path, storage_options, wait=True)
 
     def _save(self, checkpoint: Any, path: Any, storage_options: Any, *, wait: bool) -> None:
+        if self._is_scratch(path):
+            TorchCheckpointIO().save_checkpoint(checkpoint, str(path))
+            return
         if sys._getframe(2).f_globals.get("__name__", "").endswith("plugins.io.async_plugin"):
             raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="save", hint=USE_OURS)
-        options = dict(storage_options or {})
-        unknown = sorted(set(options) - _OPTIONS)
-        if unknown:
-            raise UsageError(
-                f"storage_options has unknown keys {unknown}",
-                operation="save",
-                hint="allowed: {'tiers': ['memory', 'durable']}, or one of the two",
-            )
-        tiers = options.get("tiers", TIERS)
-        if isinstance(tiers, str):
-            tiers = [tiers]
-        self.checkpointer.save(checkpoint, path, tiers=tiers, wait=wait, metric=options.get("metric"))
+        tiers, metric = read_storage_options(storage_options)
+        self.checkpointer.save(checkpoint, path, tiers=tiers, wait=wait, metric=metric)
 
     def load_checkpoint(
         self,
@@ -105,11 +103,22 @@ class TieredCheckpointIO(CheckpointIO):
         map_location: Callable[..., Any] | Any | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads; see :meth:`Checkpointer.load`. Tensors stay on the CPU unless told otherwise."""
+        """Loads; see :meth:`Checkpointer.load`. Tensors stay on the CPU unless told otherwise.
+
+        Args:
+            path: ``tiered:latest``, ``tiered:last``, a name, or a path or URL.
+            map_location: As ``torch.load`` takes it.
+            weights_only: As ``torch.load`` takes it. Lightning before 2.6 never passes it; the
+                configuration's ``weights_only`` holds where it is None.
+        """
         if map_location is None:
             map_location = _stay
+        if self._is_scratch(path):
+            found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(str(path), map_location)
+            return found
         state: dict[str, Any] = self.checkpointer.load(path, map_location=map_location, weights_only=weights_only)
-        if isinstance(state, NoCheckpoint):
+        self.found_nothing = isinstance(state, NoCheckpoint)
+        if self.found_nothing:
             # The key by which Lightning knows a checkpoint of its own release: with it, and nothing
             # else, it skips every step of a restore.
             state["pytorch-lightning_version"] = lightning_version
@@ -117,7 +126,20 @@ class TieredCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes; see :meth:`Checkpointer.remove`."""
+        if self._is_scratch(path):
+            TorchCheckpointIO().remove_checkpoint(str(path))
+            return
         self.checkpointer.remove(path)
+
+    def _is_scratch(self, path: str | os.PathLike[str]) -> bool:
+        """Whether Lightning takes the IO for a file of the moment, outside dirpath and of one machine.
+
+        Launchers that spawn hand the weights to their parent so; the tuner keeps the state so that
+        it comes back to.
+        """
+        text = os.fspath(path)
+        hidden = os.path.isabs(text) and os.path.basename(text).startswith(".")
+        return hidden and not text.startswith(self.config.dirpath.rstrip("/") + "/")
 
     def teardown(self) -> None:
         """Waits for queued work and frees everything; the IO may be used again."""
@@ -179,19 +201,45 @@ class AsyncCheckpointIO(CheckpointIO):
         self.checkpoint_io.teardown()
 
 
-def engine_of(checkpoint_io: Any) -> Checkpointer | None:
-    """The engine behind a checkpoint IO; None where it is not ours.
+def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
+    """The TieredCheckpointIO that a strategy's checkpoint IO is, or wraps; None where it is not ours.
 
     Raises:
         UsageError: It is ours, inside Lightning's AsyncCheckpointIO.
     """
-    if isinstance(checkpoint_io, TieredCheckpointIO | AsyncCheckpointIO):
-        return checkpoint_io.checkpointer
-    if isinstance(checkpoint_io, LightningAsyncCheckpointIO):
-        inner = checkpoint_io.checkpoint_io
-        if isinstance(inner, TieredCheckpointIO | AsyncCheckpointIO):
-            raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="setup", hint=USE_OURS)
-    return None
+    if isinstance(checkpoint_io, AsyncCheckpointIO):
+        return checkpoint_io.checkpoint_io
+    if isinstance(checkpoint_io, LightningAsyncCheckpointIO) and tiered_io_of(checkpoint_io.checkpoint_io) is not None:
+        raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="setup", hint=USE_OURS)
+    return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
+
+
+def read_storage_options(options: Any) -> tuple[Collection[str], tuple[str, float] | None]:
+    """The tiers and the metric that ``storage_options`` name.
+
+    Raises:
+        UsageError: They are not ``{"tiers": [...], "metric": (name, value)}``, or a part of that.
+    """
+    allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value)}"
+    if options is None:
+        return TIERS, None
+    if not isinstance(options, Mapping) or set(options) - {"tiers", "metric"}:
+        raise UsageError(f"storage_options is {options!r}", operation="save", hint=allowed)
+    tiers = options.get("tiers", TIERS)
+    if isinstance(tiers, str):
+        tiers = [tiers]
+    if not isinstance(tiers, Collection) or not tiers or not all(isinstance(t, str) and t in TIERS for t in tiers):
+        raise UsageError(f"storage_options['tiers'] is {tiers!r}", operation="save", hint=allowed)
+    metric = options.get("metric")
+    if metric is None:
+        return tiers, None
+    try:
+        name, value = metric
+        if not isinstance(name, str):
+            raise TypeError(name)
+        return tiers, (name, float(value))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
 
 
 def _stay(storage: Any, _: Any) -> Any:

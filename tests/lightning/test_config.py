@@ -1,0 +1,51 @@
+"""The IO and the callback from one configuration block: a dict, OmegaConf, Hydra's YAML."""
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.errors import ConfigError
+
+
+def test_from_config(tmp_path):
+    block = {
+        "dirpath": str(tmp_path),
+        "enable_async_checkpointing": True,
+        "memory_every_n_train_steps": 10,
+        "s3_every_n_train_steps": 50,
+    }
+    for given in (block, OmegaConf.create(block)):
+        assert isinstance(TieredCheckpointIO.from_config(given), AsyncCheckpointIO)
+        callback = TieredModelCheckpoint.from_config(given, monitor="x")
+        assert callback._every_n_train_steps == 50
+        assert callback.memory_every_n_train_steps == 10
+    assert isinstance(TieredCheckpointIO.from_config(block, enable_async_checkpointing=False), TieredCheckpointIO)
+    with pytest.raises(ConfigError, match="memory_every_n_train_steps"):
+        TieredCheckpointIO.from_config({**block, "memory_every_n_train_step": 1})
+
+
+@pytest.mark.parametrize(
+    ("group", "asynchronous", "memory_every", "s3_every"),
+    [
+        ("default", True, 10, 50),
+        ("local", True, 10, 50),
+        ("memory_only", True, 10, 0),
+        ("s3_only", False, None, 50),
+    ],
+)
+def test_yaml_alone_trains(group, asynchronous, memory_every, s3_every, runs):
+    with initialize_config_module("tiered_checkpoint_io.configs", version_base=None):
+        overrides = [f"+s3_checkpointing={group}", f"s3_checkpointing.dirpath={runs.dirpath}"]
+        block = compose(overrides=[*overrides, f"s3_checkpointing.memory_dir={runs.memory_dir}"]).s3_checkpointing
+    io = TieredCheckpointIO.from_config(block)
+    assert isinstance(io, AsyncCheckpointIO) == asynchronous
+    callback = TieredModelCheckpoint.from_config(block)
+    assert callback.memory_every_n_train_steps == memory_every
+    assert callback._every_n_train_steps == s3_every
+    trainer = runs.trainer([callback], plugins=[io], max_steps=2)
+    from support.training import Model
+
+    trainer.fit(Model(), ckpt_path="tiered:latest")
+    assert trainer.global_step == 2

@@ -1,0 +1,102 @@
+"""Several ranks: real processes, as Lightning launches them."""
+
+import ast
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support.training import Model, Runs, durable, wipe
+
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.storage import open_store
+
+LAUNCH_TIMEOUT_S = 300
+pytestmark = pytest.mark.timeout(LAUNCH_TIMEOUT_S + 60)
+
+SCRIPT = """
+import sys
+from lightning.pytorch import Trainer
+sys.path.insert(0, sys.argv[1])
+from support.training import Model
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+
+if __name__ == "__main__":
+    _, _, dirpath, memory_dir, steps, ranks, strategy, asynchronous = sys.argv
+    block = {"dirpath": dirpath, "memory_dir": memory_dir, "wait_timeout_s": 60,
+             "enable_async_checkpointing": asynchronous == "1", "on_save_error": "raise",
+             "s3_every_n_train_steps": 2, "memory_every_n_train_steps": 1}
+    io = TieredCheckpointIO.from_config(block)
+    trainer = Trainer(
+        plugins=[io], callbacks=[TieredModelCheckpoint.from_config(block, filename="{step}")],
+        max_steps=int(steps), accelerator="cpu", devices=int(ranks), strategy=strategy, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Model(ballast=1_000_000), ckpt_path="tiered:latest")
+    restored = io.checkpointer.restored
+    told = restored and (restored.step, restored.tier), io.checkpointer.asked
+    print("RANK", trainer.global_rank, told, flush=True)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, memory_dir):
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+
+    def launch(dirpath, steps, ranks, strategy="ddp", *, asynchronous=True):
+        tests = str(Path(__file__).parents[1])
+        arguments = [tests, dirpath, memory_dir, str(steps), str(ranks), strategy, str(int(asynchronous))]
+        return subprocess.run(
+            [sys.executable, str(script), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=LAUNCH_TIMEOUT_S,
+            check=False,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+
+    return launch
+
+
+def told(done):
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(line.partition("RANK ")[2] for line in done.stdout.splitlines() if line.startswith("RANK "))
+    return [ast.literal_eval(line.partition(" ")[2]) for line in lines]
+
+
+def test_ddp_ranks_resume_from_s3_and_rank_0_alone_asks_it(launch, s3_url, memory_dir, tmp_path):
+    Runs(s3_url, memory_dir, tmp_path).fit(
+        TieredModelCheckpoint(s3_every_n_train_steps=2, filename="{step}"), model=Model(ballast=1_000_000), max_steps=4
+    )
+    wipe(memory_dir)
+    first, *others = told(launch(s3_url, 6, 4))
+    store = open_store(TieredCheckpointConfig(dirpath=s3_url))
+    size = store.size("step=6.ckpt")
+    store.close()
+    restored, asked = first
+    assert restored == (4, "durable")
+    assert asked["requests.list"] == 1
+    # The manifest, and the object in one range of 16 MiB.
+    assert asked["requests.get"] == 2
+    assert size < asked["bytes.down"] < 1.02 * size
+    assert others == [((4, "durable"), {})] * 3
+
+
+def test_spawned_ranks_take_the_io_and_the_callback_by_pickle(launch, tmp_path):
+    dirpath = str(tmp_path / "durable")
+    told(launch(dirpath, 4, 1, "ddp_spawn"))
+    assert durable(dirpath) == ["step=4.ckpt"]
+
+
+def test_an_error_of_rank_0_ends_all_ranks(launch, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    done = launch(str(tmp_path / "file" / "run"), 4, 2, asynchronous=False)
+    assert done.returncode != 0
+    for rank in (0, 1):
+        assert f"[rank{rank}]" in done.stderr
+    assert done.stderr.count("SaveError: ") >= 2

@@ -1,0 +1,102 @@
+"""What this package relies on in Lightning without a promise, on whichever release is installed."""
+
+import inspect
+
+import pytest
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.training import Model
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
+
+OVERRIDDEN = {
+    "_save_checkpoint": ["self", "trainer", "filepath"],
+    "_save_last_checkpoint": ["self", "trainer", "monitor_candidates"],
+    "_should_remove_checkpoint": ["self", "trainer", "previous", "current"],
+    "_remove_checkpoint": ["self", "trainer", "filepath"],
+    "_find_last_checkpoints": ["self", "trainer"],
+    "file_exists": ["self", "filepath", "trainer"],
+    "to_yaml": ["self", "filepath"],
+    "setup": ["self", "trainer", "pl_module", "stage"],
+    "on_train_batch_end": ["self", "trainer", "pl_module", "outputs", "batch", "batch_idx"],
+}
+
+
+def test_private_methods_of_model_checkpoint_are_as_known():
+    for name, parameters in OVERRIDDEN.items():
+        assert list(inspect.signature(getattr(ModelCheckpoint, name)).parameters) == parameters, name
+    assert "self._should_skip_saving_checkpoint(trainer)" in inspect.getsource(ModelCheckpoint.on_train_batch_end)
+    fresh = ModelCheckpoint()
+    assert (fresh._last_global_step_saved, fresh._last_checkpoint_saved, fresh.best_k_models) == (0, "", {})
+
+
+def test_upstream_calls_what_is_overridden():
+    """Each by its name on self, so that the override is what runs."""
+    for caller, callee in (
+        ("_save_topk_checkpoint", "_save_none_monitor_checkpoint"),
+        ("_save_none_monitor_checkpoint", "_save_checkpoint"),
+        ("_save_none_monitor_checkpoint", "_should_remove_checkpoint"),
+        ("_save_none_monitor_checkpoint", "_remove_checkpoint"),
+        ("_update_best_and_save", "_save_checkpoint"),
+        ("_update_best_and_save", "_remove_checkpoint"),
+        ("_save_last_checkpoint", "_save_checkpoint"),
+        ("_get_metric_interpolated_filepath_name", "file_exists"),
+        ("on_train_batch_end", "_save_last_checkpoint"),
+        ("on_train_epoch_end", "_save_last_checkpoint"),
+        ("on_validation_end", "_save_last_checkpoint"),
+    ):
+        assert f"self.{callee}(" in inspect.getsource(getattr(ModelCheckpoint, caller)), (caller, callee)
+
+
+def test_the_empty_checkpoint_makes_lightning_skip_the_whole_restore(runs):
+    loaded = []
+
+    class Watching(Model):
+        def on_load_checkpoint(self, checkpoint):
+            loaded.append(checkpoint)
+
+    trainer, model = runs.fit(TieredModelCheckpoint(), model=Watching(), max_steps=1)
+    assert trainer.io.found_nothing
+    assert loaded == []
+    fresh = Model()
+    optimizer = fresh.configure_optimizers()
+    fresh.layer(torch.zeros(1, 8)).sum()
+    loss = fresh.layer((torch.arange(8.0) / 10).repeat(2, 1)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+
+
+def test_last_survives_lightnings_look_at_its_file_system():
+    filesystem = get_filesystem(ids.LAST_URL)
+    assert filesystem.exists(ids.LAST_URL)
+    assert filesystem.modified(ids.LAST_URL).tzinfo is not None
+    assert not get_filesystem(NOWHERE).exists(NOWHERE)
+    assert get_filesystem(NOWHERE).ls(NOWHERE) == []
+
+
+def test_lightning_asks_nothing_of_s3_itself(s3_url, memory_dir, tmp_path, monkeypatch):
+    """s3fs, through which Lightning would ask, is never called."""
+    import s3fs
+    from support.training import Runs
+
+    asked = []
+    monkeypatch.setattr(s3fs.S3FileSystem, "__init__", lambda *args, **_: asked.append(args))
+    runs = Runs(s3_url, memory_dir, tmp_path)
+    for ckpt_path in ("tiered:latest", "last", "tiered:latest"):
+        callback = TieredModelCheckpoint(s3_every_n_train_steps=3, dirpath=s3_url, save_last=True)
+        runs.fit(callback, ckpt_path=ckpt_path, max_steps=6, max_epochs=3)
+    trainer = runs.trainer([callback])
+    trainer.test(Model(), ckpt_path=callback.best_model_path, verbose=False)
+    assert asked == []
+
+
+@pytest.mark.parametrize("argument", [{}, {"weights_only": None}, {"weights_only": True}])
+def test_weights_only_may_be_given_or_not(runs, argument):
+    io = runs.io()
+    io.save_checkpoint({"global_step": 1, "w": torch.ones(2)}, "a.ckpt", storage_options={"tiers": ["memory"]})
+    assert io.load_checkpoint("a.ckpt", **argument)["w"].device.type == "cpu"
+    io.teardown()
