@@ -18,7 +18,8 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_i
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log, metrics_of_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer, SaveReport
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.session import SaveReport
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,

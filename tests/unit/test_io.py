@@ -95,7 +95,7 @@ def test_async_returns_before_and_remove_comes_behind(s3_url, make):
     tensors["w"].zero_()
     wrapped.remove_checkpoint("a.ckpt")
     io.checkpointer.wait()
-    store = io.checkpointer._durable()
+    store = io.checkpointer.session.durable()
     assert read_manifest(store, "a.ckpt") is None
     assert sorted(entry.key for entry in store.list("")) == [manifest_key("b.ckpt"), "b.ckpt"]
     assert torch.equal(wrapped.load_checkpoint("b.ckpt")["w"], state(2)["w"])
@@ -183,7 +183,7 @@ def test_the_drain_outlives_a_killed_trainer(s3_url, make, memory_dir, tmp_path)
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
     io = make(s3_url)
-    io.checkpointer._open()
+    io.checkpointer.session.open()
     io.checkpointer.wait(30)
     wipe(memory_dir)
     assert torch.equal(io.load_checkpoint("tiered:latest")["w"], torch.arange(3_000_000.0))
@@ -191,7 +191,7 @@ def test_the_drain_outlives_a_killed_trainer(s3_url, make, memory_dir, tmp_path)
 
 def test_memory_too_small_is_durable_only_with_one_warning(tmp_path, make, monkeypatch):
     io = make(str(tmp_path))
-    monkeypatch.setattr("tiered_checkpoint_io.engine.checkpointer.node_budget", lambda *_: 1 << 10)
+    monkeypatch.setattr("tiered_checkpoint_io.engine.session.node_budget", lambda *_: 1 << 10)
     with pytest.warns(UserWarning, match="memory tier can't hold") as caught:
         io.save_checkpoint(state(1), "a.ckpt")
         io.save_checkpoint(state(2), "b.ckpt")
@@ -266,8 +266,8 @@ def test_a_missing_bucket_fails_the_save_and_names_it(s3_server, make):
     with pytest.raises(SaveError, match="there-is-no-such-bucket"):
         io.save_checkpoint(state(4), "a.ckpt")
     # The failed save stays queued; forget it, so that teardown has nothing to wait for.
-    for stored in io.checkpointer._open()[0].parts():
-        io.checkpointer._open()[0].mark_drained(stored)
+    for stored in io.checkpointer.session.open().tier.parts():
+        io.checkpointer.session.open().tier.mark_drained(stored)
 
 
 def test_a_newer_format_is_never_skipped_silently(tmp_path, make, memory_dir):

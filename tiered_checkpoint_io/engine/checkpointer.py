@@ -6,9 +6,8 @@ import mmap
 import os
 import time
 import warnings
-from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit, coordination
 from tiered_checkpoint_io.engine.choice import Selector
-from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
+from tiered_checkpoint_io.engine.queue import Outcome
 from tiered_checkpoint_io.engine.restore import Restored, Restorer, open_restored
-from tiered_checkpoint_io.engine.saver import Facts, HostPins, Saver, part_of
-from tiered_checkpoint_io.engine.supervise import DrainHandle
+from tiered_checkpoint_io.engine.saver import Facts, part_of
+from tiered_checkpoint_io.engine.session import Progress, SaveReport, Session, current_rank, current_world_size
 from tiered_checkpoint_io.errors import (
     ConfigError,
     InvalidNameError,
@@ -31,10 +30,10 @@ from tiered_checkpoint_io.errors import (
     UsageError,
 )
 from tiered_checkpoint_io.image import Image, plan
-from tiered_checkpoint_io.logs import Logger, get_logger, rate
+from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.manifest import Metric
-from tiered_checkpoint_io.storage import Store, open_store
-from tiered_checkpoint_io.storage.memory import MemoryTier, node_budget
+from tiered_checkpoint_io.storage import Store
+from tiered_checkpoint_io.storage.memory import MemoryTier
 
 TIERS = frozenset({"memory", "durable"})
 
@@ -49,62 +48,14 @@ class NoCheckpoint(dict[str, Any]):
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a save did.
-
-    Attributes:
-        name: The checkpoint's name.
-        step: Its training step; -1 where the state does not tell.
-        save_id: The save's id.
-        size: Bytes.
-        stall_s: How long the caller waited, seconds.
-        tiers: Where it is, or is on its way to.
-    """
-
-    name: str
-    step: int
-    save_id: str
-    size: int
-    stall_s: float
-    tiers: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A view of background work for progress bars and metrics.
-
-    Attributes:
-        pending: Operations that wait for the drain.
-        drain: What the drain last said.
-        last_save: The newest save of this process.
-        counters: ``saved``, ``failed`` and ``skipped`` saves of this process.
-    """
-
-    pending: int
-    drain: DrainProgress
-    last_save: SaveReport | None
-    counters: dict[str, int] = field(default_factory=dict)
-
-
 class Checkpointer:
     """Both tiers of one job, as one process uses them. Opens nothing before it is used."""
 
     def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None) -> None:
         self.config = config
         self.dirpath = config.dirpath
+        self.session = Session(config, logger=logger)
         self.restored: Restored | None = None
-        self._log = get_logger(config.namespace, rank=_rank(), log_dir=config.log_dir, logger=logger)
-        self._pins = HostPins()
-        self._opened: tuple[MemoryTier, Saver, DrainHandle] | None = None
-        self._store: Store | None = None
-        self._run_id: str | None = None
-        self._counter = 0
-        self._known: set[str] | None = None
-        self._counts: Counter[str] = Counter()
-        self._asked: Counter[str] = Counter()
-        self._last_save: SaveReport | None = None
-        self._outcomes: list[Outcome] = []
         self._warned_small = False
 
     # ------------------------------------------------------------------------------------- save
@@ -146,17 +97,16 @@ class Checkpointer:
             )
         name = ids.name_in(self.dirpath, path)
         started = time.monotonic()
-        self._surface()
+        self.session.surface()
         step, epoch = _position(state, name)
         try:
-            tier, _, _ = self._open()
             facts = Facts(
                 name=name,
-                save_id=self._next_id(tier),
+                save_id=self.session.next_id(),
                 step=step,
                 epoch=epoch,
-                world_size=_world_size(),
-                rank=_rank(),
+                world_size=current_world_size(),
+                rank=current_rank(),
                 dirpath=self.dirpath,
                 durable="durable" in wanted,
                 metric=Metric(*metric) if metric is not None else None,
@@ -165,24 +115,27 @@ class Checkpointer:
         except (InvalidNameError, ConfigError, UsageError):
             raise
         except Exception as error:
-            self._failed(name, step, error)
+            self.session.failed(name, step, error)
             return None
         stall = time.monotonic() - started
-        self._counts["saved"] += 1
-        self._last_save = SaveReport(name, step, facts.save_id, size, stall, done)
-        self._log.info("Step %d: saved %s to %s: %s", step, name, "+".join(sorted(done)), rate(size, stall))
-        return self._last_save
+        self.session.counts["saved"] += 1
+        report = SaveReport(name, step, facts.save_id, size, stall, done)
+        self.session.last_save = report
+        self.session.log.info("Step %d: saved %s to %s: %s", step, name, "+".join(sorted(done)), rate(size, stall))
+        return report
 
     def _save(self, state: Any, facts: Facts, *, wait: bool) -> tuple[int, frozenset[str]]:
-        _, saver, drain = self._open()
+        _, saver, drain = self.session.open()
         if facts.durable:
             drain.start()
-            if not drain.has_room(self._next_id(self._open()[0])):
-                self._counts["skipped"] += 1
-                self._log.warning("Step %d: %s stays in memory: the durable tier is behind", facts.step, facts.name)
+            if not drain.has_room(self.session.next_id()):
+                self.session.counts["skipped"] += 1
+                self.session.log.warning(
+                    "Step %d: %s stays in memory: the durable tier is behind", facts.step, facts.name
+                )
                 facts = replace(facts, durable=False)
-            elif self._known is not None:
-                self._known.add(facts.name)
+            else:
+                self.session.note(facts.name, exists=True)
         image = plan(state)
         try:
             saver.save(image, facts)
@@ -213,43 +166,32 @@ class Checkpointer:
         with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
             hashes = image.fill(view)
             with view.toreadonly() as data:
-                commit.commit_full(self._durable(), part_of(image, facts, hashes), data)
+                commit.commit_full(self.session.durable(), part_of(image, facts, hashes), data)
 
     # --------------------------------------------------------------------------- alias and remove
     def alias(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
         """Makes ``path`` name the files of ``target``, once that is durable; uploads nothing."""
         name = ids.name_in(self.dirpath, path)
-        self._submit("alias", name, ids.name_in(self.dirpath, target))
-        if self._known is not None:
-            self._known.add(name)
+        self.session.submit("alias", name, ids.name_in(self.dirpath, target))
+        self.session.note(name, exists=True)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint from memory now, and from the durable tier behind earlier commits."""
         name = ids.name_in(self.dirpath, path)
-        tier, _, _ = self._open()
+        tier = self.session.open().tier
         memory_only = False
         for stored in tier.parts():
             if stored.part.name == name and stored.part.dirpath == self.dirpath and not stored.pending:
                 memory_only = not stored.part.durable
                 tier.remove(stored)
         if not memory_only:
-            self._submit("delete", name)
-        if self._known is not None:
-            self._known.discard(name)
+            self.session.submit("delete", name)
+        self.session.note(name, exists=False)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Whether a name is taken on the durable tier, or queued for it, as far as this process knows."""
         name = ids.name_in(self.dirpath, path)
-        if self._known is None:
-            tier, _, _ = self._open()
-            listed = (ids.name_from_manifest_key(e.key) for e in self._durable().list(ids.MANIFEST_PREFIX))
-            self._remember(tier, {known for known in listed if known is not None})
-        return self._known is not None and name in self._known
-
-    def _remember(self, tier: MemoryTier, listed: set[str]) -> None:
-        queued = {request.name for request in self._open()[2].queue.requests() if request.action == "alias"}
-        pending = {stored.part.name for stored in tier.parts() if stored.pending}
-        self._known = listed | queued | pending
+        return self.session.knows(name)
 
     # ------------------------------------------------------------------------------------- load
     def load(self, path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool | None = None) -> Any:
@@ -272,7 +214,7 @@ class Checkpointer:
         error: Exception | None = None
         dirpath, selector = self.dirpath, Selector("latest")
         try:
-            tier, _, _ = self._open()
+            tier = self.session.open().tier
             dirpath, selector = self._select(os.fspath(path))
         except Exception as caught:
             # The others are on their way to the first exchange: they must hear of it there.
@@ -296,14 +238,14 @@ class Checkpointer:
         weights_only: bool | None,
     ) -> Any:
         def store() -> Store:
-            return self._durable() if dirpath == self.dirpath else self._other(dirpath)
+            return self.session.durable(dirpath)
 
-        restorer = Restorer(self.config, tier, store, self._log, dirpath)
+        restorer = Restorer(self.config, tier, store, self.session.log, dirpath)
         restored = restorer.restore(selector, group)
         if restorer.listed is not None and dirpath == self.dirpath:
-            self._remember(tier, restorer.listed)
+            self.session.remember(restorer.listed)
         if restored is None:
-            self._log.info("no checkpoint at %s: starting from scratch", dirpath)
+            self.session.log.info("no checkpoint at %s: starting from scratch", dirpath)
             return NoCheckpoint()
         state: Any = None
         error: Exception | None = None
@@ -315,7 +257,8 @@ class Checkpointer:
             # Nobody leaves before all have opened the file, and all fail if one does.
             coordination.agree(group, error)
         self.restored = restored
-        self._take_up(tier)
+        self.session.newest_seen = restored.newest_save_id
+        self.session.take_up()
         return state
 
     def _select(self, text: str) -> tuple[str, Selector]:
@@ -343,141 +286,36 @@ class Checkpointer:
                 operation="load",
                 tier=restored.tier,
                 key=restored.name,
-                rank=_rank(),
+                rank=current_rank(),
                 step=restored.step,
                 hint="if it holds objects of yours and you trust it, set weights_only to false",
             ) from error
 
-    def _take_up(self, tier: MemoryTier) -> None:
-        """Starts the drain for what an earlier process left."""
-        _, _, drain = self._open()
-        if any(stored.pending for stored in tier.parts()) and _rank() == 0:
-            drain.start()
-
     # ------------------------------------------------------------------------------- background
     def poll(self) -> list[Outcome]:
-        """Background operations that ended since the last call, each once."""
-        if self._opened is None:
-            return []
-        fresh = self._outcomes + self._opened[2].new_outcomes()
-        self._outcomes = []
-        return fresh
+        """See :meth:`Session.poll`."""
+        return self.session.poll()
 
     @property
     def asked(self) -> dict[str, int]:
-        """Requests and bytes that this process itself asked of the durable tier; the drain's are its own."""
-        now = Counter(self._store.metrics.snapshot()) if self._store is not None else Counter()
-        return dict(self._asked + now)
+        """See :attr:`Session.asked`."""
+        return self.session.asked
 
     def is_pending(self, name: str) -> bool:
-        """Whether a save or alias of this name is still on its way to the durable tier."""
-        if self._opened is None:
-            return False
-        tier, _, drain = self._opened
-        if any(request.name == name for request in drain.queue.requests()):
-            return True
-        return any(stored.pending and stored.part.name == name for stored in tier.parts())
+        """See :meth:`Session.is_pending`."""
+        return self.session.is_pending(name)
 
     def progress(self) -> Progress:
-        """Where background work stands."""
-        if self._opened is None:
-            return Progress(0, DrainProgress(), self._last_save, dict(self._counts))
-        drain = self._opened[2]
-        return Progress(len(drain.pending()), drain.progress(), self._last_save, dict(self._counts))
+        """See :meth:`Session.progress`."""
+        return self.session.progress()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until all queued work is on the durable tier.
-
-        Raises:
-            DrainError: It is not, after ``timeout_s`` (by default ``wait_timeout_s``) seconds.
-        """
-        if self._opened is not None:
-            self._opened[2].flush(self.config.wait_timeout_s if timeout_s is None else timeout_s)
+        """See :meth:`Session.wait`."""
+        self.session.wait(timeout_s)
 
     def close(self) -> None:
-        """Waits for queued work, shows background errors once, and frees everything."""
-        if self._opened is None:
-            return
-        tier, saver, drain = self._opened
-        try:
-            if drain.pending():
-                try:
-                    drain.start()
-                    self.wait()
-                except Exception as error:
-                    self._failed("queued checkpoints", -1, error)
-            self._surface()
-        finally:
-            self._opened = None
-            saver.close()
-            drain.close(timeout_s=self.config.wait_timeout_s)
-            tier.close()
-            if self._store is not None:
-                self._asked.update(self._store.metrics.snapshot())
-                self._store.close()
-                self._store = None
-
-    # ----------------------------------------------------------------------------------- inside
-    def _open(self) -> tuple[MemoryTier, Saver, DrainHandle]:
-        if self._opened is None:
-            config = self.config
-            budget = None
-            if os.path.isdir(config.memory_dir):
-                budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
-            tier = MemoryTier.open(config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin)
-            saver = Saver(tier, keep_last=config.memory_keep_last, pins=self._pins)
-            self._opened = (tier, saver, DrainHandle(tier, config, self._log))
-        return self._opened
-
-    def _durable(self) -> Store:
-        if self._store is None:
-            self._store = open_store(self.config)
-        return self._store
-
-    def _other(self, dirpath: str) -> Store:
-        return open_store(self.config, dirpath)
-
-    def _next_id(self, tier: MemoryTier) -> str:
-        if self._run_id is None:
-            seen = [stored.save_id for stored in tier.parts()]
-            if self.restored is not None and self.restored.newest_save_id is not None:
-                seen.append(self.restored.newest_save_id)
-            self._run_id = ids.new_run_id(after=max(seen, default=None))
-        self._counter += 1
-        return ids.save_id(self._run_id, self._counter)
-
-    def _submit(self, action: Any, name: str, target: str = "") -> None:
-        tier, _, drain = self._open()
-        drain.submit(Request(self._next_id(tier), action, name, self.dirpath, target))
-
-    def _surface(self) -> None:
-        """Shows failures of the background, each once."""
-        if self._opened is None:
-            return
-        fresh = self._opened[2].new_outcomes()
-        # Whoever polls sees them too.
-        self._outcomes += fresh
-        bad = [outcome for outcome in fresh if outcome.state == "failed" and outcome.action != "cancel"]
-        for outcome in bad:
-            error = SaveError(
-                f"{outcome.action} of {outcome.name} did not reach the durable tier: {outcome.error}",
-                operation=outcome.action,
-                tier="durable",
-                key=ids.join_url(self.dirpath, outcome.name),
-                step=outcome.step if outcome.step >= 0 else None,
-                hint="it stays in node memory and is tried again",
-            )
-            self._failed(outcome.name, outcome.step, error)
-
-    def _failed(self, name: str, step: int, error: Exception) -> None:
-        self._counts["failed"] += 1
-        self._log.error("Step %d: saving %s failed: %s", step, name, error)
-        if self.config.on_save_error == "raise":
-            if isinstance(error, SaveError):
-                raise error
-            raise SaveError(
-                f"saving {name} failed: {error}", operation="save", key=ids.join_url(self.dirpath, name), step=step
-            ) from error
+        """See :meth:`Session.close`."""
+        self.session.close()
 
 
 def _position(state: Any, name: str) -> tuple[int, int]:
@@ -487,15 +325,3 @@ def _position(state: Any, name: str) -> tuple[int, int]:
         in_name = ids.step_in_name(name)
         step = -1 if in_name is None else in_name
     return step, epoch if isinstance(epoch, int) and not isinstance(epoch, bool) and epoch >= 0 else -1
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

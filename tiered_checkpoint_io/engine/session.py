@@ -1,0 +1,278 @@
+"""What one process holds of one job: both tiers, the drain, ids, counters. Opened on first use."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
+from tiered_checkpoint_io.engine.saver import HostPins, Saver
+from tiered_checkpoint_io.engine.supervise import DrainHandle
+from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.logs import Logger, get_logger
+from tiered_checkpoint_io.storage import Store, open_store
+from tiered_checkpoint_io.storage.memory import MemoryTier, node_budget
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes:
+        name: The checkpoint's name.
+        step: Its training step; -1 where the state does not tell.
+        save_id: The save's id.
+        size: Bytes.
+        stall_s: How long the caller waited, seconds.
+        tiers: Where it is, or is on its way to.
+    """
+
+    name: str
+    step: int
+    save_id: str
+    size: int
+    stall_s: float
+    tiers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A view of background work for progress bars and metrics.
+
+    Attributes:
+        pending: Operations that wait for the drain.
+        drain: What the drain last said.
+        last_save: The newest save of this process.
+        counters: ``saved``, ``failed`` and ``skipped`` saves of this process.
+    """
+
+    pending: int
+    drain: DrainProgress
+    last_save: SaveReport | None
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+class Opened(NamedTuple):
+    """What is open while a session is in use."""
+
+    tier: MemoryTier
+    saver: Saver
+    drain: DrainHandle
+
+
+class Session:
+    """Both tiers of one job, as one process uses them.
+
+    Attributes:
+        config: The configuration.
+        dirpath: The durable tier.
+        log: Where to log.
+        counts: ``saved``, ``failed`` and ``skipped`` saves of this process.
+        last_save: The newest save of this process.
+        newest_seen: The newest save id that a restore saw in any tier; new ids sort behind it.
+    """
+
+    def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None) -> None:
+        self.config = config
+        self.dirpath = config.dirpath
+        self.log = get_logger(config.namespace, rank=current_rank(), log_dir=config.log_dir, logger=logger)
+        self.counts: Counter[str] = Counter()
+        self.last_save: SaveReport | None = None
+        self.newest_seen: str | None = None
+        self._pins = HostPins()
+        self._opened: Opened | None = None
+        self._store: Store | None = None
+        self._run_id: str | None = None
+        self._counter = 0
+        self._known: set[str] | None = None
+        self._asked: Counter[str] = Counter()
+        self._outcomes: list[Outcome] = []
+
+    # ------------------------------------------------------------------------------------- tiers
+    def open(self) -> Opened:
+        """The memory tier, the saver and the drain's handle.
+
+        Raises:
+            MemoryUnsafeError: The memory tier's folder is not safe to use.
+            MemoryTierError: memory_dir is missing or can't be written.
+        """
+        if self._opened is None:
+            config = self.config
+            budget = None
+            if os.path.isdir(config.memory_dir):
+                budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
+            tier = MemoryTier.open(config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin)
+            saver = Saver(tier, keep_last=config.memory_keep_last, pins=self._pins)
+            self._opened = Opened(tier, saver, DrainHandle(tier, config, self.log))
+        return self._opened
+
+    def durable(self, dirpath: str | None = None) -> Store:
+        """The durable tier; another one where a dirpath is given."""
+        if dirpath is not None and dirpath != self.dirpath:
+            return open_store(self.config, dirpath)
+        if self._store is None:
+            self._store = open_store(self.config)
+        return self._store
+
+    def close(self) -> None:
+        """Waits for queued work, shows background errors once, and frees everything."""
+        if self._opened is None:
+            return
+        tier, saver, drain = self._opened
+        try:
+            if drain.pending():
+                try:
+                    drain.start()
+                    self.wait()
+                except Exception as error:
+                    self.failed("queued checkpoints", -1, error)
+            self.surface()
+        finally:
+            self._opened = None
+            saver.close()
+            drain.close(timeout_s=self.config.wait_timeout_s)
+            tier.close()
+            if self._store is not None:
+                self._asked.update(self._store.metrics.snapshot())
+                self._store.close()
+                self._store = None
+
+    # --------------------------------------------------------------------------------------- ids
+    def next_id(self) -> str:
+        """The id of the next operation of this process."""
+        if self._run_id is None:
+            seen = [stored.save_id for stored in self.open().tier.parts()]
+            if self.newest_seen is not None:
+                seen.append(self.newest_seen)
+            self._run_id = ids.new_run_id(after=max(seen, default=None))
+        self._counter += 1
+        return ids.save_id(self._run_id, self._counter)
+
+    # ------------------------------------------------------------------------------- known names
+    def remember(self, listed: set[str]) -> None:
+        """Takes the names on the durable tier, as they were just listed."""
+        tier, _, drain = self.open()
+        queued = {request.name for request in drain.queue.requests() if request.action == "alias"}
+        pending = {stored.part.name for stored in tier.parts() if stored.pending}
+        self._known = listed | queued | pending
+
+    def note(self, name: str, *, exists: bool) -> None:
+        """Takes note of a name that is given out, or taken away."""
+        if self._known is not None:
+            (self._known.add if exists else self._known.discard)(name)
+
+    def knows(self, name: str) -> bool:
+        """Whether a name is on the durable tier, or queued for it: one LIST at first use, none later.
+
+        Raises:
+            StoreError: The durable tier could not be asked.
+        """
+        if self._known is None:
+            listed = (ids.name_from_manifest_key(e.key) for e in self.durable().list(ids.MANIFEST_PREFIX))
+            self.remember({known for known in listed if known is not None})
+        return self._known is not None and name in self._known
+
+    # -------------------------------------------------------------------------------- background
+    def poll(self) -> list[Outcome]:
+        """Background operations that ended since the last call, each once."""
+        if self._opened is None:
+            return []
+        fresh = self._outcomes + self._opened.drain.new_outcomes()
+        self._outcomes = []
+        return fresh
+
+    @property
+    def asked(self) -> dict[str, int]:
+        """Requests and bytes that this process itself asked of the durable tier; the drain's are its own."""
+        now = Counter(self._store.metrics.snapshot()) if self._store is not None else Counter()
+        return dict(self._asked + now)
+
+    def is_pending(self, name: str) -> bool:
+        """Whether a save or alias of this name is still on its way to the durable tier."""
+        if self._opened is None:
+            return False
+        if any(request.name == name for request in self._opened.drain.queue.requests()):
+            return True
+        return any(stored.pending and stored.part.name == name for stored in self._opened.tier.parts())
+
+    def progress(self) -> Progress:
+        """Where background work stands."""
+        if self._opened is None:
+            return Progress(0, DrainProgress(), self.last_save, dict(self.counts))
+        drain = self._opened.drain
+        return Progress(len(drain.pending()), drain.progress(), self.last_save, dict(self.counts))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until all queued work is on the durable tier.
+
+        Raises:
+            DrainError: It is not, after ``timeout_s`` (by default ``wait_timeout_s``) seconds.
+        """
+        if self._opened is not None:
+            self._opened.drain.flush(self.config.wait_timeout_s if timeout_s is None else timeout_s)
+
+    def submit(self, action: Literal["alias", "delete"], name: str, target: str = "") -> None:
+        """Queues an alias or a delete behind what was saved before it."""
+        self.open().drain.submit(Request(self.next_id(), action, name, self.dirpath, target))
+
+    def take_up(self) -> None:
+        """Starts the drain for what an earlier process left."""
+        tier, _, drain = self.open()
+        if any(stored.pending for stored in tier.parts()) and current_rank() == 0:
+            drain.start()
+
+    def surface(self) -> None:
+        """Shows failures of the background, each once.
+
+        Raises:
+            SaveError: There is one, and ``on_save_error`` is ``raise``.
+        """
+        if self._opened is None:
+            return
+        fresh = self._opened.drain.new_outcomes()
+        # Whoever polls sees them too.
+        self._outcomes += fresh
+        bad = [outcome for outcome in fresh if outcome.state == "failed" and outcome.action != "cancel"]
+        for outcome in bad:
+            error = SaveError(
+                f"{outcome.action} of {outcome.name} did not reach the durable tier: {outcome.error}",
+                operation=outcome.action,
+                tier="durable",
+                key=ids.join_url(self.dirpath, outcome.name),
+                step=outcome.step if outcome.step >= 0 else None,
+                hint="it stays in node memory and is tried again",
+            )
+            self.failed(outcome.name, outcome.step, error)
+
+    def failed(self, name: str, step: int, error: Exception) -> None:
+        """Counts and logs a failure.
+
+        Raises:
+            SaveError: ``on_save_error`` is ``raise``.
+        """
+        self.counts["failed"] += 1
+        self.log.error("Step %d: saving %s failed: %s", step, name, error)
+        if self.config.on_save_error == "raise":
+            if isinstance(error, SaveError):
+                raise error
+            raise SaveError(
+                f"saving {name} failed: {error}", operation="save", key=ids.join_url(self.dirpath, name), step=step
+            ) from error
+
+
+def current_rank() -> int:
+    """This process's rank; 0 without torch.distributed."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def current_world_size() -> int:
+    """The number of ranks; 1 without torch.distributed."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
