@@ -59,6 +59,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
     All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the
     durable tier. Memory steps are never in the top-k, have names of their own, and hold the whole
     training state even where ``save_weights_only`` is set, because they are there to resume from.
+
+    Until a run begins, ``best_model_path`` is a URL that loads the best checkpoint there is.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         self._ask_exists = True
         self._polled = 0.0
         self._reporter = Reporter(self)
+        self._promise_best()
 
     @classmethod
     def from_config(cls, block: Any, **model_checkpoint_args: Any) -> TieredModelCheckpoint:
@@ -172,12 +175,19 @@ class TieredModelCheckpoint(ModelCheckpoint):
             )
         self._io = io
         self._ask_exists = True
+        if ids.parse_best_url(self.best_model_path) is not None:
+            self.best_model_path = ""
         # Upstream looks into the folder here; ours holds many checkpoints by design, and is remote.
         self.dirpath = NOWHERE
         try:
             super().setup(trainer, pl_module, stage)
         finally:
             self.dirpath = dirpath
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        if stage != "fit":
+            self._promise_best()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -310,6 +320,10 @@ class TieredModelCheckpoint(ModelCheckpoint):
         super().to_yaml(filepath)
 
     # ----------------------------------------------------------------------------------- inside
+    def _promise_best(self) -> None:
+        """Lets ``ckpt_path="best"`` find, in a process that has not trained, what earlier ones saved."""
+        self.best_model_path = self.best_model_path or ids.best_url(self.monitor, self.mode)
+
     @property
     def _engine(self) -> Checkpointer:
         if self._io is None:

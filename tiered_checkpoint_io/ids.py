@@ -10,6 +10,8 @@ import re
 import secrets
 import time
 from datetime import datetime, timedelta, timezone
+from typing import Literal
+from urllib.parse import parse_qsl, urlencode
 
 from tiered_checkpoint_io.errors import InvalidNameError
 
@@ -19,6 +21,8 @@ LATEST = "tiered:latest"
 LAST = "tiered:last"
 #: As a URL: Lightning asks the file system of what it resolves "last" to.
 LAST_URL = "tiered://last"
+#: The checkpoint whose monitored value is the best: ``tiered://best?mode=min&monitor=val_loss``.
+_BEST_URL = "tiered://best"
 
 #: Everything that is ours on the durable tier, besides the checkpoints themselves, lies below this.
 META_PREFIX = ".tiered/"
@@ -114,6 +118,29 @@ def normalize_dirpath(dirpath: StrPath) -> str:
 def join_url(dirpath: str, name: str) -> str:
     """The full path of a checkpoint: what Lightning shows as ``best_model_path``."""
     return f"{dirpath.rstrip('/')}/{name}" if not dirpath.endswith("://") else dirpath + name
+
+
+# -------------------------------------------------------------------------------------- sentinels
+def best_url(monitor: str | None, mode: str) -> str:
+    """The URL that loads the checkpoint whose ``monitor`` is the best; ``mode`` is ``min`` or ``max``."""
+    return f"{_BEST_URL}?{urlencode({'mode': mode, 'monitor': monitor or ''})}"
+
+
+def parse_best_url(text: str) -> tuple[str, Literal["min", "max"]] | None:
+    """The monitor and the mode of a :func:`best_url`; None for any other text.
+
+    Raises:
+        InvalidNameError: It begins like one, but is none.
+    """
+    head, _, query = text.partition("?")
+    if head != _BEST_URL:
+        return None
+    facts = dict(parse_qsl(query, keep_blank_values=True))
+    if set(facts) != {"mode", "monitor"} or facts["mode"] not in ("min", "max"):
+        raise InvalidNameError(
+            f"not a sentinel: {text!r}", hint="it must look like tiered://best?mode=min&monitor=loss"
+        )
+    return facts["monitor"], "max" if facts["mode"] == "max" else "min"
 
 
 # ------------------------------------------------------------------------------- names and steps

@@ -172,3 +172,23 @@ def test_best_is_tested_after_fit_and_by_its_name_elsewhere(runs):
     trainer.test(model, ckpt_path="best", verbose=False)
     runs.wipe()
     runs.trainer([TieredModelCheckpoint()]).test(model, ckpt_path=callback.best_model_path, verbose=False)
+
+
+@pytest.mark.parametrize(("mode", "step"), [("min", 4), ("max", 8)])
+def test_best_is_found_by_a_process_that_has_not_trained(runs_on_each, mode, step):
+    def watching(**more):
+        return TieredModelCheckpoint(s3_every_n_train_steps=2, monitor="score", mode=mode, save_top_k=3, **more)
+
+    trained = watching(memory_every_n_train_steps=1)
+    runs_on_each.fit(trained, max_steps=15)
+    runs_on_each.wipe()
+    trainer = runs_on_each.trainer([watching()])
+    for _ in range(2):
+        trainer.test(Model(), ckpt_path="best", verbose=False)
+        assert trainer.io.checkpointer.restored.step == step
+    assert trained.best_model_path.endswith(f"step={step}.ckpt")
+    resumed, _ = runs_on_each.fit(watching(), ckpt_path="best", max_steps=step + 1)
+    assert resumed.io.checkpointer.restored.step == step
+    other = TieredModelCheckpoint(monitor="unknown")
+    with pytest.raises(CheckpointNotFoundError, match="tells a value of 'unknown'"):
+        runs_on_each.fit(other, ckpt_path="best")

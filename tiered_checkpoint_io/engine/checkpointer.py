@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from tiered_checkpoint_io.engine.restore import Restored, Restorer, open_restore
 from tiered_checkpoint_io.engine.saver import Facts, part_of
 from tiered_checkpoint_io.engine.session import Progress, SaveReport, Session, current_rank, current_world_size
 from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
     ConfigError,
     InvalidNameError,
     MemoryFullError,
@@ -198,7 +199,8 @@ class Checkpointer:
         """Loads a checkpoint; while torch.distributed is initialised, every rank has to call this.
 
         Args:
-            path: ``tiered:latest``, ``tiered:last``, a name, or a path or URL, also outside dirpath.
+            path: ``tiered:latest``, ``tiered:last``, ``tiered://best?mode=min&monitor=loss``, a name, or a
+                path or URL, also outside dirpath.
             map_location: As ``torch.load`` takes it.
             weights_only: As ``torch.load`` takes it; None for the configuration's.
 
@@ -244,6 +246,13 @@ class Checkpointer:
         restored = restorer.restore(selector, group)
         if restorer.listed is not None and dirpath == self.dirpath:
             self.session.remember(restorer.listed)
+        if restored is None and selector.kind == "best":
+            raise CheckpointNotFoundError(
+                f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",
+                operation="load",
+                key=dirpath,
+                hint="see `tiered-ckpt ls` for those that exist",
+            )
         if restored is None:
             self.session.log.info("no checkpoint at %s: starting from scratch", dirpath)
             return NoCheckpoint()
@@ -266,6 +275,12 @@ class Checkpointer:
             return self.dirpath, Selector("latest")
         if text in (ids.LAST, ids.LAST_URL):
             return self.dirpath, Selector("last")
+        best = ids.parse_best_url(text)
+        if best is not None:
+            monitor, mode = best
+            # Without a monitor the newest is the best, as upstream has it.
+            kind: Literal["best", "latest"] = "best" if monitor else "latest"
+            return self.dirpath, Selector(kind, monitor=monitor, mode=mode)
         try:
             return self.dirpath, Selector("name", ids.name_in(self.dirpath, text))
         except InvalidNameError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.manifest import Content, Manifest
+from tiered_checkpoint_io.manifest import Content, Manifest, newest_first
 
 Tier = Literal["memory", "durable"]
 
@@ -18,20 +19,36 @@ class Selector:
 
     Attributes:
         kind: ``latest``: the newest of all; ``last``: the newest that is called "last";
-            ``name``: the newest of one name.
+            ``name``: the newest of one name; ``best``: the one with the best monitored value.
         name: For ``name``.
+        monitor: For ``best``: which value.
+        mode: For ``best``: which end of it is the best.
     """
 
-    kind: Literal["latest", "last", "name"]
+    kind: Literal["latest", "last", "name", "best"]
     name: str = ""
+    monitor: str = ""
+    mode: Literal["min", "max"] = "min"
 
     def wants(self, name: str) -> bool:
-        """Whether a checkpoint of this name is meant."""
-        if self.kind == "latest":
+        """Whether a checkpoint of this name is meant, or may be."""
+        if self.kind in ("latest", "best"):
             return True
         if self.kind == "last":
             return ids.is_last(name)
         return name == self.name
+
+    def in_order(self, contents: Iterable[Content]) -> list[Content]:
+        """Those that are meant, the first to be tried first: the best, or the latest."""
+        latest = newest_first(contents)
+        if self.kind != "best":
+            return latest
+        earliest = reversed(latest)
+        rated = [(each.metric.value, each) for each in earliest if each.metric and each.metric.monitor == self.monitor]
+        # Of equals the earliest, as ModelCheckpoint has it: the sort is stable. What is not a number is the worst.
+        sign = 1 if self.mode == "min" else -1
+        ordered = sorted(rated, key=lambda pair: math.inf if math.isnan(pair[0]) else sign * pair[0])
+        return [content for _, content in ordered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +80,7 @@ def candidates(
     selector: Selector,
     aliases: Mapping[str, str] | None = None,
 ) -> list[Candidate]:
-    """The saves to try, the latest first.
+    """The saves to try.
 
     Args:
         memory: What each node's memory holds; a key for every node.
@@ -72,7 +89,7 @@ def candidates(
         aliases: Aliases that are queued but not yet on the durable tier, and their targets.
 
     Returns:
-        Only such as each node can get, from its own memory or from the durable tier.
+        In the selector's order, only such as each node can get, from its own memory or from the durable tier.
     """
     wanted = {target for alias, target in (aliases or {}).items() if selector.wants(alias)}
     found: dict[str, tuple[str, Content]] = {}
@@ -85,8 +102,8 @@ def candidates(
             if selector.wants(entry.name) or entry.name in wanted:
                 found.setdefault(entry.content.save_id, (entry.name, entry.content))
     made = []
-    for save_id in sorted(found, reverse=True):
-        name, content = found[save_id]
+    for content in selector.in_order(content for _, content in found.values()):
+        save_id, name = content.save_id, found[content.save_id][0]
         sources = {}
         for node, held in memory.items():
             here: tuple[Tier, ...] = ("memory",) if any(e.content.save_id == save_id for e in held) else ()

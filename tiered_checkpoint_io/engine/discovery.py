@@ -73,6 +73,11 @@ def discover(open_store: Callable[[], Store], selector: Selector, queued: dict[s
             known.listed = set(names)
             known.rest = [name for name in names if selector.wants(name)]
             _read_batch(store, known)
+            while selector.kind == "best" and known.rest:
+                # Which one it is no name tells.
+                earlier, notes = known.manifests, known.rejected
+                _read_batch(store, known)
+                known.manifests, known.rejected = earlier + known.manifests, notes + known.rejected
     except Exception as error:
         return Known(error=_as_ours(error))
     return known
