@@ -85,8 +85,8 @@ def test_each_request_survives_a_fault_that_passes(open_store, proxy):
         store.delete("small")
         # put, get, head, create, part, complete, list, delete: each was asked once too often.
         assert store.metrics.snapshot()["retries"] - before == 8
-    # Where a part got no answer, its upload is asked after as well.
-    assert proxy.counts.pop("list_parts") == 1
+    # Where a part or the last request of an upload got no answer, its upload is asked after as well.
+    assert proxy.counts.pop("list_parts") == 2
     assert sum(proxy.counts.values()) == 8 + 8 + 3
 
 
@@ -170,6 +170,24 @@ def test_an_upload_that_others_aborted_is_made_again(open_store, proxy, uploads,
     assert store.get("x") == data
     assert sum(seen) == len(data)
     assert uploads() == []
+
+
+def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_store, proxy, uploads, s3_server, s3_url):
+    data = os.urandom(20 * MIB)
+    # What Ceph answers: "this multipart completion is already in progress", to the end of days.
+    proxy.plan = on("complete", refuse(500, "InternalError"), range(1, 4))
+    seen = []
+
+    def abort_at_the_last_part(count):
+        seen.append(count)
+        if sum(seen) == len(data):
+            s3_server.empty(*s3_url.removeprefix("s3://").split("/", 1))
+
+    open_store().upload("x", memoryview(data), journal=MemoryJournal(), progress=abort_at_the_last_part)
+    assert open_store().get("x") == data
+    assert uploads() == []
+    # Asked after at once: it does not wait until the server gives up on it.
+    assert (proxy.counts["create"], proxy.counts["complete"]) == (2, 4)
 
 
 def test_an_outage_leaves_the_upload_to_the_next_process(open_store, proxy, uploads):

@@ -322,7 +322,7 @@ class S3Store:
             try:
                 return self._once(operation, method, key, arguments, body=body)
             except StoreUnavailableError as error:
-                if doubt is not None and not isinstance(error.__cause__, botocore.exceptions.ClientError):
+                if doubt is not None and not _just_busy(error.__cause__):
                     doubt()
                 raise
 
@@ -416,3 +416,11 @@ def _is_bad_certificate(error: BaseException) -> bool:
             return True
         seen = (seen.__cause__ or seen.__context__) if seen is not None else None
     return False
+
+
+def _just_busy(error: BaseException | None) -> bool:
+    """Whether the server did answer, and not with 500, which may mean anything."""
+    if not isinstance(error, botocore.exceptions.ClientError):
+        return False
+    answer: Any = error.response
+    return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") != 500)

@@ -21,7 +21,7 @@ _log = logging.getLogger("tiered_checkpoint_io.s3")
 class Ask(Protocol):
     """Sends a request, repeated as need be, and gives boto3's answer.
 
-    ``doubt`` is called after each attempt that got no answer at all; what it raises is final.
+    ``doubt`` is called after each attempt that got no answer, or an internal error; what it raises is final.
     """
 
     def __call__(
@@ -129,7 +129,8 @@ class MultipartUploads:
         report.add(sum(cut.size_of(number) for number in arrived))
 
         def is_gone() -> None:
-            # Some servers hang up on a part of an upload that others aborted, before they say so.
+            # Of an upload that others aborted, some servers say so when asked for its parts, but hang up on a
+            # new part, and take the last request for one that is in progress already.
             with contextlib.suppress(StoreUnavailableError):
                 self._ask_once("list_parts", "list_parts", key, {**upload_id, "MaxParts": 1})
 
@@ -145,7 +146,7 @@ class MultipartUploads:
         try:
             self._parts.run([number for number in cut.numbers if number not in arrived], send_part)
             whole = {**upload_id, "MultipartUpload": {"Parts": [arrived[number] for number in cut.numbers]}}
-            self._ask("complete", "complete_multipart_upload", key, whole)
+            self._ask("complete", "complete_multipart_upload", key, whole, doubt=is_gone)
         except StoreNotFoundError:
             if journal is not None:
                 journal.clear()
