@@ -6,29 +6,24 @@ request is one attempt of boto3: repeating it is the business of Retry, which co
 
 from __future__ import annotations
 
-import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import boto3
 import botocore.config
 import botocore.exceptions
-import botocore.parsers
-import urllib3.exceptions
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
-    StoreAccessError,
     StoreConfigError,
-    StoreError,
     StoreNotFoundError,
     StoreUnavailableError,
 )
 from tiered_checkpoint_io.storage.base import Metrics, ObjectInfo, UploadJournal, validate_key
-from tiered_checkpoint_io.storage.s3_errors import CREDENTIALS_HINT, NETWORK_HINT, refusal
+from tiered_checkpoint_io.storage.s3_faults import CLIENT_ERRORS, is_just_busy, translated
 from tiered_checkpoint_io.storage.s3_parts import MAX_PARTS, MIB, Body, part_size_for
 from tiered_checkpoint_io.storage.s3_uploads import MultipartUploads
 from tiered_checkpoint_io.storage.wrappers import Progress, Retry
@@ -55,24 +50,6 @@ _REQUEST_NAMES = {
     "PutObject": "put",
     "UploadPart": "part",
 }
-_NO_CREDENTIALS = (
-    botocore.exceptions.NoCredentialsError,
-    botocore.exceptions.PartialCredentialsError,
-    botocore.exceptions.CredentialRetrievalError,
-    botocore.exceptions.TokenRetrievalError,
-    botocore.exceptions.SSOError,
-)
-_CONNECTION = (
-    botocore.exceptions.ConnectionError,
-    botocore.exceptions.HTTPClientError,
-    botocore.exceptions.IncompleteReadError,
-    # An answer cut short is not XML any more.
-    botocore.parsers.ResponseParserError,
-    urllib3.exceptions.HTTPError,
-    ConnectionError,
-    TimeoutError,
-)
-_CLIENT_ERRORS = (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, *_CONNECTION)
 
 
 class S3Store:
@@ -201,8 +178,8 @@ class S3Store:
             body = self._once("get", "get_object", key)["Body"]
             try:
                 data: bytes = body.read()
-            except _CLIENT_ERRORS as error:
-                self._translate(error, "get", key)
+            except CLIENT_ERRORS as error:
+                raise translated(error, "get", self._url, key) from error
             finally:
                 body.close()
             return data
@@ -252,8 +229,8 @@ class S3Store:
                 if not count:
                     raise _broken_off(key)
                 done += count
-        except _CLIENT_ERRORS as error:
-            self._translate(error, "read", key)
+        except CLIENT_ERRORS as error:
+            raise translated(error, "read", self._url, key) from error
         finally:
             body.close()
 
@@ -300,9 +277,6 @@ class S3Store:
         self._metrics.add("bytes.up", len(data))
 
     # -------------------------------------------------------------------------------------- requests
-    def _where(self, key: str | None) -> str:
-        return f"{self._url}/{key}" if key is not None else self._url
-
     def _count(self, event_name: str, **_: Any) -> None:
         operation = event_name.rpartition(".")[2]
         self._metrics.add(f"requests.{_REQUEST_NAMES.get(operation, operation)}")
@@ -322,7 +296,7 @@ class S3Store:
             try:
                 return self._once(operation, method, key, arguments, body=body)
             except StoreUnavailableError as error:
-                if doubt is not None and not _just_busy(error.__cause__):
+                if doubt is not None and not is_just_busy(error.__cause__):
                     doubt()
                 raise
 
@@ -346,48 +320,11 @@ class S3Store:
             request["Body"] = stream
         try:
             return getattr(self._client, method)(**request)
-        except _CLIENT_ERRORS as error:
-            self._translate(error, operation, key)
+        except CLIENT_ERRORS as error:
+            raise translated(error, operation, self._url, key) from error
         finally:
             if stream is not None:
                 stream.close()
-
-    def _translate(self, error: Exception, operation: str, key: str | None) -> NoReturn:
-        """Raises our error for one of boto3's: by type, HTTP status and error code, never by text."""
-        if isinstance(error, botocore.exceptions.ClientError):
-            answer: Any = error.response
-            facts, meta = answer.get("Error", {}), answer.get("ResponseMetadata", {})
-            status = int(meta.get("HTTPStatusCode", 0))
-            if operation == "read" and status == 416:
-                raise CorruptCheckpointError(
-                    "object ends before the range that was asked for", operation="read", tier="durable", key=key
-                ) from error
-            region = facts.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
-            raise refusal(
-                operation, code=str(facts.get("Code") or status), status=status, url=self._url, key=key, region=region
-            ) from error
-        kind: type[StoreError] = StoreError
-        hint: str | None = None
-        if isinstance(error, _NO_CREDENTIALS):
-            kind, hint = StoreAccessError, CREDENTIALS_HINT
-        elif isinstance(error, botocore.exceptions.NoRegionError | botocore.exceptions.InvalidRegionError):
-            kind, hint = StoreConfigError, "set region"
-        elif isinstance(error, botocore.exceptions.MissingDependencyException):
-            kind, hint = StoreConfigError, "this checksum_algorithm needs awscrt: pip install 'botocore[crt]'"
-        elif isinstance(error, botocore.exceptions.SSLError) and _is_bad_certificate(error):
-            kind, hint = (
-                StoreConfigError,
-                "the server's certificate is not trusted; check endpoint_url and AWS_CA_BUNDLE",
-            )
-        elif isinstance(error, _CONNECTION):
-            kind, hint = StoreUnavailableError, NETWORK_HINT
-        raise kind(
-            f"S3 {operation} failed ({type(error).__name__})",
-            operation=operation,
-            tier="durable",
-            key=self._where(key),
-            hint=hint,
-        ) from error
 
 
 def _extent(answer: dict[str, Any]) -> tuple[int, int]:
@@ -407,20 +344,3 @@ def _too_short(key: str, total: int, end: int) -> CorruptCheckpointError:
 
 def _broken_off(key: str) -> StoreUnavailableError:
     return StoreUnavailableError("the answer is not the range asked for", operation="read", tier="durable", key=key)
-
-
-def _is_bad_certificate(error: BaseException) -> bool:
-    seen: BaseException | None = error
-    for _ in range(10):
-        if isinstance(seen, ssl.SSLCertVerificationError):
-            return True
-        seen = (seen.__cause__ or seen.__context__) if seen is not None else None
-    return False
-
-
-def _just_busy(error: BaseException | None) -> bool:
-    """Whether the server did answer, and not with 500, which may mean anything."""
-    if not isinstance(error, botocore.exceptions.ClientError):
-        return False
-    answer: Any = error.response
-    return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") != 500)
