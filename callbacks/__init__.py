@@ -1,5 +1,6 @@
 """Lightning callbacks over the tiers."""
 
-from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint, tiers_for_step
+from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.steps import tiers_for_step
 
 __all__ = ["TieredModelCheckpoint", "tiers_for_step"]

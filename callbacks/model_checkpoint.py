@@ -17,6 +17,7 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log, metrics_of_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
+from tiered_checkpoint_io.callbacks.steps import check_every, tiers_for_step
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.session import SaveReport
@@ -34,23 +35,6 @@ _POLL_S = 1.0
 _WITHHELD = "withheld"
 #: Strategies that write or read shards themselves, or take no checkpoint IO but their own.
 _BYPASSING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy")
-
-
-def tiers_for_step(
-    global_step: int, memory_every_n_train_steps: int | None, s3_every_n_train_steps: int | None
-) -> frozenset[str]:
-    """The tiers that a training step is saved to: a function of the step alone, so that all ranks agree.
-
-    ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
-    multiples of ``memory_every_n_train_steps``, else nothing.
-    """
-    if global_step <= 0:
-        return frozenset()
-    if s3_every_n_train_steps and global_step % s3_every_n_train_steps == 0:
-        return frozenset({"memory", "durable"})
-    if memory_every_n_train_steps and global_step % memory_every_n_train_steps == 0:
-        return frozenset({"memory"})
-    return frozenset()
 
 
 class TieredModelCheckpoint(ModelCheckpoint):
@@ -84,12 +68,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
             ConfigError: A value is not allowed.
             InvalidNameError: dirpath is not a folder or URL.
         """
-        for key, value in (
-            ("memory_every_n_train_steps", memory_every_n_train_steps),
-            ("s3_every_n_train_steps", s3_every_n_train_steps),
-        ):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{key} is {value!r}", hint="allowed: a whole number from 1, or None")
+        check_every("memory_every_n_train_steps", memory_every_n_train_steps)
+        check_every("s3_every_n_train_steps", s3_every_n_train_steps)
         if s3_every_n_train_steps is not None:
             if model_checkpoint_args.get("every_n_train_steps") is not None:
                 raise ConfigError(
