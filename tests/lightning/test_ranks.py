@@ -18,7 +18,7 @@ LAUNCH_TIMEOUT_S = 300
 pytestmark = pytest.mark.timeout(LAUNCH_TIMEOUT_S + 60)
 
 SCRIPT = """
-import sys
+import os, sys
 from lightning.pytorch import Trainer
 sys.path.insert(0, sys.argv[1])
 from support.training import Model
@@ -39,7 +39,8 @@ if __name__ == "__main__":
     trainer.fit(Model(ballast=1_000_000), ckpt_path="tiered:latest")
     restored = io.checkpointer.restored
     told = restored and (restored.step, restored.tier), io.checkpointer.asked
-    print("RANK", trainer.global_rank, told, flush=True)
+    # One write, so that ranks do not write into each other's lines.
+    os.write(1, f"RANK {trainer.global_rank} {told}\\n".encode())
 """
 
 
