@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.bad_input import Kept
 
 from tiered_checkpoint_io.testing.servers import OutsideServer, RcloneServer
 
@@ -72,11 +73,38 @@ def s3_url(s3_server, _shared_bucket):
     s3_server.empty(_shared_bucket, prefix)
 
 
+@contextlib.contextmanager
+def folder_on_tmpfs():
+    folder = tempfile.mkdtemp(prefix="tiered-test-", dir="/dev/shm")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture
 def memory_dir():
-    folder = tempfile.mkdtemp(prefix="tiered-test-", dir="/dev/shm")
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with folder_on_tmpfs() as folder:
+        yield folder
+
+
+@pytest.fixture
+def kept(tmp_path, memory_dir):
+    """A job with a checkpoint in a directory and in memory, which both hold it at the end as well."""
+    kept = Kept(tmp_path / "kept", memory_dir)
+    yield kept
+    kept.close()
+    kept.still_loads()
+
+
+@pytest.fixture(scope="module")
+def kept_by_all(tmp_path_factory):
+    """The same for a whole module, whose tests do not get as far as opening a tier."""
+    with folder_on_tmpfs() as folder:
+        kept = Kept(tmp_path_factory.mktemp("kept") / "d", folder)
+        yield kept
+        kept.close()
+        kept.still_loads()
 
 
 @pytest.fixture(autouse=True)

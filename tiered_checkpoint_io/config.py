@@ -28,7 +28,19 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "drain": ("process", "thread"),
     "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
     "checksum_algorithm": ("CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"),
+    "acl": (
+        "private",
+        "public-read",
+        "public-read-write",
+        "authenticated-read",
+        "aws-exec-read",
+        "bucket-owner-read",
+        "bucket-owner-full-control",
+    ),
 }
+#: Objects of these classes can't be read before somebody has them restored, which takes hours.
+_UNREADABLE_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
+_PATHS = ("dirpath", "memory_dir", "log_dir")
 _RANGES: dict[str, tuple[int, int]] = {
     "memory_every_n_train_steps": (1, 1 << 40),
     "s3_every_n_train_steps": (1, 1 << 40),
@@ -130,9 +142,12 @@ class TieredCheckpointConfig:
             _refuse("dirpath", self.dirpath, "an S3 URL, another fsspec URL, or a directory")
         try:
             object.__setattr__(self, "dirpath", ids.normalize_dirpath(self.dirpath))
+        except InvalidNameError as error:
+            raise ConfigError(f"dirpath is {self.dirpath!r}: {error.message}", hint=error.hint) from error
+        try:
             ids.validate_namespace(self.namespace)
         except InvalidNameError as error:
-            raise ConfigError(error.message, hint=error.hint) from error
+            raise ConfigError(f"namespace is {self.namespace!r}", hint=error.hint) from error
         if not isinstance(self.memory_dir, str) or not self.memory_dir.startswith("/"):
             _refuse("memory_dir", self.memory_dir, "an absolute path, such as /dev/shm")
         for key, (low, high) in _RANGES.items():
@@ -148,7 +163,7 @@ class TieredCheckpointConfig:
                 _refuse(key, value, "one of " + ", ".join(allowed))
         if not isinstance(self.enable_async_checkpointing, bool):
             _refuse("enable_async_checkpointing", self.enable_async_checkpointing, "true or false")
-        if self.weights_only not in (None, True, False):
+        if self.weights_only is not None and not isinstance(self.weights_only, bool):
             _refuse("weights_only", self.weights_only, "true, false or null")
         if self.verify is not True:
             _refuse("verify", self.verify, "true only: nothing is restored unverified")
@@ -164,6 +179,8 @@ class TieredCheckpointConfig:
                 _refuse(key, value, "text, or null")
             if value is not None and key in _S3_ONLY and ids.url_scheme(self.dirpath) != "s3":
                 _refuse(key, value, "null, because dirpath is not an S3 URL")
+        if self.storage_class in _UNREADABLE_CLASSES:
+            _refuse("storage_class", self.storage_class, "a class whose objects can be read at once")
         if self.sse_kms_key_id is not None and not (self.sse or "").startswith("aws:kms"):
             _refuse("sse_kms_key_id", self.sse_kms_key_id, "set only where sse is aws:kms or aws:kms:dsse")
         if self.endpoint_url is not None:
@@ -197,10 +214,15 @@ class TieredCheckpointConfig:
                     f"unknown key {key!r} (value {value!r}) in s3_checkpointing",
                     hint=(f"did you mean {near[0]!r}? " if near else "") + f"known keys: {', '.join(known)}",
                 )
-        if raw.get("dirpath") is None:
-            raise ConfigError("s3_checkpointing.dirpath is missing", hint="give an S3 URL, fsspec URL, or a directory")
-        if hasattr(raw["dirpath"], "__fspath__"):
-            raw["dirpath"] = str(raw["dirpath"])
+        # OmegaConf's mark of a value that has to be given, as dirpath in our own YAML.
+        absent = [key for key, value in raw.items() if value == "???"]
+        if absent or raw.get("dirpath") is None:
+            key = absent[0] if absent else "dirpath"
+            example = ": an S3 URL, another fsspec URL, or a directory" if key == "dirpath" else ""
+            raise ConfigError(f"s3_checkpointing.{key} is missing", hint=f"give it a value{example}")
+        for key in _PATHS:
+            if hasattr(raw.get(key), "__fspath__"):
+                raw[key] = str(raw[key])
         return cls(**raw)
 
     def to_json(self) -> str:
@@ -235,8 +257,15 @@ def _plain(block: object) -> dict[str, Any]:
         return asdict(block)
     if type(block).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
 
-        block = OmegaConf.to_container(block, resolve=True)
+        try:
+            block = OmegaConf.to_container(block, resolve=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(
+                f"s3_checkpointing can't be resolved: {str(error).partition(chr(10))[0]}",
+                hint="set what its interpolations refer to",
+            ) from error
     if not isinstance(block, Mapping):
         raise ConfigError(
             f"s3_checkpointing is a {type(block).__name__}",

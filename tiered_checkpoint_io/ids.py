@@ -220,12 +220,10 @@ def validate_namespace(namespace: str) -> str:
     Raises:
         InvalidNameError: Empty, too long, or with other characters.
     """
-    if not isinstance(namespace, str) or not namespace:
-        raise InvalidNameError("namespace cannot be empty", hint="allowed: letters, digits, '_' and '-'")
-    if not _NAMESPACE.match(namespace) or len(namespace) > _MAX_NAMESPACE:
+    if not isinstance(namespace, str) or not _NAMESPACE.match(namespace) or len(namespace) > _MAX_NAMESPACE:
         raise InvalidNameError(
             f"invalid namespace {namespace!r}",
-            hint=f"allowed: up to {_MAX_NAMESPACE} letters, digits, '_' and '-'",
+            hint=f"allowed: 1 to {_MAX_NAMESPACE} letters, digits, '_' and '-'",
         )
     return namespace
 

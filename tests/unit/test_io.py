@@ -14,7 +14,6 @@ from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.engine.commit import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
-    ConfigError,
     FormatVersionError,
     InvalidNameError,
     MemoryUnsafeError,
@@ -212,28 +211,6 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(tmp_path, make):
     assert not io.load_checkpoint("tiered:latest")
     with pytest.raises(CheckpointNotFoundError, match="a.ckpt"):
         io.load_checkpoint("a.ckpt")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"namespace": ""}, "namespace"),
-        ({"namespace": "a/b"}, "letters"),
-        ({"dirpath": "s3://"}, "bucket"),
-        ({"dirpath": None}, "dirpath"),
-        ({"memory_allocation_percentage": 19}, "20 to 100"),
-        ({"chunk_size_mb": 5}, "chunk_size_MB"),
-        ({"replication_factor": 2}, "later release"),
-        ({"verify": False}, "unverified"),
-        ({"endpoint_url": "http://u:p@h", "dirpath": "s3://bucket"}, "ordinary chain"),
-        ({"region": "x"}, "not an S3 URL"),
-        ({"max_pending": True}, "whole number"),
-        ({"drain": "forked"}, "process, thread"),
-    ],
-)
-def test_bad_configuration_is_one_clear_error(options, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
-        TieredCheckpointIO(**{"dirpath": str(tmp_path), **options})
 
 
 def test_memory_that_is_not_ours_is_refused_and_left(tmp_path, make, memory_dir):

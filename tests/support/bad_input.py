@@ -1,0 +1,50 @@
+"""A checkpoint that stands in both tiers, and must load from each, whatever is done beside it."""
+
+from pathlib import Path
+
+import torch
+
+from tiered_checkpoint_io import TieredCheckpointIO
+
+KEPT = "epoch=0-step=1.ckpt"
+
+
+def state(step, size=1000):
+    return {"w": torch.arange(float(size)) + step, "global_step": step, "epoch": 0}
+
+
+class Kept:
+    """One job with one saved checkpoint."""
+
+    def __init__(self, dirpath, memory_dir):
+        self.options = {"dirpath": str(dirpath), "memory_dir": str(memory_dir), "wait_timeout_s": 60}
+        self.made = []
+        io = self.io()
+        io.save_checkpoint(state(1), KEPT)
+        io.teardown()
+
+    def io(self, **options):
+        """An IO of this job, closed at the test's end where the test does not."""
+        io = TieredCheckpointIO(**{**self.options, "on_save_error": "raise", **options})
+        self.made.append(io)
+        return io
+
+    def forget_memory(self):
+        for file in Path(self.options["memory_dir"]).rglob("saves/*/*/*"):
+            file.unlink()
+        for folder in Path(self.options["memory_dir"]).rglob("saves/*/rank-*"):
+            folder.rmdir()
+
+    def close(self):
+        for io in self.made:
+            io.teardown()
+
+    def still_loads(self):
+        """From memory, and then from the durable tier."""
+        for tier in ("memory", "durable"):
+            io = self.io()
+            loaded = io.load_checkpoint(KEPT)
+            assert torch.equal(loaded["w"], state(1)["w"])
+            assert io.checkpointer.restored.tier == tier
+            io.teardown()
+            self.forget_memory()

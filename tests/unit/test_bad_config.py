@@ -1,0 +1,156 @@
+"""Bad configuration: one clear error that names the key, its value and what is allowed; nothing is done."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from support.bad_input import state
+
+from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.errors import ConfigError
+
+S3 = {"dirpath": "s3://bucket/run"}
+#: A key, a value that it must not have, what the error says is allowed, and what else is configured.
+BAD = [
+    ("dirpath", "", "an S3 URL, another fsspec URL, or a directory", {}),
+    ("dirpath", "  ", "an S3 URL, another fsspec URL, or a directory", {}),
+    ("dirpath", 7, "an S3 URL, another fsspec URL, or a directory", {}),
+    ("dirpath", "s3://", "s3://bucket/prefix", {}),
+    ("dirpath", "s3:///run", "s3://bucket/prefix", {}),
+    ("dirpath", "s3://a*b/run", "letters, digits", {}),
+    ("namespace", "", "letters, digits, '_' and '-'", {}),
+    ("namespace", "a/b", "letters, digits, '_' and '-'", {}),
+    ("namespace", "..", "letters, digits, '_' and '-'", {}),
+    ("namespace", "a b", "letters, digits, '_' and '-'", {}),
+    ("namespace", "a\n", "letters, digits, '_' and '-'", {}),
+    ("namespace", "ü", "letters, digits, '_' and '-'", {}),
+    ("namespace", "x" * 129, "1 to 128 letters", {}),
+    ("namespace", 7, "letters, digits, '_' and '-'", {}),
+    ("memory_dir", "shm", "an absolute path", {}),
+    ("memory_dir", "", "an absolute path", {}),
+    ("memory_dir", None, "an absolute path", {}),
+    ("memory_every_n_train_steps", 0, "whole number from 1", {}),
+    ("s3_every_n_train_steps", -5, "whole number from 1", {}),
+    ("s3_every_n_train_steps", "50", "whole number from 1", {}),
+    ("memory_keep_last", 0, "1 to 1000", {}),
+    ("memory_keep_last", None, "1 to 1000", {}),
+    ("memory_allocation_percentage", 19, "20 to 100", {}),
+    ("memory_allocation_percentage", 101, "20 to 100", {}),
+    ("memory_allocation_percentage", 50.0, "20 to 100", {}),
+    ("memory_allocation_percentage", float("nan"), "20 to 100", {}),
+    ("chunk_size_MB", 7, "8 to 5120", {}),
+    ("chunk_size_MB", 5121, "8 to 5120", {}),
+    ("max_write_concurrency", 0, "'auto' or a whole number from 1 to 256", {}),
+    ("max_write_concurrency", "many", "'auto' or a whole number from 1 to 256", {}),
+    ("max_read_concurrency", 257, "'auto' or a whole number from 1 to 256", {}),
+    ("enable_async_checkpointing", "yes", "true or false", {}),
+    ("max_pending", 0, "whole number from 1", {}),
+    ("max_pending", True, "whole number from 1", {}),
+    ("on_pending", "drop", "wait, skip", {}),
+    ("on_save_error", "ignore", "warn, raise", {}),
+    ("on_save_error", None, "warn, raise", {}),
+    ("verify", False, "nothing is restored unverified", {}),
+    ("weights_only", "no", "true, false or null", {}),
+    ("weights_only", 0, "true, false or null", {}),
+    ("drain", "forked", "process, thread", {}),
+    ("wait_timeout_s", 0, "1 to 604800", {}),
+    ("log_dir", "", "text", {}),
+    ("log_dir", 7, "text", {}),
+    ("endpoint_url", "127.0.0.1:9000", "https:// or http://", S3),
+    ("endpoint_url", "ftp://host", "https:// or http://", S3),
+    ("endpoint_url", "", "text, or null", S3),
+    ("region", 7, "text, or null", S3),
+    ("region", "", "text, or null", S3),
+    ("profile", "", "text, or null", S3),
+    ("sse", "AES-256", "AES256, aws:kms, aws:kms:dsse", S3),
+    ("sse_kms_key_id", "key-1", "only where sse is aws:kms", {**S3, "sse": "AES256"}),
+    ("expected_bucket_owner", 111122223333, "text, or null", S3),
+    ("acl", "open", "bucket-owner-full-control", S3),
+    ("storage_class", "", "text, or null", S3),
+    ("storage_class", "DEEP_ARCHIVE", "read at once", S3),
+    ("checksum_algorithm", "MD5", "CRC32, CRC32C, SHA1, SHA256, CRC64NVME", S3),
+    # What means nothing to the durable tier that is configured.
+    ("endpoint_url", "http://host", "not an S3 URL", {}),
+    ("region", "eu-central-1", "not an S3 URL", {"dirpath": "gs://bucket/run"}),
+    # What comes with later releases.
+    ("replication_factor", 2, "1 only: copies in the memory of peers come with a later release", {}),
+    ("replication_jump", 4, "1 only: copies in the memory of peers come with a later release", {}),
+    ("replication_factor", True, "1 only", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed", "others"), BAD, ids=[f"{key}={value!r:.20}" for key, value, *_ in BAD]
+)
+def test_a_bad_value(key, value, allowed, others, kept_by_all):
+    block = {**kept_by_all.options, **others, key: value}
+    for make in (
+        TieredCheckpointIO.from_config,
+        TieredModelCheckpoint.from_config,
+        lambda it: TieredCheckpointIO(**it),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make(block)
+        error = caught.value
+        assert str(error).startswith(f"{key} is {value!r}")
+        assert allowed in error.hint
+        assert "\n" not in str(error)
+
+
+def test_every_key_is_tried():
+    assert {key for key, *_ in BAD} == set(TieredCheckpointConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("dirpth", "dirpath"),
+        ("memory_every_n_train_step", "memory_every_n_train_steps"),
+        ("s3_every_n_steps", "s3_every_n_train_steps"),
+        ("chunk_size_mb", "chunk_size_MB"),
+        ("memory_allocation_percent", "memory_allocation_percentage"),
+        ("max_write_concurency", "max_write_concurrency"),
+    ],
+)
+def test_an_unknown_key_and_the_nearest_known_one(key, meant, kept_by_all):
+    block = {**kept_by_all.options, key: 64}
+    for make in (TieredCheckpointIO.from_config, lambda it: TieredCheckpointIO.from_config(OmegaConf.create(it))):
+        with pytest.raises(ConfigError, match=rf"unknown key '{key}' \(value 64\).*did you mean '{meant}'\?"):
+            make(block)
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        TieredCheckpointIO(**block)
+
+
+def test_an_unknown_key_that_resembles_none(kept_by_all):
+    with pytest.raises(ConfigError, match=r"unknown key 'zzz' .* known keys: dirpath, namespace, memory_dir"):
+        TieredCheckpointIO(**kept_by_all.options, zzz=1)
+
+
+@pytest.mark.parametrize("block", [{}, {"dirpath": None}, {"dirpath": "???"}, OmegaConf.create({"dirpath": "???"})])
+def test_no_dirpath(block, kept_by_all):
+    with pytest.raises(ConfigError, match="dirpath is missing .* S3 URL, another fsspec URL, or a directory"):
+        TieredCheckpointIO.from_config(block)
+    assert TieredCheckpointIO.from_config(block, dirpath="s3://bucket").config.dirpath == "s3://bucket"
+
+
+def test_what_is_no_block_and_what_cannot_be_resolved(kept_by_all):
+    with pytest.raises(ConfigError, match="is a list .* a mapping, an OmegaConf block"):
+        TieredCheckpointIO.from_config(["dirpath"])
+    with pytest.raises(ConfigError, match="'nowhere' not found .* interpolations"):
+        TieredCheckpointIO.from_config(OmegaConf.create({"dirpath": "${nowhere}/run"}))
+
+
+def test_a_secret_in_the_endpoint_is_refused_and_not_repeated():
+    with pytest.raises(ConfigError, match="endpoint_url .* ordinary chain") as caught:
+        TieredCheckpointIO(endpoint_url="http://user:s3cret@host", **S3)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_paths_may_be_paths(tmp_path, memory_dir):
+    from pathlib import Path
+
+    io = TieredCheckpointIO(tmp_path / "d", memory_dir=Path(memory_dir), log_dir=tmp_path / "logs")
+    io.save_checkpoint(state(1), "a.ckpt")
+    io.teardown()
+    assert torch.load(tmp_path / "d" / "a.ckpt")["global_step"] == 1
+    assert (tmp_path / "logs" / "default_checkpointing.log").exists()
