@@ -249,6 +249,15 @@ def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(nod
     assert readable(store, "a.ckpt") == b"A"
 
 
+def test_with_no_trainer_and_a_store_that_refuses_it_leaves_at_once(node, store, caplog):
+    """Its credentials are those of the trainer that started it; the next one may bring better ones."""
+    first, second = node.save("a.ckpt", b"A"), node.alias("last.ckpt", "a.ckpt")
+    assert drain(node, Broken(store, lambda key: StoreAccessError("no rights"))).run()
+    assert "no rights" in caplog.text
+    assert drain(node).run()
+    assert node.states() == {first: "committed", second: "committed"}
+
+
 def test_one_drain_a_node(node):
     lock = try_lock(node.root / LOCK_FILE)
     assert not drain(node).run(once=True)

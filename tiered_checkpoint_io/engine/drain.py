@@ -189,7 +189,7 @@ class Drain:
         held = held_back(operations, self._without_successor())
         left = [operation for operation in operations if operation not in held]
         overdue = time.monotonic() - self._report.last_success > self._give_up_s
-        if left and not overdue:
+        if left and not overdue and not self._only_a_person_can_mend(left):
             release(trainers)
             return False
         if operations:
@@ -200,6 +200,11 @@ class Drain:
             )
         self._trainers = trainers
         return True
+
+    def _only_a_person_can_mend(self, operations: list[Request]) -> bool:
+        """Whether to stay would be in vain: the next start may bring other credentials than ours."""
+        failing = [self._retries[operation.op_id] for operation in operations if operation.op_id in self._retries]
+        return bool(failing) and all(retry.permanent for retry in failing)
 
     # ------------------------------------------------------------------------------ operations
     def _execute(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:

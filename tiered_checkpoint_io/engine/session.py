@@ -255,12 +255,15 @@ class Session:
             SaveError: ``on_save_error`` is ``raise``.
         """
         self.counts["failed"] += 1
-        self.log.error("Step %d: saving %s failed: %s", step, name, error)
+        self.log.at_step(step).error("saving %s failed: %s", name, error)
         if self.config.on_save_error == "raise":
             if isinstance(error, SaveError):
                 raise error
             raise SaveError(
-                f"saving {name} failed: {error}", operation="save", key=ids.join_url(self.dirpath, name), step=step
+                f"saving {name} failed: {error}",
+                operation="save",
+                key=self.dirpath,
+                step=step if step >= 0 else None,
             ) from error
 
 

@@ -104,8 +104,9 @@ class DrainHandle:
             release(self._trainer_lock)
             self._trainer_lock = None
         if self._child is not None:
-            # Reaps a drain that has left; one that still works is adopted by init when we end.
-            if self._child.poll() is None and not self.pending():
+            # Reaps a drain that has left; one that still works is adopted by init when we end. One
+            # that can do nothing leaves as well: whoever comes next must not meet it on its way out.
+            if self._child.poll() is None and all(self._has_failed(op_id) for op_id in self.pending()):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._child.wait(2.0)
             if self._child.poll() is None:
