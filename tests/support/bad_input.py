@@ -23,6 +23,18 @@ class Kept:
         io.save_checkpoint(state(1), KEPT)
         io.teardown()
 
+    def mended(self, step):
+        """Once all is well again, what was refused is there, and becomes durable."""
+        io = self.io()
+        assert io.load_checkpoint("tiered:latest")["global_step"] == step
+        assert io.checkpointer.restored.tier == "memory"
+        io.checkpointer.wait()
+        io.teardown()
+        other_node = self.io(namespace="another-node")
+        assert torch.equal(other_node.load_checkpoint("tiered:latest")["w"], state(step)["w"])
+        assert other_node.checkpointer.restored.tier == "durable"
+        other_node.teardown()
+
     def io(self, **options):
         """An IO of this job, closed at the test's end where the test does not."""
         io = TieredCheckpointIO(**{**self.options, "on_save_error": "raise", **options})

@@ -127,18 +127,18 @@ class Checkpointer:
 
     def _save(self, state: Any, facts: Facts, *, wait: bool) -> tuple[int, frozenset[str]]:
         _, saver, drain = self.session.open()
-        if facts.durable:
-            drain.start()
-            if not drain.has_room(self.session.next_id()):
-                self.session.counts["skipped"] += 1
-                self.session.log.warning(
-                    "Step %d: %s stays in memory: the durable tier is behind", facts.step, facts.name
-                )
-                facts = replace(facts, durable=False)
-            else:
-                self.session.note(facts.name, exists=True)
         image = plan(state)
         try:
+            if facts.durable:
+                drain.start()
+                if not drain.has_room(self.session.next_id()):
+                    self.session.counts["skipped"] += 1
+                    self.session.log.warning(
+                        "Step %d: %s stays in memory: the durable tier is behind", facts.step, facts.name
+                    )
+                    facts = replace(facts, durable=False)
+                else:
+                    self.session.note(facts.name, exists=True)
             saver.save(image, facts)
         except MemoryFullError as error:
             if not facts.durable:

@@ -46,7 +46,10 @@ class DrainHandle:
         self._stop = threading.Event()
         self._spawned_at = 0.0
         self._respawn_wait = _RESPAWN_WAIT_S
-        self._seen = {(outcome.op_id, outcome.state) for outcome in self.queue.outcomes()}
+        outcomes = self.queue.outcomes()
+        self._seen = {(outcome.op_id, outcome.state) for outcome in outcomes}
+        #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
+        self._earlier = {outcome.op_id: outcome.finished for outcome in outcomes if outcome.state == "failed"}
 
     # ----------------------------------------------------------------------------------- life
     def start(self) -> None:
@@ -106,7 +109,7 @@ class DrainHandle:
         if self._child is not None:
             # Reaps a drain that has left; one that still works is adopted by init when we end. One
             # that can do nothing leaves as well: whoever comes next must not meet it on its way out.
-            if self._child.poll() is None and all(self._has_failed(op_id) for op_id in self.pending()):
+            if self._child.poll() is None and all(self._failure(op_id) for op_id in self.pending()):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._child.wait(2.0)
             if self._child.poll() is None:
@@ -146,7 +149,7 @@ class DrainHandle:
             if len(waiting) < self._config.max_pending:
                 return True
             self.ensure()
-            failed = [op_id for op_id in waiting if self._has_failed(op_id)]
+            failed = [op_id for op_id in waiting if self._failure(op_id)]
             # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
             if failed and len(cancelled) < self._config.max_pending:
                 self._log.error("the durable tier fails; giving up an older save: %s", self.progress().last_error)
@@ -193,7 +196,7 @@ class DrainHandle:
         deadline = time.monotonic() + timeout_s
         while left := self._doable():
             self.ensure()
-            failed = [outcome for op_id in left if (outcome := self.queue.outcome(op_id)) and outcome.state == "failed"]
+            failed = [outcome for op_id in left if (outcome := self._failure(op_id))]
             if failed and len(failed) == len(left):
                 raise DrainError(
                     f"{len(left)} operations did not reach the durable tier: {failed[0].error}",
@@ -230,9 +233,12 @@ class DrainHandle:
         counts = (progress.counters.get(name, 0) for name in ("committed", "failed", "skipped"))
         return (progress.pid, progress.name, progress.bytes_done, *counts)
 
-    def _has_failed(self, op_id: str) -> bool:
+    def _failure(self, op_id: str) -> Outcome | None:
+        """The failure of an operation, as far as it is of our time."""
         outcome = self.queue.outcome(op_id)
-        return outcome is not None and outcome.state == "failed"
+        if outcome is None or outcome.state != "failed" or outcome.finished == self._earlier.get(op_id):
+            return None
+        return outcome
 
     def _too_slow(self, what: str, timeout_s: float) -> DrainError:
         progress = self.progress()

@@ -31,12 +31,13 @@ from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ManifestError,
+    MemoryFullError,
     MemoryTierError,
     MemoryUnsafeError,
 )
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage.node import is_tmpfs, node_budget
-from tiered_checkpoint_io.storage.slots import Slot, SlotPool, clean_dead
+from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE, Slot, SlotPool, clean_dead
 
 __all__ = [
     "FOLDERS",
@@ -211,6 +212,10 @@ class MemoryTier:
             part: Its description; each of its files has a slot under its basename.
             slots: The filled slots. They belong to the tier afterwards.
             drained: Whether the durable tier has it already.
+
+        Raises:
+            MemoryFullError: The file system is full; nothing is left of the part.
+            MemoryTierError: Memory holds it already.
         """
         folder = self.root / "saves" / part.save_id / ids.rank_folder(part.rank)
         if folder.exists():
@@ -226,15 +231,22 @@ class MemoryTier:
         shutil.rmtree(fresh, ignore_errors=True)
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         fresh.mkdir(mode=0o700)
-        for entry in part.content.files:
-            slot = slots[entry.basename]
-            target = fresh / entry.basename
-            os.rename(slot.path, target)
-            slot.path = str(target)
-            self._pool.committed(slot, entry.size)
-        if drained:
-            _write_private(fresh / _DRAINED, b"")
-        _write_private(fresh / PART_FILE, part.to_json())
+        try:
+            for entry in part.content.files:
+                slot = slots[entry.basename]
+                target = fresh / entry.basename
+                os.rename(slot.path, target)
+                slot.path = str(target)
+                self._pool.committed(slot, entry.size)
+            if drained:
+                _write_private(fresh / _DRAINED, b"")
+            _write_private(fresh / PART_FILE, part.to_json())
+        except MemoryFullError:
+            # The files had their space, their description has none: what can't be whole gives all of it back.
+            for slot in slots.values():
+                self._pool.forget(slot.path)
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
         os.rename(fresh, folder)
         return StoredPart(part, folder, drained)
 
@@ -361,7 +373,11 @@ class MemoryTier:
 def write_atomic(path: Path, data: bytes) -> None:
     """Writes a small private file so that a reader sees the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    _write_private(temporary, data)
+    try:
+        _write_private(temporary, data)
+    except MemoryFullError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
 
 
@@ -389,9 +405,16 @@ def _private_folder(folder: Path) -> None:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise MemoryFullError(
+            "no space for a small file", operation="write", tier="memory", key=str(path), hint=FULL_HINT
+        ) from error
 
 
 def _gone(stored: StoredPart) -> CheckpointNotFoundError:

@@ -23,6 +23,9 @@ from collections.abc import Callable, Iterator
 
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 
+#: By what a file system says that it is full.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+FULL_HINT = "memory_dir is full: give it more space (docker: --shm-size), or lower memory_keep_last"
 _ROUND = 2 << 20
 #: Populated in one call; between calls other threads get at the memory map's lock.
 _POPULATE_PIECE = 64 << 20
@@ -262,14 +265,14 @@ class SlotPool:
             try:
                 slot.reserve(size)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+                if error.errno not in NO_SPACE:
                     raise
                 raise MemoryFullError(
                     f"no space for a checkpoint of {size} bytes",
                     operation="stage",
                     tier="memory",
                     key=slot.path,
-                    hint="memory_dir is full: give it more space (docker: --shm-size), or lower memory_keep_last",
+                    hint=FULL_HINT,
                 ) from error
 
     @contextlib.contextmanager

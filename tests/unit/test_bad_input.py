@@ -1,0 +1,235 @@
+"""What a user gives that can't work: one clear error that says what to do, in time, and nothing is lost."""
+
+import secrets
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.bad_input import KEPT, Kept, state
+from support.fault_proxy import FaultProxy
+from support.refusing import BUCKET, ServerWithRights, in_region
+from support.training import Model, Runs
+
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    FormatVersionError,
+    InvalidNameError,
+    SaveError,
+    StoreAccessError,
+    StoreConfigError,
+    StoreUnavailableError,
+    UsageError,
+)
+from tiered_checkpoint_io.ids import manifest_key
+from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.storage.wrappers import Retry
+
+#: Nobody is left waiting for longer, whatever is wrong.
+BOUND_S = 30.0
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+
+@pytest.fixture
+def kept_on_s3(s3_url, memory_dir):
+    kept = Kept(s3_url, memory_dir)
+    yield kept
+    kept.close()
+    kept.still_loads()
+
+
+def refused(io, kind, said):
+    """Load and save each say what is wrong; the save stays in memory, and the end says that it does."""
+    started = time.monotonic()
+    with pytest.raises(kind, match=said) as caught:
+        io.load_checkpoint("tiered:latest")
+    assert not caught.value.retryable
+    with pytest.raises(SaveError, match=rf"in memory, but not on the durable tier.*{said}"):
+        io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
+    with pytest.raises(SaveError, match=rf"{said}.*stay in node memory and are tried again"):
+        io.teardown()
+    assert time.monotonic() - started < BOUND_S
+
+
+# -------------------------------------------------------------------------------------- durable tier
+def test_no_credentials(kept_on_s3, monkeypatch):
+    with monkeypatch.context() as env:
+        # Neither in the environment, nor in files, nor from a metadata service, which the server's own rule out.
+        for key in KEYS:
+            env.delenv(key)
+        refused(kept_on_s3.io(), StoreAccessError, "NoCredentialsError.*environment, profile or role")
+    kept_on_s3.mended(2)
+
+
+@pytest.mark.parametrize(("key", "code"), [(KEYS[0], "InvalidAccessKeyId"), (KEYS[1], "SignatureDoesNotMatch")])
+def test_wrong_credentials(kept_on_s3, monkeypatch, key, code):
+    with monkeypatch.context() as env:
+        env.setenv(key, "not-it")
+        refused(kept_on_s3.io(), StoreAccessError, f"{code}.*credentials are wrong or have expired")
+    kept_on_s3.mended(2)
+
+
+def test_no_such_profile(kept_on_s3):
+    refused(kept_on_s3.io(profile="nobody"), StoreConfigError, "nobody.*check profile, region and endpoint_url")
+    kept_on_s3.mended(2)
+
+
+def test_a_wrong_region(kept_on_s3, s3_server):
+    """No server here judges regions: a proxy before it gives the answer that S3's documentation gives."""
+    with FaultProxy(s3_server.endpoint_url, in_region("eu-central-1", told=False)) as proxy:
+        io = kept_on_s3.io(endpoint_url=proxy.endpoint_url, region="us-west-2")
+        refused(io, StoreConfigError, "AuthorizationHeaderMalformed.*in another region.*set region and endpoint_url")
+    kept_on_s3.mended(2)
+
+
+def test_a_wrong_region_where_s3_tells_the_right_one(kept_on_s3, s3_server):
+    with FaultProxy(s3_server.endpoint_url, in_region("eu-central-1")) as proxy:
+        io = kept_on_s3.io(endpoint_url=proxy.endpoint_url, region="us-west-2")
+        io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
+        io.teardown()
+    kept_on_s3.mended(2)
+
+
+def test_a_bucket_that_may_only_be_read(memory_dir, monkeypatch):
+    with ServerWithRights() as server:
+        for name, value in server.writer.items():
+            monkeypatch.setenv(name, value)
+        kept = Kept(f"s3://{BUCKET}/run", memory_dir)
+        with monkeypatch.context() as env:
+            for name, value in server.reader.items():
+                env.setenv(name, value)
+            io = kept.io()
+            assert io.load_checkpoint("tiered:latest")["global_step"] == 1
+            started = time.monotonic()
+            with pytest.raises(SaveError, match=r"AccessDenied, HTTP 403.*step=2.ckpt.*rights on this bucket"):
+                io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
+            with pytest.raises(SaveError, match="AccessDenied"):
+                io.teardown()
+            assert time.monotonic() - started < BOUND_S
+        kept.mended(2)
+        kept.close()
+        kept.still_loads()
+
+
+def test_a_missing_bucket(kept_on_s3, s3_server):
+    bucket = f"test-{secrets.token_hex(6)}"
+    other = {"dirpath": f"s3://{bucket}/run", "namespace": "other"}
+    refused(kept_on_s3.io(**other), StoreConfigError, f"NoSuchBucket.*bucket '{bucket}' does not exist")
+    s3_server.make_bucket(bucket)
+    try:
+        io = kept_on_s3.io(**other)
+        assert io.load_checkpoint("tiered:latest")["global_step"] == 2
+        io.checkpointer.wait()
+        io.teardown()
+    finally:
+        s3_server.remove_bucket(bucket)
+
+
+# ---------------------------------------------------------------------------------- names and options
+def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
+    io = kept.io()
+    outside = ("../x.ckpt", "a/../../x.ckpt", f"{tmp_path}/other/x.ckpt", f"{io.config.dirpath}/../x.ckpt", "/abs.ckpt")
+    for name in (*outside, "s3://other/x.ckpt", "", "a//b", ".tiered/x", "a\nb", "a\\b", "x" * 300):
+        with pytest.raises(InvalidNameError) as caught:
+            io.save_checkpoint(state(2), name)
+        assert "dirpath" in caught.value.hint
+    for options in ({"tier": ["memory"]}, {"tiers": ["disk"]}, {"tiers": []}):
+        with pytest.raises(UsageError, match="allowed: "):
+            io.save_checkpoint(state(2), "a.ckpt", storage_options=options)
+    for load in (io.load_checkpoint, io.remove_checkpoint):
+        with pytest.raises(InvalidNameError):
+            load(f"{io.config.dirpath}/../../x.ckpt")
+    with pytest.raises(CheckpointNotFoundError, match="a.ckpt.*tiered-ckpt ls"):
+        io.load_checkpoint("a.ckpt")
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 1
+    assert not list(tmp_path.rglob("x.ckpt"))
+
+
+# -------------------------------------------------------------------------------------- newer format
+def test_a_newer_format_on_the_durable_tier_is_never_passed_over(kept):
+    store = DirectoryStore(kept.options["dirpath"])
+    store.put(manifest_key("newer.ckpt"), as_of_version_7(store.get(manifest_key(KEPT))))
+    for name in ("tiered:latest", "newer.ckpt"):
+        with pytest.raises(FormatVersionError, match="7 is newer than 1.*upgrade"):
+            kept.io().load_checkpoint(name)
+    # What is older is there by its name, and all is, once the newer one is away.
+    assert kept.io().load_checkpoint(KEPT)["global_step"] == 1
+    store.delete(manifest_key("newer.ckpt"))
+    assert kept.io().load_checkpoint("tiered:latest")["global_step"] == 1
+
+
+def test_nor_is_one_in_memory(kept):
+    io = kept.io()
+    io.save_checkpoint(state(2), "other.ckpt", storage_options={"tiers": ["memory"]})
+    io.teardown()
+    (part,) = (f for f in Path(kept.options["memory_dir"]).rglob("part.json") if b"other.ckpt" in f.read_bytes())
+    text = part.read_bytes()
+    part.write_bytes(as_of_version_7(text))
+    with pytest.raises(FormatVersionError, match="7 is newer than 1.*upgrade"):
+        kept.io().load_checkpoint("tiered:latest")
+    with pytest.raises(CheckpointNotFoundError, match="may have been.*7 is newer than 1.*upgrade"):
+        kept.io().load_checkpoint("other.ckpt")
+    assert kept.io().load_checkpoint(KEPT)["global_step"] == 1
+    # It was left where it is: the newer release still has it.
+    part.write_bytes(text)
+    assert kept.io().load_checkpoint("tiered:latest")["global_step"] == 2
+
+
+def as_of_version_7(text):
+    assert b'"version": 1' in text
+    return text.replace(b'"version": 1', b'"version": 7')
+
+
+# ------------------------------------------------------------------------------ empty and unreachable
+def test_an_empty_bucket_is_a_start_from_scratch(s3_bucket, memory_dir, tmp_path):
+    runs = Runs(f"s3://{s3_bucket}", memory_dir, tmp_path)
+    io = runs.io()
+    assert not io.load_checkpoint("tiered:latest")
+    io.teardown()
+    trainer, _ = runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=5), max_steps=5)
+    assert trainer.global_step == 5
+    assert runs.durable() == ["epoch=0-step=5.ckpt"]
+
+
+@pytest.fixture
+def unreachable(monkeypatch):
+    """Nobody listens there, and patience, of two minutes by default, is short."""
+    for key in KEYS:
+        monkeypatch.setenv(key, "x")
+    monkeypatch.setitem(Retry.__init__.__kwdefaults__, "deadline_s", 0.5)
+    return {"dirpath": "s3://bucket/run", "namespace": "away", "endpoint_url": "http://127.0.0.1:9"}
+
+
+def test_unreachable_is_an_error_never_a_start_from_scratch(kept, unreachable):
+    started = time.monotonic()
+    for name in ("tiered:latest", "tiered:last", "tiered://best?mode=min&monitor=loss", "a.ckpt"):
+        with pytest.raises(StoreUnavailableError, match="EndpointConnectionError.*check endpoint_url and the network"):
+            kept.io(**unreachable).load_checkpoint(name)
+    assert time.monotonic() - started < BOUND_S
+    # Memory carries it on.
+    io = kept.io(**unreachable)
+    io.save_checkpoint(state(4), "a.ckpt", storage_options={"tiers": ["memory"]})
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 4
+
+
+@pytest.mark.parametrize("ckpt_path", ["tiered:latest", "last", "best"])
+def test_nor_does_a_trainer_start_from_scratch(kept, unreachable, memory_dir, tmp_path, ckpt_path):
+    runs = Runs(unreachable["dirpath"], memory_dir, tmp_path)
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    callback = TieredModelCheckpoint(s3_every_n_train_steps=5, monitor="loss")
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailableError, match="check endpoint_url and the network"):
+        runs.fit(callback, io=runs.io(**unreachable), model=model, ckpt_path=ckpt_path)
+    assert time.monotonic() - started < BOUND_S
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_nor_without_credentials(kept_on_s3, memory_dir, tmp_path, monkeypatch):
+    runs = Runs(kept_on_s3.options["dirpath"], memory_dir, tmp_path)
+    with monkeypatch.context() as env:
+        for key in KEYS:
+            env.delenv(key)
+        with pytest.raises(StoreAccessError, match="NoCredentialsError"):
+            runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=5))
