@@ -45,7 +45,7 @@ def get_logger(
     while isinstance(target, logging.LoggerAdapter):
         target = target.logger
     if log_dir is not None:
-        _add_file(target, os.path.join(os.path.abspath(log_dir), f"{namespace}_checkpointing.log"))
+        _add_file(target, namespace, os.path.abspath(log_dir))
     return CheckpointLogger(target, {"namespace": namespace, "rank": rank, "step": None})
 
 
@@ -70,13 +70,16 @@ def _own_logger() -> logging.Logger:
     return logger
 
 
-def _add_file(logger: logging.Logger, path: str) -> None:
+def _add_file(logger: logging.Logger, namespace: str, log_dir: str) -> None:
+    path = os.path.join(log_dir, f"{namespace}_checkpointing.log")
     for handler in logger.handlers:
         if isinstance(handler, logging.FileHandler) and handler.baseFilename == path:
             return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(_formatter())
+    # Other jobs of this process have files of their own.
+    handler.addFilter(lambda record: getattr(record, "namespace", namespace) == namespace)
     logger.addHandler(handler)
 
 

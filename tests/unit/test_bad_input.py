@@ -176,6 +176,16 @@ def test_nor_is_one_in_memory(kept):
     assert kept.io().load_checkpoint("tiered:latest")["global_step"] == 2
 
 
+def test_the_durable_copy_of_what_a_newer_release_left_in_memory(kept):
+    (part,) = Path(kept.options["memory_dir"]).rglob("part.json")
+    text = part.read_bytes()
+    part.write_bytes(as_of_version_7(text))
+    io = kept.io()
+    assert io.load_checkpoint(KEPT)["global_step"] == 1
+    assert io.checkpointer.restored.tier == "durable"
+    part.write_bytes(text)
+
+
 def as_of_version_7(text):
     assert b'"version": 1' in text
     return text.replace(b'"version": 1', b'"version": 7')

@@ -87,6 +87,15 @@ def test_each_job_has_one_file_and_one_line_for_each_event(job, tmp_path):
     assert len([each for each in said if each["text"].startswith("saved")]) == 2
 
 
+def test_jobs_of_one_process_keep_out_of_each_others_files(job, tmp_path):
+    for namespace in ("one", "two"):
+        job(namespace=namespace).save_checkpoint(state(1), "a.ckpt")
+    for namespace in ("one", "two"):
+        assert {each["namespace"] for each in lines(tmp_path / "logs" / f"{namespace}_checkpointing.log")} == {
+            namespace
+        }
+
+
 def test_a_users_own_logger_gets_it_all_with_their_own_format(job, tmp_path, capfd):
     said = []
 

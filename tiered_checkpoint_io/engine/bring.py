@@ -27,6 +27,7 @@ from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage.base import Store
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
+from tiered_checkpoint_io.storage.slots import Slot
 
 _LOCK_POLL_S = 0.05
 
@@ -110,7 +111,7 @@ class Bringer:
         store = self._store()
         started = time.monotonic()
         try:
-            slot = self._tier.acquire(entry.size)
+            slot = self._room(candidate.content.save_id, entry.size)
         except MemoryTierError as error:
             self._log.warning("fetching into a temporary file: %s", error)
             with fetch.temporary_file(entry.size) as (path, view):
@@ -128,6 +129,17 @@ class Bringer:
             result.path = str(stored.file(entry.basename))
         result.bytes_read = entry.size
         self._log.info("fetched %s: %s", candidate.name, rate(entry.size, time.monotonic() - started))
+
+    def _room(self, save_id: str, size: int) -> Slot:
+        if self._tier.is_taken(save_id, 0):
+            # A newer release's, for one: not ours to remove.
+            raise MemoryTierError(
+                "memory holds something of this save that can't be used",
+                operation="restore",
+                tier="memory",
+                key=save_id,
+            )
+        return self._tier.acquire(size)
 
     def find(self, save_id: str) -> StoredPart:
         """The part of a save in this node's memory.

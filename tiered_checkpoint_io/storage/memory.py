@@ -205,6 +205,10 @@ class MemoryTier:
         """Returns a slot that will not be committed."""
         self._pool.give_back(slot)
 
+    def is_taken(self, save_id: str, rank: int) -> bool:
+        """Whether there is anything at a part's place, readable or not."""
+        return (self.root / "saves" / save_id / ids.rank_folder(rank)).exists()
+
     def commit(self, part: Part, slots: Mapping[str, Slot], *, drained: bool = False) -> StoredPart:
         """Makes a filled part exist, at once and whole.
 
