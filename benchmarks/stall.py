@@ -190,27 +190,30 @@ def main() -> None:
                 # The first two rounds make everybody's memory warm.
                 if number >= 2:
                     times[name].append(seconds)
-        show(times, size)
+        # Round by round, because the machine's speed drifts: each against the copy of its own round.
+        copies = next(iter(times.values()))
+        ratios = {
+            name: statistics.median(mine / copy for mine, copy in zip(seconds, copies, strict=True))
+            for name, seconds in times.items()
+        }
+        show(times, ratios, size)
         command = [sys.executable, __file__, "--memory", "--mebibytes", str(arguments.mebibytes)]
         extra = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
-        names = list(runs)
-        ratios = [ours / copy for copy, ours in zip(times[names[0]], times[names[1]], strict=True)]
         print(f"extra_resident_MiB={extra}")
-        print(f"stall_ratio_to_memcpy={statistics.median(ratios):.2f}")
+        print(f"stall_ratio_to_memcpy={ratios[list(runs)[1]]:.2f}")
 
 
-def show(times: dict[str, list[float]], size: float) -> None:
+def show(times: dict[str, list[float]], ratios: dict[str, float], size: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    copy = statistics.median(next(iter(times.values())))
     table = Table(title=f"How long training waits: {size:.2f} GiB, median of {len(next(iter(times.values())))} rounds")
     for column in ("", "seconds", "fastest", "slowest", "GiB/s", "x memcpy"):
         table.add_column(column, justify="left" if not column else "right")
     for name, seconds in times.items():
         middle = statistics.median(seconds)
         row = (f"{middle:.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}", f"{size / middle:.1f}")
-        table.add_row(name, *row, f"{middle / copy:.2f}")
+        table.add_row(name, *row, f"{ratios[name]:.2f}")
     Console(width=100).print(table)
 
 
