@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from datetime import datetime, timedelta, timezone
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 from tiered_checkpoint_io.errors import InvalidNameError
@@ -30,6 +30,7 @@ MANIFEST_PREFIX = META_PREFIX + "manifests/"
 PART_PREFIX = META_PREFIX + "parts/"
 
 _MANIFEST_SUFFIX = ".json"
+_PART_SUFFIX = ".json"
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DOTALL)
 #: ``Path("s3://bucket/key")`` has lost a slash when it becomes text again.
@@ -246,9 +247,33 @@ def rank_folder(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
+class PartKey(NamedTuple):
+    """What the key of a part's description on the durable tier tells."""
+
+    name: str
+    save_id: str
+    rank: int
+
+
+def part_key(name: str, save_id: str, rank: int) -> str:
+    """``.tiered/parts/<name>/<save_id>/rank-00003.json``: put once all files of the part are there."""
+    return f"{PART_PREFIX}{name}/{save_id}/{rank_folder(rank)}{_PART_SUFFIX}"
+
+
+def parse_part_key(key: str) -> PartKey | None:
+    """The inverse of :func:`part_key`; None for a key that is not a part's."""
+    if not (key.startswith(PART_PREFIX) and key.endswith(_PART_SUFFIX)):
+        return None
+    name, _, rest = key[len(PART_PREFIX) : -len(_PART_SUFFIX)].rpartition("/")
+    name, _, save = name.rpartition("/")
+    rank = _RANK.match(rest)
+    return PartKey(name, save, int(rank["rank"])) if name and rank and _SAVE_ID.match(save) else None
+
+
 # -------------------------------------------------------------------------------------------- ids
 _TIME_FORMAT = "%Y%m%dT%H%M%S.%f"
 _SAVE_ID = re.compile(r"(?P<time>\d{8}T\d{6}\.\d{6})-(?P<random>[0-9a-f]{8})-(?P<counter>\d{8})\Z")
+_RANK = re.compile(r"rank-(?P<rank>\d{5,9})\Z")
 _RUN_ID = re.compile(r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{8}\Z")
 
 
@@ -283,4 +308,34 @@ def validate_save_id(text: str) -> str:
     """
     if not isinstance(text, str) or not _SAVE_ID.match(text):
         raise InvalidNameError(f"not a save id: {text!r}")
+    return text
+
+
+def run_id_of(save_id: str) -> str:
+    """The run whose operation this is."""
+    return save_id.rpartition("-")[0]
+
+
+def part_op_id(save_id: str, rank: int, *, commits: bool) -> str:
+    """The id of the operation that drains a part: the save's own for the part that commits it.
+
+    Those of other ranks' parts (``<save_id>.rank-00003``) sort behind it, and before those of later saves.
+    """
+    return save_id if commits else f"{save_id}.{rank_folder(rank)}"
+
+
+def save_id_of_op(op_id: str) -> str:
+    """The save that an operation is about; the id of an alias, delete or cancel itself."""
+    return op_id.partition(".rank-")[0]
+
+
+def validate_op_id(text: str) -> str:
+    """Gives ``text`` back where it is an operation's id, which makes it safe as a file's name.
+
+    Raises:
+        InvalidNameError: It is not.
+    """
+    head, dot, rank = text.partition(".rank-") if isinstance(text, str) else ("", "", "")
+    if not _SAVE_ID.match(head) or (dot and not _RANK.match(f"rank-{rank}")):
+        raise InvalidNameError(f"not an operation's id: {text!r}")
     return text

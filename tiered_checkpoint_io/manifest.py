@@ -29,6 +29,9 @@ _MAX_FILE_SIZE = 5 << 40
 _MAX_FILES = 1_000_000
 _DIGEST_LENGTH = 32
 
+#: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
+METADATA = ".metadata"
+
 Kind = Literal["full", "sharded", "local"]
 KINDS: tuple[Kind, ...] = ("full", "sharded", "local")
 
@@ -280,6 +283,16 @@ class Part:
     @property
     def save_id(self) -> str:
         return self.content.save_id
+
+    @property
+    def commits(self) -> bool:
+        """Whether the drain that holds this part commits the save: that of the coordinator does.
+
+        For ``sharded`` it is the part with ``.metadata``; for ``local``, that of rank 0.
+        """
+        if self.content.kind == "sharded":
+            return any(entry.basename == METADATA for entry in self.content.files)
+        return self.content.kind == "full" or self.rank == 0
 
     def to_json(self) -> bytes:
         """The part as it is stored (``part.json``)."""

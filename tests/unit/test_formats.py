@@ -140,6 +140,36 @@ def test_names_and_keys(name):
         assert ids.name_in(dirpath, name) == name
 
 
+@given(names, save_ids, st.integers(0, 1 << 20))
+def test_keys_of_parts_and_ids_of_operations(name, save_id, rank):
+    key = ids.part_key(name, save_id, rank)
+    assert ids.parse_part_key(key) == (name, save_id, rank)
+    assert ids.parse_part_key(key[:-5]) is None
+    assert ids.parse_part_key(ids.manifest_key(f"{name}/{save_id}/rank-00001")) is None
+    assert ids.parse_part_key(f"{ids.PART_PREFIX}{save_id}/{ids.rank_folder(rank)}.json") is None
+    own, other = (ids.part_op_id(save_id, rank, commits=commits) for commits in (True, False))
+    assert own == ids.save_id_of_op(own) == ids.save_id_of_op(other) == save_id
+    assert ids.validate_op_id(own) == own
+    assert ids.validate_op_id(other) == other
+    assert own < other < save_id[:-8] + "99999999.x"
+    for wrong in (other + "/../x", other + "x", f"{save_id}.rank-", f"{save_id}.rank-1", "", "rank-00001", None):
+        with pytest.raises(InvalidNameError):
+            ids.validate_op_id(wrong)
+
+
+def test_which_part_commits_its_save():
+    def part(rank, kind, *paths):
+        files = tuple(FileEntry(path, 0, 1 << 24, ("0" * 32,)) for path in paths)
+        return Part("a", rank, Content(ids.save_id(ids.new_run_id(), 1), 1, 0, kind, 1.0, 4, {}, files), "d", True)
+
+    assert part(3, "full", "a").commits
+    assert part(2, "sharded", "a/__2_0.distcp", "a/.metadata").commits
+    assert not part(0, "sharded", "a/__0_0.distcp").commits
+    assert not part(0, "sharded").commits
+    assert part(0, "local", "a/x").commits
+    assert not part(1, "local", "a/.metadata").commits
+
+
 @given(save_ids, st.floats(0, 4e9))
 def test_a_later_run_sorts_behind_whatever_its_clock_says(seen, now):
     assert ids.save_id(ids.new_run_id(after=seen, now=now), 0) > seen
