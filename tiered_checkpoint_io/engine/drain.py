@@ -29,18 +29,17 @@ from tiered_checkpoint_io.engine.queue import (
     unreplaced,
 )
 from tiered_checkpoint_io.engine.report import Reporter
+from tiered_checkpoint_io.engine.stores import Stores
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ManifestError,
-    StoreError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.storage import Store, open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
 
-CONFIG_FILE = "drain.json"
 LOCK_FILE = "drain.lock"
 TRAINERS_FILE = "trainers.lock"
 _POLL_S = 0.05
@@ -95,17 +94,12 @@ class Drain:
         self._stop = stop or threading.Event()
         self._stay = stay
         self._give_up_s = give_up_s
-        self._open_store = open_store
-        self._stores: dict[str, Store] = {}
-        self._config_stamp = 0
-        self._config: TieredCheckpointConfig | None = None
+        self._stores = Stores(root, open_store, self._log)
         self._retries: dict[str, _Retry] = {}
         self._seen: set[str] = set()
         self._unreplaced: list[Outcome] | None = None
         self._trainers: int | None = None
-        self._report = Reporter(
-            self._queue, lambda: [store.metrics.snapshot() for store in list(self._stores.values())]
-        )
+        self._report = Reporter(self._queue, self._stores.counters)
 
     def run(self, *, once: bool = False) -> bool:
         """Works until there is nothing to do and nobody who could give more.
@@ -123,9 +117,7 @@ class Drain:
             with self._report.beating():
                 self._loop(once=once)
         finally:
-            for store in self._stores.values():
-                store.close()
-            self._stores.clear()
+            self._stores.close()
             release(lock)
             if self._trainers is not None:
                 # Only now: a trainer that came meanwhile has waited for this, and finds no drain.
@@ -219,7 +211,7 @@ class Drain:
                 assert stored is not None
                 self._save(stored)
             else:
-                store = self._store(operation.dirpath)
+                store = self._stores.get(operation.dirpath)
                 journal = self._queue.journal(operation.op_id)
                 if operation.action == "alias":
                     commit.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
@@ -243,7 +235,7 @@ class Drain:
             self._queue.prune()
 
     def _save(self, stored: StoredPart) -> None:
-        store = self._store(stored.part.dirpath)
+        store = self._stores.get(stored.part.dirpath)
         with (
             self._report.uploading(stored.part.name, stored.part.content.size),
             self._tier.reading(stored) as views,
@@ -268,7 +260,7 @@ class Drain:
         if journal.read() is not None and operation.op_id not in self._retries:
             # What cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
-                self._store(operation.dirpath).abandon(operation.name, journal)
+                self._stores.get(operation.dirpath).abandon(operation.name, journal)
         self._report.counts["skipped"] += 1
         self._log.warning("%s will not be durable: %s", operation.name, reason)
         self._finish(operation, stored.part.content.step, "skipped", error=reason)
@@ -353,25 +345,3 @@ class Drain:
             # The file system of the memory tier is full: what could be freed must be, outcome or none.
             self._log.error("could not note the outcome of %s: %s", operation.name, full)
             self._retries[operation.op_id] = _Retry(1, time.monotonic() + _FIRST_BACKOFF_S, permanent=False)
-
-    # ------------------------------------------------------------------------------- surroundings
-    def _store(self, dirpath: str) -> Store:
-        path = self._root / CONFIG_FILE
-        stamp = path.stat().st_mtime_ns
-        if self._config is None or stamp != self._config_stamp:
-            for store in self._stores.values():
-                store.close()
-            self._stores.clear()
-            self._config = TieredCheckpointConfig.from_json(path.read_text())
-            self._config_stamp = stamp
-        if dirpath not in self._stores:
-            store = self._open_store(self._config, dirpath)
-            self._stores[dirpath] = store
-            abort_stale = getattr(store, "abort_stale_uploads", None)
-            if abort_stale is not None:
-                try:
-                    abort_stale()
-                except StoreError as error:
-                    # A server without this request keeps its own rubbish; the upload matters more.
-                    self._log.warning("could not look for abandoned uploads: %s", error)
-        return self._stores[dirpath]

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.drain import CONFIG_FILE, LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Queue, Request, held_back, unreplaced
+from tiered_checkpoint_io.engine.stores import CONFIG_FILE
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.storage.memory import MemoryTier, write_atomic
