@@ -11,48 +11,32 @@ the object matches what some content in the manifest says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    FormatVersionError,
-    ManifestError,
-    StoreNotFoundError,
-    UsageError,
+from tiered_checkpoint_io.engine.journals import Removal, Section, identity_of
+from tiered_checkpoint_io.engine.manifests import (
+    contents_of,
+    current,
+    exists,
+    heirs,
+    orphans_of_alias,
+    paths_in,
+    paths_of,
+    points_to,
+    read_manifest,
+    replaced_by,
+    verify,
 )
-from tiered_checkpoint_io.manifest import Content, FileEntry, Manifest, Part, merge_parts
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
+from tiered_checkpoint_io.manifest import Content, Manifest, Part, merge_parts
 from tiered_checkpoint_io.storage.base import Store, UploadJournal
 
-#: What a journal holds of ours, beside what the store notes there: objects to remove ...
-_OBJECTS = "objects"
-#: ... and which manifest they belonged to.
-_MANIFEST = "manifest"
+__all__ = ["abandon", "commit_full", "delete", "put_alias", "read_manifest", "verify"]
 
-
-def read_manifest(store: Store, name: str) -> Manifest | None:
-    """The manifest of a checkpoint; None where there is no such checkpoint.
-
-    Raises:
-        ManifestError: It can't be understood.
-        StoreError: The tier could not be asked.
-    """
-    key = ids.manifest_key(name)
-    try:
-        return Manifest.from_json(store.get(key), where=f"{store.url}/{key}")
-    except StoreNotFoundError:
-        return None
-
-
-def verify(entry: FileEntry, data: memoryview, *, tier: str, where: str) -> None:
-    """Compares every chunk of a file with its hash.
-
-    Raises:
-        CorruptCheckpointError: One differs.
-    """
-    for index, (offset, length) in enumerate(entry.chunks):
-        entry.check_chunk(index, data[offset : offset + length], tier=tier, where=where)
+_UPLOAD = "upload"
+_REMOVAL = "removal"
 
 
 def commit_full(
@@ -83,39 +67,34 @@ def commit_full(
     """
     if part.content.kind != "full":
         raise UsageError(
-            f"this release drains full checkpoints, not {part.content.kind} ones", operation="commit", key=part.name
+            f"a {part.content.kind} checkpoint is committed by its parts", operation="commit", key=part.name
         )
     (entry,) = part.content.files
-    plan = journal.read() if journal is not None else None
-    old = _current(store, part.name)
+    upload, removal = (Section(journal, name) if journal is not None else None for name in (_UPLOAD, _REMOVAL))
+    old = current(store, part.name)
     if old is not None and old.alias_of is None and old.content.save_id == part.save_id and not old.previous:
-        _finish(store, journal, _planned(plan))
+        (Removal.noted(removal) or Removal(part.name)).finish(store, removal)
         return False
     verify(entry, data, tier="memory", where=part.name)
     merged = merge_parts([part])
     assert merged is not None
     key = ids.manifest_key(part.name)
-    contents: list[Content] = []
-    if old is not None and old.alias_of is None:
-        merged = replace(merged, aliases=old.aliases)
-        contents = [old.content, *old.previous]
-    elif _exists(store, entry.path):
-        # The object of a deleted checkpoint may live on for aliases, and is what they stand for.
-        heirs = _heirs(store, entry.path)
-        merged = replace(merged, aliases=tuple(heir.name for heir in heirs))
-        contents = [*{each.save_id: each for heir in heirs for each in (heir.content, *heir.previous)}.values()]
-    others = tuple(content for content in contents if content.save_id != part.save_id)
-    if others and entry.path in {each.path for content in others for each in content.files}:
+    replaced = replaced_by(store, part.name, entry.path, old)
+    merged = replace(merged, aliases=aliases_of(replaced))
+    others = tuple(content for content in contents_of(replaced) if content.save_id != part.save_id)
+    if entry.path in paths_in(others):
         store.put(key, replace(merged, previous=others).to_json())
-    if journal is not None and plan is not None and _OBJECTS in plan:
-        journal.clear()
-    store.upload(entry.path, data, journal=journal, progress=progress)
-    orphans = _orphans_of_alias(store, old) if old is not None and old.alias_of is not None else []
-    if journal is not None and orphans:
-        journal.write({_OBJECTS: orphans})
+    store.upload(entry.path, data, journal=upload, progress=progress)
+    orphans = orphans_of(store, merged, others, old)
+    orphans.note(removal)
     store.put(key, merged.to_json())
-    _finish(store, journal, orphans)
+    orphans.finish(store, removal)
     return True
+
+
+def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
+    """Ends the upload of a full checkpoint that will not be committed."""
+    store.abandon(part.name, Section(journal, _UPLOAD))
 
 
 def put_alias(
@@ -136,8 +115,8 @@ def put_alias(
         CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
         FormatVersionError: A newer release owns one of the names.
     """
-    plan = journal.read() if journal is not None else None
-    manifest = _current(store, target)
+    removal = Removal.noted(journal)
+    manifest = current(store, target)
     if manifest is None or manifest.alias_of is not None:
         raise CheckpointNotFoundError(
             f"an alias needs a checkpoint to point to, and {target!r} is none",
@@ -148,11 +127,11 @@ def put_alias(
         )
     if alias == target:
         return
-    old = _current(store, alias)
+    old = current(store, alias)
     own = old is not None and old.alias_of is None
     if own and before is not None and old is not None and old.content.save_id > before:
         return
-    moving = [name for name in old.aliases if _points_to(store, name, alias)] if own and old is not None else []
+    moving = [name for name in old.aliases if points_to(store, name, alias)] if own and old is not None else []
     moving.append(alias)
     # The target learns of its aliases first: a delete that comes between must find them.
     known = manifest
@@ -160,13 +139,12 @@ def put_alias(
         known = known.with_alias(name)
     if known is not manifest:
         store.put(ids.manifest_key(target), known.to_json())
-    if plan is None and old is not None and old.alias_of != target:
-        plan = {_OBJECTS: _paths(old) if own else _orphans_of_alias(store, old)}
-        if journal is not None and plan[_OBJECTS]:
-            journal.write(plan)
+    if removal is None and old is not None and old.alias_of != target:
+        removal = Removal(alias, tuple(paths_of(old))) if own else removal_of_alias(store, old)
+        removal.note(journal)
     for name in moving:
         store.put(ids.manifest_key(name), replace(known, name=name, alias_of=target).to_json())
-    _finish(store, journal, _planned(plan))
+    (removal or Removal(alias)).finish(store, journal)
 
 
 def delete(store: Store, name: str, *, before: str | None = None, journal: UploadJournal) -> None:
@@ -184,101 +162,57 @@ def delete(store: Store, name: str, *, before: str | None = None, journal: Uploa
     Raises:
         FormatVersionError: A newer release owns this name. Nothing was removed.
     """
-    plan = journal.read()
-    manifest = _current(store, name)
-    if plan is not None and manifest is not None and plan.get(_MANIFEST) != _identity(manifest):
-        # The name was taken anew between a first try, which got as far as its plan, and this one.
+    removal = Removal.noted(journal)
+    manifest = current(store, name)
+    if removal is not None and manifest is not None and removal.identity != identity_of(manifest):
+        # The name was taken anew between a first try, which got as far as its note, and this one.
         manifest = None
     elif manifest is not None and before is not None and manifest.content.save_id > before:
         return
     elif manifest is None:
         # One that cannot be read stands for no checkpoint either.
         store.delete(ids.manifest_key(name))
-    if plan is None:
+    if removal is None:
         if manifest is None:
-            orphans = [name] if _exists(store, name) and not _heirs(store, name) else []
+            removal = Removal(name, (name,) if exists(store, name) and not heirs(store, name) else ())
         elif manifest.alias_of is not None:
-            orphans = _orphans_of_alias(store, manifest)
-        elif _hand_over(store, manifest):
-            orphans = []
+            removal = removal_of_alias(store, manifest)
         else:
-            orphans = _paths(manifest)
-        plan = {_OBJECTS: orphans, _MANIFEST: _identity(manifest) if manifest is not None else None}
-        journal.write(plan)
+            removal = Removal(name, () if _hand_over(store, manifest) else tuple(paths_of(manifest)))
+        if manifest is not None:
+            removal = replace(removal, identity=identity_of(manifest))
+        removal.note(journal)
     if manifest is not None:
         store.delete(ids.manifest_key(name))
-    _finish(store, journal, _planned(plan))
+    removal.finish(store, journal)
 
 
-def _current(store: Store, name: str) -> Manifest | None:
-    try:
-        return read_manifest(store, name)
-    except FormatVersionError:
-        raise
-    except ManifestError:
-        # A damaged manifest describes no checkpoint; there is nothing to keep of it.
-        return None
+def aliases_of(replaced: list[Manifest]) -> tuple[str, ...]:
+    """The aliases that follow a name whose objects are replaced: see :func:`replaced_by`."""
+    if len(replaced) == 1 and replaced[0].alias_of is None:
+        return replaced[0].aliases
+    return tuple(heir.name for heir in replaced)
 
 
-def _identity(manifest: Manifest) -> list[str | None]:
-    return [manifest.content.save_id, manifest.alias_of]
+def orphans_of(store: Store, merged: Manifest, others: tuple[Content, ...], old: Manifest | None) -> Removal:
+    """What nothing refers to once ``merged`` stands where ``old`` stood, over the contents ``others``."""
+    if old is not None and old.alias_of is not None:
+        return removal_of_alias(store, old)
+    new = paths_of(merged)
+    return Removal(merged.name, tuple(path for path in paths_in(others) if path not in new))
 
 
-def _exists(store: Store, path: str) -> bool:
-    try:
-        store.size(path)
-    except StoreNotFoundError:
-        return False
-    return True
-
-
-def _heirs(store: Store, path: str) -> list[Manifest]:
-    """The aliases that keep an object whose own manifest is gone. Reads all manifests: for rare cases."""
-    names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
-    manifests = (_current(store, name) for name in sorted(name for name in names if name is not None))
-    return [each for each in manifests if each is not None and each.alias_of is not None and path in _paths(each)]
+def removal_of_alias(store: Store, alias: Manifest) -> Removal:
+    """What nothing refers to once ``alias`` is gone."""
+    assert alias.alias_of is not None
+    return Removal(alias.alias_of, tuple(orphans_of_alias(store, alias)))
 
 
 def _hand_over(store: Store, target: Manifest) -> bool:
     """Tells the live aliases of a target that goes what they stand for from now on, if there are any."""
-    live = [alias for alias in target.aliases if _points_to(store, alias, target.name)]
+    live = [alias for alias in target.aliases if points_to(store, alias, target.name)]
     for alias in live:
         # The target may have been overwritten, and aliases added, since the alias was made.
         heir = replace(target, name=alias, alias_of=target.name, aliases=tuple(live))
         store.put(ids.manifest_key(alias), heir.to_json())
     return bool(live)
-
-
-def _points_to(store: Store, alias: str, target: str) -> bool:
-    manifest = _current(store, alias)
-    return manifest is not None and manifest.alias_of == target
-
-
-def _orphans_of_alias(store: Store, alias: Manifest) -> list[str]:
-    """The objects that nothing refers to once ``alias`` is gone."""
-    target = alias.alias_of
-    assert target is not None
-    if _current(store, target) is not None:
-        return []
-    others = [other for other in alias.aliases if other != alias.name]
-    return [] if any(_points_to(store, other, target) for other in others) else _paths(alias)
-
-
-def _paths(manifest: Manifest) -> list[str]:
-    contents = (manifest.content, *manifest.previous)
-    return sorted({entry.path for content in contents for entry in content.files})
-
-
-def _planned(plan: Mapping[str, object] | None) -> list[str]:
-    objects = plan.get(_OBJECTS) if plan is not None else None
-    return [str(path) for path in objects] if isinstance(objects, list) else []
-
-
-def _finish(store: Store, journal: UploadJournal | None, paths: Iterable[str]) -> None:
-    for path in paths:
-        manifest = _current(store, path)
-        # A plan may be older than a save that has taken the same name since.
-        if manifest is None or manifest.alias_of is not None:
-            store.delete(path)
-    if journal is not None:
-        journal.clear()

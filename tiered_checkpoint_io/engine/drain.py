@@ -260,7 +260,7 @@ class Drain:
         if journal.read() is not None and operation.op_id not in self._retries:
             # What cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
-                self._stores.get(operation.dirpath).abandon(operation.name, journal)
+                commit.abandon(self._stores.get(operation.dirpath), stored.part, journal)
         self._report.counts["skipped"] += 1
         self._log.warning("%s will not be durable: %s", operation.name, reason)
         self._finish(operation, stored.part.content.step, "skipped", error=reason)

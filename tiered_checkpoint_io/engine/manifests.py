@@ -1,0 +1,128 @@
+"""Manifests on the durable tier: reading them, and whose objects are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreNotFoundError
+from tiered_checkpoint_io.manifest import Content, FileEntry, Manifest
+from tiered_checkpoint_io.storage.base import Store
+
+_AT_ONCE = 8
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def read_manifest(store: Store, name: str) -> Manifest | None:
+    """The manifest of a checkpoint; None where there is no such checkpoint.
+
+    Raises:
+        ManifestError: It can't be understood.
+        StoreError: The tier could not be asked.
+    """
+    key = ids.manifest_key(name)
+    try:
+        return Manifest.from_json(store.get(key), where=f"{store.url}/{key}")
+    except StoreNotFoundError:
+        return None
+
+
+def current(store: Store, name: str) -> Manifest | None:
+    """The manifest of a checkpoint, where there is one that describes it.
+
+    Raises:
+        FormatVersionError: A newer release owns this name.
+        StoreError: The tier could not be asked.
+    """
+    try:
+        return read_manifest(store, name)
+    except FormatVersionError:
+        raise
+    except ManifestError:
+        # A damaged manifest describes no checkpoint; there is nothing to keep of it.
+        return None
+
+
+def verify(entry: FileEntry, data: memoryview, *, tier: str, where: str) -> None:
+    """Compares every chunk of a file with its hash.
+
+    Raises:
+        CorruptCheckpointError: One differs.
+    """
+    for index, (offset, length) in enumerate(entry.chunks):
+        entry.check_chunk(index, data[offset : offset + length], tier=tier, where=where)
+
+
+def contents_of(manifests: Iterable[Manifest]) -> list[Content]:
+    """All that some manifests say their objects may hold, each save once."""
+    contents = (content for each in manifests for content in (each.content, *each.previous))
+    return [*{content.save_id: content for content in contents}.values()]
+
+
+def paths_in(contents: Iterable[Content]) -> list[str]:
+    """The keys of all files of some contents, in order."""
+    return sorted({entry.path for content in contents for entry in content.files})
+
+
+def paths_of(manifest: Manifest) -> list[str]:
+    """The keys of all objects that a manifest names."""
+    return paths_in(contents_of([manifest]))
+
+
+def exists(store: Store, path: str) -> bool:
+    """Whether there is an object under a key."""
+    try:
+        store.size(path)
+    except StoreNotFoundError:
+        return False
+    return True
+
+
+def heirs(store: Store, path: str) -> list[Manifest]:
+    """The aliases that keep an object whose own manifest is gone. Reads all manifests: for rare cases."""
+    names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
+    manifests = in_parallel(lambda name: current(store, name), sorted(name for name in names if name is not None))
+    return [each for each in manifests if each is not None and each.alias_of is not None and path in paths_of(each)]
+
+
+def replaced_by(store: Store, name: str, path: str, old: Manifest | None) -> list[Manifest]:
+    """Whose objects a save of ``name`` replaces: its own, or those that live on for aliases of it.
+
+    Args:
+        store: Where.
+        name: The name that is saved.
+        path: The object that a save of this name writes last.
+        old: The manifest of that name.
+    """
+    if old is not None and old.alias_of is None:
+        return [old]
+    # The object of a deleted checkpoint may live on for aliases, and is what they stand for.
+    return [each for each in heirs(store, path) if each.alias_of == name] if exists(store, path) else []
+
+
+def points_to(store: Store, alias: str, target: str) -> bool:
+    """Whether ``alias`` is an alias of ``target`` now."""
+    manifest = current(store, alias)
+    return manifest is not None and manifest.alias_of == target
+
+
+def orphans_of_alias(store: Store, alias: Manifest) -> list[str]:
+    """The objects that nothing refers to once ``alias`` is gone."""
+    target = alias.alias_of
+    assert target is not None
+    if current(store, target) is not None:
+        return []
+    others = [other for other in alias.aliases if other != alias.name]
+    return [] if any(points_to(store, other, target) for other in others) else paths_of(alias)
+
+
+def in_parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """``work`` on each item, a few at a time; what it gave, in order. The first error is raised."""
+    todo = list(items)
+    if len(todo) < 2:
+        return [work(item) for item in todo]
+    with ThreadPoolExecutor(min(_AT_ONCE, len(todo)), thread_name_prefix="tiered-requests") as pool:
+        return list(pool.map(work, todo))
