@@ -14,16 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine import commit
+from tiered_checkpoint_io.engine import commit, commit_sharded
+from tiered_checkpoint_io.engine.gathering import Fate, Gathering
 from tiered_checkpoint_io.engine.locks import release, try_lock
 from tiered_checkpoint_io.engine.queue import (
+    SAVES,
     FileJournal,
     Outcome,
     Queue,
     Request,
     State,
     held_back,
+    in_order,
     next_operation,
     superseded,
     unreplaced,
@@ -42,6 +46,7 @@ from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
 
 LOCK_FILE = "drain.lock"
 TRAINERS_FILE = "trainers.lock"
+_JOURNAL = "upload.json"
 _POLL_S = 0.05
 _IDLE_POLL_S = 0.2
 _FIRST_BACKOFF_S = 1.0
@@ -95,6 +100,7 @@ class Drain:
         self._stay = stay
         self._give_up_s = give_up_s
         self._stores = Stores(root, open_store, self._log)
+        self._gathering = Gathering(self._log)
         self._retries: dict[str, _Retry] = {}
         self._seen: set[str] = set()
         self._unreplaced: list[Outcome] | None = None
@@ -133,8 +139,10 @@ class Drain:
             operations, parts = self.pending()
             self._report.pending = len(operations)
             self._look_again(operations)
+            self._gathering.keep({operation.op_id for operation in operations})
             now = time.monotonic()
             waiting = {op_id for op_id, retry in self._retries.items() if retry.due > now}
+            waiting = (waiting - self._gathering.complete()) | self._gathering.not_due(now)
             operation = next_operation(operations, waiting, self._without_successor())
             if operation is not None:
                 self._execute(operation, operations, parts)
@@ -144,10 +152,15 @@ class Drain:
             self._stop.wait(_POLL_S if operations else _IDLE_POLL_S)
 
     def pending(self) -> tuple[list[Request], dict[str, StoredPart]]:
-        """All operations in order, and the parts of those that are saves."""
-        parts = {stored.save_id: stored for stored in self._tier.parts() if stored.pending}
-        saves = [Request(save_id, "save", stored.part.name, stored.part.dirpath) for save_id, stored in parts.items()]
-        return sorted([*saves, *self._queue.requests()], key=lambda request: request.op_id), parts
+        """All operations in order, and the parts of those that are saves, by their ids."""
+        parts: dict[str, StoredPart] = {}
+        saves = []
+        for stored in self._tier.parts():
+            if stored.pending:
+                part = stored.part
+                parts[stored.op_id] = stored
+                saves.append(Request(stored.op_id, "save" if part.commits else "part", part.name, part.dirpath))
+        return in_order([*saves, *self._queue.requests()]), parts
 
     def _refuse_unreadable(self) -> None:
         for op_id in self._queue.unreadable():
@@ -207,9 +220,14 @@ class Drain:
         try:
             if operation.action == "cancel":
                 self._cancel(operation, operations, parts)
-            elif operation.action == "save":
-                assert stored is not None
-                self._save(stored)
+            elif stored is not None:
+                began = self._gathering.since(operation.op_id)
+                started = started if began is None else began
+                fate = self._save(stored)
+                if fate == "replaced":
+                    self._give_up(operation, parts, "a later save has taken its name")
+                if fate != "done":
+                    return
             else:
                 store = self._stores.get(operation.dirpath)
                 journal = self._queue.journal(operation.op_id)
@@ -224,25 +242,42 @@ class Drain:
             self._failed(operation, stored, step, error, started)
             return
         seconds = time.monotonic() - started
-        self._report.succeeded(size, seconds)
+        self._report.succeeded(size, seconds, "uploaded" if operation.action == "part" else "committed")
         self._finish(operation, step, "committed", size=size, seconds=seconds)
         if stored is not None:
             # Behind the outcome: a drain that dies in between finds it committed, and says so again.
             self._tier.mark_drained(stored)
-            self._log.info("Step %d: %s is durable: %s", step, operation.name, rate(size, seconds))
-            for old in superseded(operations, self._retries, operation):
+            what = (
+                "is durable" if stored.part.commits else f"has its part of rank {stored.part.rank} on the durable tier"
+            )
+            self._log.info("Step %d: %s %s: %s", step, operation.name, what, rate(size, seconds))
+            for old in superseded(operations, {*self._retries, *self._gathering.op_ids()}, operation):
                 self._give_up(old, parts, f"superseded by {operation.name}")
             self._queue.prune()
 
-    def _save(self, stored: StoredPart) -> None:
-        store = self._stores.get(stored.part.dirpath)
-        with (
-            self._report.uploading(stored.part.name, stored.part.content.size),
-            self._tier.reading(stored) as views,
-        ):
-            data = next(iter(views.values()), memoryview(b""))
-            journal = FileJournal(stored.folder / "upload.json")
-            commit.commit_full(store, stored.part, data, journal=journal, progress=self._progress)
+    def _save(self, stored: StoredPart) -> Fate:
+        part = stored.part
+        store = self._stores.get(part.dirpath)
+        journal = FileJournal(stored.folder / _JOURNAL)
+        with self._report.uploading(part.name, part.content.size), self._tier.reading(stored) as views:
+            if part.content.kind == "full":
+                data = next(iter(views.values()), memoryview(b""))
+                commit.commit_full(store, part, data, journal=journal, progress=self._progress)
+                return "done"
+            return self._gathering.drain(
+                store,
+                part,
+                views,
+                journal=journal,
+                progress=self._progress,
+                timeout_s=self._stores.config.wait_timeout_s,
+                busy=lambda: self._names_behind(part.save_id),
+            )
+
+    def _names_behind(self, save_id: str) -> set[str]:
+        """Names of saves that were made after one, and are on their way."""
+        operations, _ = self.pending()
+        return {each.name for each in operations if each.action in SAVES and ids.save_id_of_op(each.op_id) > save_id}
 
     def _progress(self, count: int) -> None:
         if self._stop.is_set():
@@ -251,16 +286,18 @@ class Drain:
 
     def _cancel(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:
         for other in operations:
-            if other.op_id == operation.target and other.action == "save":
+            if other.action in SAVES and ids.save_id_of_op(other.op_id) == ids.save_id_of_op(operation.target):
                 self._give_up(other, parts, "cancelled to keep the queue bounded")
 
     def _give_up(self, operation: Request, parts: dict[str, StoredPart], reason: str) -> None:
         stored = parts[operation.op_id]
-        journal = FileJournal(stored.folder / "upload.json")
+        journal = FileJournal(stored.folder / _JOURNAL)
         if journal.read() is not None and operation.op_id not in self._retries:
             # What cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
-                commit.abandon(self._stores.get(operation.dirpath), stored.part, journal)
+                abandon = commit.abandon if stored.part.content.kind == "full" else commit_sharded.abandon
+                abandon(self._stores.get(operation.dirpath), stored.part, journal)
+        self._gathering.forget(operation.op_id)
         self._report.counts["skipped"] += 1
         self._log.warning("%s will not be durable: %s", operation.name, reason)
         self._finish(operation, stored.part.content.step, "skipped", error=reason)
@@ -337,7 +374,7 @@ class Drain:
             attempts or (retry.attempts if retry else 0) + (state != "skipped"),
             operation.dirpath,
         )
-        if operation.action == "save":
+        if operation.action in SAVES:
             self._unreplaced = None
         try:
             self._queue.finish(outcome, final=final)

@@ -20,7 +20,9 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import InvalidNameError
 from tiered_checkpoint_io.storage.memory import write_atomic
 
-Action = Literal["save", "alias", "delete", "cancel", "unknown"]
+Action = Literal["save", "part", "alias", "delete", "cancel", "unknown"]
+#: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
+SAVES: tuple[Action, ...] = ("save", "part")
 _ACTIONS = ("alias", "delete", "cancel")
 State = Literal["committed", "failed", "skipped"]
 _KEEP_OUTCOMES = 256
@@ -34,11 +36,11 @@ class Request:
     """One operation on the durable tier.
 
     Attributes:
-        op_id: Its id; a save's id for a save.
+        op_id: Its id: see :func:`ids.part_op_id` for saves.
         action: What to do.
         name: The checkpoint (or alias) that it is about.
         dirpath: The durable tier.
-        target: An alias' target's name; the op id that a cancel is about.
+        target: An alias' target's name; the save id that a cancel is about.
     """
 
     op_id: str
@@ -57,11 +59,11 @@ class Outcome:
         action: What it was.
         name: The checkpoint that it was about.
         step: The training step of a save; -1 otherwise.
-        state: ``committed`` (done), ``failed`` (an error; it may be tried again) or ``skipped``
-            (given up on purpose).
+        state: ``committed`` (done; of a ``part``: it is on the durable tier, its save may not be),
+            ``failed`` (an error; it may be tried again) or ``skipped`` (given up on purpose).
         error: What went wrong, as text.
         error_type: The class of that error.
-        bytes: Bytes of the checkpoint.
+        bytes: Bytes of the checkpoint, or of this node's part of it.
         seconds: From its start to its end.
         finished: Seconds since the epoch.
         attempts: How often it was tried.
@@ -141,7 +143,7 @@ class Queue:
 
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done."""
-        return _read(self._status / f"{ids.validate_save_id(op_id)}.json", Outcome)
+        return _read(self._status / f"{ids.validate_op_id(op_id)}.json", Outcome)
 
     def outcomes(self) -> list[Outcome]:
         """All outcomes that are still kept, in order. Reads what changed since the last call."""
@@ -162,9 +164,12 @@ class Queue:
         return [known[name][1] for name in sorted(known)]
 
     def prune(self) -> None:
-        """Drops all but the newest outcomes, and files whose writers died before they were whole."""
-        for path in sorted(self._status.glob("[0-9]*.json"))[:-_KEEP_OUTCOMES]:
-            path.unlink(missing_ok=True)
+        """Drops all but the newest outcomes, those of one save together, and files left half written by the dead."""
+        outcomes = sorted(self._status.glob("[0-9]*.json"))
+        kept = set(sorted({ids.save_id_of_op(path.stem) for path in outcomes})[-_KEEP_OUTCOMES:])
+        for path in outcomes:
+            if ids.save_id_of_op(path.stem) not in kept:
+                path.unlink(missing_ok=True)
         for path in (*self._status.glob(".*"), *self._requests.glob(".*")):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _HALF_WRITTEN_S:
@@ -236,21 +241,35 @@ def next_operation(
             ready = ready and not any((save.dirpath, save.name) == target for save in undone)
         if ready:
             return operation
-        if operation.action == "save":
+        if operation.action in SAVES:
             undone.append(operation)
         else:
             busy |= names
     return None
 
 
+def in_order(operations: Iterable[Request]) -> list[Request]:
+    """Operations in the order in which they were made; of one save, the part that commits it last."""
+    return sorted(operations, key=lambda each: (ids.save_id_of_op(each.op_id), each.action == "save", each.op_id))
+
+
 def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Saves that came to nothing, and behind which none was committed yet."""
-    saves = [outcome for outcome in outcomes if outcome.action == "save"]
-    newest: dict[str, str] = {}
+    """Saves and parts that came to nothing, and behind which none was committed yet.
+
+    That a part is on the durable tier tells nothing of its save: it makes up for lost parts alone.
+    """
+    saves = [outcome for outcome in outcomes if outcome.action in SAVES]
+    newest: dict[tuple[str, Action], str] = {}
     for save in saves:
         if save.state == "committed":
-            newest[save.dirpath] = max(newest.get(save.dirpath, ""), save.op_id)
-    return [save for save in saves if save.state != "committed" and save.op_id > newest.get(save.dirpath, "")]
+            for action in SAVES if save.action == "save" else ("part",):
+                key = (save.dirpath, action)
+                newest[key] = max(newest.get(key, ""), ids.save_id_of_op(save.op_id))
+    return [
+        save
+        for save in saves
+        if save.state != "committed" and ids.save_id_of_op(save.op_id) > newest.get((save.dirpath, save.action), "")
+    ]
 
 
 def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> list[Request]:
@@ -266,13 +285,16 @@ def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> l
 
 
 def superseded(operations: Sequence[Request], failed: Collection[str], committed: Request) -> list[Request]:
-    """Failed saves that need not be tried again, because a later save is committed."""
+    """Failed saves that need not be tried again, because a later save is committed.
+
+    A later part that has arrived does the same for parts, but not for saves.
+    """
     return [
         operation
         for operation in operations
-        if operation.action == "save"
+        if operation.action in (SAVES if committed.action == "save" else ("part",))
         and operation.op_id in failed
-        and operation.op_id < committed.op_id
+        and ids.save_id_of_op(operation.op_id) < ids.save_id_of_op(committed.op_id)
         and operation.dirpath == committed.dirpath
     ]
 
@@ -295,7 +317,7 @@ def _read(path: Path, kind: type[_T]) -> _T | None:
         raw: Any = json.loads(path.read_bytes())
         made = kind(**raw)
         if isinstance(made, Request | Outcome):
-            ids.validate_save_id(made.op_id)
+            ids.validate_op_id(made.op_id)
             ids.validate_name(made.name)
     except (FileNotFoundError, ValueError, TypeError, AttributeError):
         # Not there, torn by a crash of the machine, or of another release: nobody waits for it.

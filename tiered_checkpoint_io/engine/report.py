@@ -69,10 +69,10 @@ class Reporter:
             self._done += count
             self.last_success = time.monotonic()
 
-    def succeeded(self, size: int, seconds: float) -> None:
-        """Counts an operation; ``size`` is 0 for those that upload nothing."""
+    def succeeded(self, size: int, seconds: float, what: str = "committed") -> None:
+        """Counts an operation as ``what``; ``size`` is 0 for those that upload nothing."""
         with self._lock:
-            self.counts["committed"] += 1
+            self.counts[what] += 1
             self.last_success = time.monotonic()
             if size:
                 self._rate = size / max(seconds, 1e-9)

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
@@ -127,12 +128,12 @@ class DrainHandle:
 
     def pending(self) -> list[str]:
         """Ids of all that waits for the drain, in order."""
-        saves = [stored.save_id for stored in self._tier.parts() if stored.pending]
+        saves = [stored.op_id for stored in self._tier.parts() if stored.pending]
         return sorted([*saves, *(request.op_id for request in self.queue.requests())])
 
     def pending_saves(self) -> list[str]:
-        """Ids of the saves that wait for the drain, in order."""
-        return [stored.save_id for stored in self._tier.parts() if stored.pending]
+        """Ids of the saves of which parts of this node wait for the drain, in order."""
+        return sorted({stored.save_id for stored in self._tier.parts() if stored.pending})
 
     def has_room(self, cancel_id: str) -> bool:
         """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.
@@ -145,12 +146,15 @@ class DrainHandle:
         moved, moved_at = self._moved(), time.monotonic()
         warned = False
         while True:
-            cancelled = {request.target for request in self.queue.requests() if request.action == "cancel"}
-            waiting = [op_id for op_id in self.pending_saves() if op_id not in cancelled]
+            requests = self.queue.requests()
+            cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
+            waiting = [save_id for save_id in self.pending_saves() if save_id not in cancelled]
             if len(waiting) < self._config.max_pending:
                 return True
             self.ensure()
-            failed = [op_id for op_id in waiting if self._failure(op_id)]
+            pending = self.pending() if waiting else []
+            lost = {ids.save_id_of_op(op_id) for op_id in pending if self._failure(op_id) is not None}
+            failed = [save_id for save_id in waiting if save_id in lost]
             # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
             if failed and len(cancelled) < self._config.max_pending:
                 self._log.error("the durable tier fails; giving up an older save: %s", self.progress().last_error)
@@ -178,7 +182,7 @@ class DrainHandle:
         while True:
             outcome = self.queue.outcome(op_id)
             # The outcome is written first; what waits for it may then look at the memory tier.
-            if outcome is not None and not (outcome.state == "committed" and op_id in self.pending_saves()):
+            if outcome is not None and not (outcome.state == "committed" and op_id in self.pending()):
                 self._seen.add((op_id, outcome.state))
                 return outcome
             self.ensure()
@@ -231,7 +235,7 @@ class DrainHandle:
 
     def _moved(self) -> tuple[object, ...]:
         progress = self.progress()
-        counts = (progress.counters.get(name, 0) for name in ("committed", "failed", "skipped"))
+        counts = (progress.counters.get(name, 0) for name in ("committed", "uploaded", "failed", "skipped"))
         return (progress.pid, progress.name, progress.bytes_done, *counts)
 
     def _failure(self, op_id: str) -> Outcome | None:

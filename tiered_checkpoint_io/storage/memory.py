@@ -78,6 +78,11 @@ class StoredPart:
         return self.part.save_id
 
     @property
+    def op_id(self) -> str:
+        """The id of the operation that brings it to the durable tier."""
+        return ids.part_op_id(self.part.save_id, self.part.rank, commits=self.part.commits)
+
+    @property
     def pending(self) -> bool:
         """Whether it waits for the durable tier."""
         return self.part.durable and not self.drained
@@ -339,7 +344,8 @@ class MemoryTier:
                         key=str(path),
                         rank=stored.part.rank,
                     )
-                mapping = mmap.mmap(descriptor, entry.size, prot=mmap.PROT_READ)
+                # An empty file cannot be mapped.
+                mapping = mmap.mmap(descriptor, entry.size, prot=mmap.PROT_READ) if entry.size else b""
                 views[entry.basename] = memoryview(mapping)
             # The owner renames the folder away before it looks for locks and this marker, so a
             # folder that is still in place now will not be reused behind our back.
