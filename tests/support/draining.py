@@ -1,5 +1,6 @@
 """A memory tier with parts of raw bytes in it, and a durable tier to drain them to."""
 
+from support.sharded import make_part
 from support.story import op_id
 
 from tiered_checkpoint_io import ids
@@ -40,6 +41,16 @@ class Node:
         slot.view[: len(data)] = data
         self.tier.commit(part_of(name, data, self.number, self.dirpath), {name.rpartition("/")[2]: slot})
         return op_id(self.number)
+
+    def part(self, name, number, rank, **options):
+        """One rank's part of the save ``number``, as :func:`support.sharded.make_part` makes it."""
+        part, files = make_part(name, number, rank, dirpath=self.dirpath, **options)
+        slots = {}
+        for basename, data in files.items():
+            slots[basename] = self.tier.acquire(len(data))
+            slots[basename].view[: len(data)] = data
+        self.number = max(self.number, number)
+        return self.tier.commit(part, slots).op_id
 
     def request(self, action, name, target=""):
         self.number += 1

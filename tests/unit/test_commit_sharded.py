@@ -173,10 +173,10 @@ STORIES = {
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("story", STORIES)
-def test_killed_at_any_request_old_or_new_and_a_rerun_finishes(story, when, tmp_path):
+def test_killed_at_any_request_old_or_new_and_a_rerun_finishes(story, when, memory_dir):
     prepare, act, name, (old, new), left = STORIES[story]
     for n in itertools.count(1):
-        store = FlatStore(str(tmp_path / str(n)))
+        store = FlatStore(f"{memory_dir}/{n}")
         prepare(store)
         assert readable(store, name) == old
         journals = Journals()
@@ -224,6 +224,17 @@ def test_the_files_of_the_old_content_are_never_written_to(tmp_path):
         with pytest.raises(UsageError, match="belongs to the checkpoint that this save is to replace"):
             save(store, "a", 2)
         assert readable(store, "last") == 1
+
+
+def test_an_alias_follows_a_target_that_is_overwritten_and_outlives_it(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a", 1)
+    alias(store, "last", "a")
+    save(store, "a", 2, suffix="-2")
+    assert readable(store, "last") == 2
+    delete(store, "a")
+    assert readable(store, "a") is None
+    assert readable(store, "last") == 2
 
 
 def test_corrupt_bytes_reach_nothing(tmp_path):

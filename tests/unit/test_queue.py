@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.story import op_id
 
+from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.queue import (
     DrainProgress,
     FileJournal,
@@ -15,6 +16,7 @@ from tiered_checkpoint_io.engine.queue import (
     Queue,
     Request,
     held_back,
+    in_order,
     next_operation,
     superseded,
     unreplaced,
@@ -32,6 +34,11 @@ def save(number, name="", dirpath="d"):
     return Request(op_id(number), "save", name or f"{number}.ckpt", dirpath)
 
 
+def part(number, rank, name="", dirpath="d"):
+    op = ids.part_op_id(op_id(number), rank, commits=False)
+    return Request(op, "part", name or f"{number}.ckpt", dirpath)
+
+
 def delete(number, name, dirpath="d"):
     return Request(op_id(number), "delete", name, dirpath)
 
@@ -40,7 +47,9 @@ def alias(number, name, target, dirpath="d"):
     return Request(op_id(number), "alias", name, dirpath, target)
 
 
-def ended(number, state, dirpath="d"):
+def ended(number, state, dirpath="d", rank=None):
+    if rank is not None:
+        return Outcome(part(number, rank).op_id, "part", f"{number}.ckpt", number, state, dirpath=dirpath)
     return Outcome(op_id(number), "save", f"{number}.ckpt", number, state, dirpath=dirpath)
 
 
@@ -89,6 +98,43 @@ def test_only_older_failed_saves_of_the_same_tier_are_superseded():
     operations = [save(1), save(2), save(3, dirpath="other"), save(5)]
     failed = {op_id(1), op_id(3), op_id(5)}
     assert superseded(operations, failed, save(4)) == [operations[0]]
+
+
+def test_of_one_save_the_part_that_commits_goes_last():
+    operations = [save(1), part(1, 3), part(1, 10), delete(2, "1.ckpt"), save(3), part(3, 3)]
+    ordered = [part(1, 3), part(1, 10), save(1), delete(2, "1.ckpt"), part(3, 3), save(3)]
+    assert in_order(operations) == ordered
+    for skipped in range(len(ordered)):
+        assert next_operation(ordered[skipped:], ()) == ordered[skipped]
+
+
+def test_a_part_on_its_way_holds_deletes_and_aliases_as_a_save_does_and_lets_saves_pass():
+    first, own, old, last, second = part(1, 3), save(1), delete(2, "0.ckpt"), alias(3, "last", "1.ckpt"), save(4)
+    operations = [first, own, old, last, second]
+    assert next_operation(operations, {first.op_id}) == own
+    assert next_operation(operations, {first.op_id, own.op_id}) == second
+    assert next_operation([first, old, last], {first.op_id}) is None
+    assert next_operation([own, old, last], {own.op_id}) is None
+
+
+def test_a_part_that_arrived_makes_up_for_lost_parts_but_not_for_a_lost_save():
+    operations = [delete(2, "0.ckpt")]
+    for outcomes in (
+        [ended(1, "failed"), ended(1, "committed", rank=3)],
+        [ended(1, "failed"), ended(3, "committed", rank=3)],
+    ):
+        assert held_back(operations, unreplaced(outcomes)) == operations
+    lost = [ended(1, "skipped", rank=3)]
+    assert held_back(operations, unreplaced(lost)) == operations
+    assert not held_back(operations, unreplaced([*lost, ended(3, "committed", rank=3)]))
+    assert not held_back(operations, unreplaced([*lost, ended(1, "failed"), ended(3, "committed")]))
+
+
+def test_a_part_that_arrived_supersedes_parts_and_a_save_both():
+    operations = [part(1, 3), save(1), part(2, 3), save(2), save(3, dirpath="other")]
+    failed = {operation.op_id for operation in operations}
+    assert superseded(operations, failed, part(2, 5)) == [part(1, 3)]
+    assert superseded(operations, failed, save(2)) == [part(1, 3), save(1)]
 
 
 NAMES = ("a", "b", "c")
@@ -193,6 +239,18 @@ def test_outcomes_are_seen_as_they_change_and_only_the_newest_are_kept(queue):
     queue.prune()
     assert (half.exists(), new.exists()) == (False, True)
     assert [outcome.op_id for outcome in other.outcomes()] == [op_id(number) for number in range(44, 300)]
+
+
+def test_outcomes_of_the_parts_of_one_save_are_kept_and_dropped_together(queue):
+    for number in range(258):
+        for rank in (0, 1):
+            queue.finish(ended(number, "committed", rank=rank))
+        queue.finish(ended(number, "committed"))
+    queue.prune()
+    kept = [outcome.op_id for outcome in queue.outcomes()]
+    assert len(kept) == 3 * 256
+    assert min(kept) == op_id(2)
+    assert queue.outcome(part(5, 1).op_id).action == "part"
 
 
 def test_a_reader_sees_old_or_new_whoever_writes(queue, tmp_path):

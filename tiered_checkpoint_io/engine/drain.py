@@ -251,7 +251,7 @@ class Drain:
                 "is durable" if stored.part.commits else f"has its part of rank {stored.part.rank} on the durable tier"
             )
             self._log.info("Step %d: %s %s: %s", step, operation.name, what, rate(size, seconds))
-            for old in superseded(operations, {*self._retries, *self._gathering.op_ids()}, operation):
+            for old in superseded(operations, {*self._retries, *self._gathering.overtaken()}, operation):
                 self._give_up(old, parts, f"superseded by {operation.name}")
             self._queue.prune()
 

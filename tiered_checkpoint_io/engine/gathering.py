@@ -34,6 +34,8 @@ class _Wait:
     due: float
     interval: float = _FIRST_LOOK_S
     complete: bool = False
+    overtaken: bool = False
+    failed: bool = False
 
 
 class Gathering:
@@ -43,17 +45,18 @@ class Gathering:
         self._log = logger
         self._waits: dict[str, _Wait] = {}
 
-    def op_ids(self) -> set[str]:
-        """Ids of the saves that wait."""
-        return set(self._waits)
+    def overtaken(self) -> set[str]:
+        """Ids of those that were not whole when a later one was, and will not be."""
+        return {op_id for op_id, wait in self._waits.items() if wait.overtaken}
 
     def keep(self, op_ids: Collection[str]) -> None:
         """Ends the waits of all but these: the others have left the queue, however."""
         self._waits = {op_id: wait for op_id, wait in self._waits.items() if op_id in op_ids}
 
     def not_due(self, now: float) -> set[str]:
-        """Ids of those that need not be looked at yet."""
-        return {op_id for op_id, wait in self._waits.items() if not wait.complete and wait.due > now}
+        """Ids of those that need not be looked at yet. When to try a failed one again is the drain's to say."""
+        waits = self._waits.items()
+        return {op_id for op_id, wait in waits if not (wait.complete or wait.failed) and wait.due > now}
 
     def complete(self) -> set[str]:
         """Ids of those whose parts had all arrived at the last look."""
@@ -110,6 +113,9 @@ class Gathering:
         # Whatever becomes of it now, it has not to wait for others.
         self.forget(part.save_id)
         commit_sharded.commit_parts(store, part, files, journal=journal)
+        for wait in self._waits.values():
+            # Nodes send parts in the order of their saves: what was missing at this look is lost.
+            wait.overtaken |= fate == "sent" and self._is_older(wait, part)
         try:
             gone = commit_sharded.collect(store, part, parts, patience_s=timeout_s, busy=busy())
         except StoreError as error:
@@ -131,13 +137,11 @@ class Gathering:
         mine.interval = min(_MAX_LOOK_S, 2 * mine.interval)
         if mine.complete:
             # Parts arrive in the order of their saves, so one that was looked at before may be whole by now.
-            return not any(
-                wait.complete and wait.part.save_id < part.save_id and wait.part.dirpath == part.dirpath
-                for wait in self._waits.values()
-            )
+            return not any(wait.complete and self._is_older(wait, part) for wait in self._waits.values())
         missing = commit_sharded.missing_ranks(part, parts)
         if now - mine.since < timeout_s:
             return False
+        mine.failed = True
         named = ", ".join(str(rank) for rank in missing[:_NAMED])
         raise DrainError(
             f"the parts of {len(missing)} of {part.content.world_size} ranks have not come within {timeout_s:.0f} s:"
@@ -149,3 +153,7 @@ class Gathering:
             step=part.content.step,
             hint="see the logs of those ranks and of the drains of their nodes",
         )
+
+    @staticmethod
+    def _is_older(wait: _Wait, part: Part) -> bool:
+        return wait.part.dirpath == part.dirpath and wait.part.save_id < part.save_id
