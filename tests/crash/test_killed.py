@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import story
+from support import sharded, story
 from support.draining import Node, names, objects, readable
 from support.killing import Zygote
 
+from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.commit import verify
 from tiered_checkpoint_io.engine.queue import Queue
 from tiered_checkpoint_io.storage import open_store
@@ -120,6 +121,60 @@ def test_a_drain_to_a_directory_killed_anywhere(zygote, memory_dir, tmp_path):
 
 def test_a_drain_to_s3_killed_anywhere(zygote, memory_dir, s3_url):
     killed_drains(zygote, memory_dir, lambda kill_at: f"{s3_url}/{kill_at}", seed=2, durable=12, others=3)
+
+
+def killed_drains_of_parts(zygote, memory_dir, dirpath_of, seed, durable, others):
+    """Two ranks of one node: a save, another over it, an alias, a third save, and a delete."""
+
+    def one(kill_at):
+        shutil.rmtree(Path(memory_dir), ignore_errors=True)
+        Path(memory_dir).mkdir(mode=0o700)
+        node = Node(memory_dir, dirpath_of(kill_at), chunk_size_MB=8, max_write_concurrency=1)
+        for number, name, size in ((1, "a", 1000), (2, "a", sharded.LARGE), (4, "b", 1000)):
+            for rank in (1, 0):
+                node.part(name, number, rank, suffix=f"-{number}", size=size)
+            if number == 2:
+                node.alias("last", "a")
+        node.delete("a")
+        node.tier.close()
+        store = open_store(node.config)
+        try:
+            effects = zygote.run("drain", kill_at=kill_at, root=str(node.root))
+            assert (effects is None) == (kill_at > 0)
+            seen = {name: sharded.readable(store, name) for name in ("a", "last", "b")}
+            told = [number for number in range(1, 6) if node.states().get(story.op_id(number)) == "committed"]
+            assert told == list(range(1, len(told) + 1))
+            later = [(None, None, None), (1, None, None), (2, None, None), (2, 2, None), (2, 2, 4), (None, 2, 4)]
+            assert tuple(seen.values()) in later[len(told) : len(told) + 2]
+            zygote.run("drain", root=str(node.root))
+            assert (names(store), sharded.readable(store, "last"), sharded.readable(store, "b")) == (
+                ["b", "last"],
+                2,
+                4,
+            )
+            kept = {f"{name}/.metadata" for name in "ab"}
+            kept |= {
+                f"{name}/__{f}-{n}.distcp" for name, n in (("a", 2), ("b", 4)) for f in ("0_0", "0_1", "1_0", "1_1")
+            }
+            assert set(objects(store)) == kept
+            assert not list(store.list(ids.PART_PREFIX))
+            assert set(node.states().values()) == {"committed"}
+            assert not [stored for stored in node.tier.parts() if stored.pending]
+            assert not list((node.root / "requests").glob("[!.]*"))
+        finally:
+            store.close()
+        return effects
+
+    for kill_at in points(seed, one(0), dirpath_of(0), durable, others):
+        one(kill_at)
+
+
+def test_a_drain_of_parts_to_a_directory_killed_anywhere(zygote, memory_dir, tmp_path):
+    killed_drains_of_parts(zygote, memory_dir, lambda kill_at: str(tmp_path / str(kill_at)), 4, durable=25, others=5)
+
+
+def test_a_drain_of_parts_to_s3_killed_anywhere(zygote, memory_dir, s3_url):
+    killed_drains_of_parts(zygote, memory_dir, lambda kill_at: f"{s3_url}/{kill_at}", 5, durable=8, others=2)
 
 
 def test_a_trainer_killed_anywhere_with_its_drain(zygote, memory_dir, tmp_path):

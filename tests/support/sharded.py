@@ -7,29 +7,34 @@ from support.story import op_id
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine import commit
-from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, Part, chunk_ranges, hash_bytes
+from tiered_checkpoint_io.manifest import METADATA, MIN_CHUNK_SIZE, Content, FileEntry, Part, chunk_ranges, hash_bytes
 from tiered_checkpoint_io.storage.base import ObjectInfo
 from tiered_checkpoint_io.storage.directory import DirectoryStore
 
 CHUNK = 1 << 10
+#: Above the smallest part size, so that uploads to S3 go in several parts.
+LARGE = 18 << 20
 
 
 @functools.cache
-def bytes_of(number, rank, basename):
-    return random.Random(f"{number} {rank} {basename}").randbytes(1500 + 10 * rank + number)
+def bytes_of(number, rank, basename, size=1500):
+    return random.Random(f"{number} {rank} {basename}").randbytes(size + 10 * rank + number)
 
 
 def entry_of(path, data):
-    hashes = tuple(hash_bytes(data[start : start + size]) for start, size in chunk_ranges(len(data), CHUNK))
-    return FileEntry(path, len(data), CHUNK, hashes)
+    chunk = CHUNK if len(data) < LARGE else MIN_CHUNK_SIZE
+    hashes = tuple(hash_bytes(data[start : start + size]) for start, size in chunk_ranges(len(data), chunk))
+    return FileEntry(path, len(data), chunk, hashes)
 
 
-def make_part(name, number, rank, *, world_size=2, coordinator=0, kind="sharded", suffix="", dirpath="d", run=None):
-    """A rank's part, and its files: two of data, and ``.metadata`` on the coordinator."""
+def make_part(
+    name, number, rank, *, world_size=2, coordinator=0, kind="sharded", suffix="", dirpath="d", run=None, size=1500
+):
+    """A rank's part, and its files: two of data of about ``size`` bytes, and ``.metadata`` on the coordinator."""
     basenames = [f"__{rank}_0{suffix}.distcp", f"__{rank}_1{suffix}.distcp"]
     if kind == "sharded" and rank == coordinator:
         basenames.append(METADATA)
-    files = {basename: bytes_of(number, rank, basename) for basename in basenames}
+    files = {basename: bytes_of(number, rank, basename, size) for basename in basenames}
     entries = tuple(entry_of(f"{name}/{basename}", data) for basename, data in files.items())
     save_id = ids.save_id(run, number) if run else op_id(number)
     content = Content(save_id, number, 0, kind, 1.0, world_size, {}, entries)
