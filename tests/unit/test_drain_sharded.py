@@ -232,22 +232,28 @@ def test_a_rank_that_died_before_the_coordinator_was_told_leaves_nothing_for_lon
     assert left(store) == []
 
 
+class Refusing:
+    """A store that refuses the files of some names."""
+
+    def __init__(self, store, *names):
+        self._store = store
+        self._names = names
+
+    def upload(self, key, data, **options):
+        if key.startswith(self._names):
+            raise StoreAccessError("no")
+        self._store.upload(key, data, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
 def test_a_part_that_no_store_takes_is_superseded_by_that_of_the_next_save(nodes, store):
     first, second = nodes
-
-    class Refusing:
-        def upload(self, key, data, **options):
-            if key.startswith("1.ckpt"):
-                raise StoreAccessError("no")
-            store.upload(key, data, **options)
-
-        def __getattr__(self, name):
-            return getattr(store, name)
-
     for number in (1, 2):
         second.part(f"{number}.ckpt", number, 1)
         first.part(f"{number}.ckpt", number, 0)
-    drain(second, Refusing()).run(once=True)
+    drain(second, Refusing(store, "1.ckpt")).run(once=True)
     assert second.states() == {part_op(1, 1): "skipped", part_op(2, 1): "committed"}
     drain(first).run(once=True)
     assert first.states() == {op_id(1): "skipped", op_id(2): "committed"}
@@ -327,3 +333,20 @@ def test_a_drain_stays_for_a_save_that_waits_and_leaves_it_to_the_next_in_the_en
     thread.join(10)
     assert drain(first).run()
     assert readable(store, "1.ckpt") == 1
+
+
+def test_a_drain_without_a_trainer_stays_while_parts_may_come_and_no_longer(nodes, store):
+    first, second = nodes
+    own = first.save("own.ckpt", b"what nobody takes")
+    first.part("2.ckpt", 2, 0)
+    thread = threading.Thread(target=drain(first, Refusing(store, "own.ckpt")).run)
+    thread.start()
+    until(lambda: own in first.states(), "the other is told to have failed")
+    second.part("2.ckpt", 2, 1)
+    drain(second).run()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert first.states() == {own: "skipped", op_id(2): "committed"}
+    first.part("3.ckpt", 3, 0)
+    assert drain(first).run()
+    assert first.states()[op_id(3)] == "failed"

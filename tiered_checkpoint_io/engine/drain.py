@@ -209,7 +209,7 @@ class Drain:
     def _only_a_person_can_mend(self, operations: list[Request]) -> bool:
         """Whether to stay would be in vain: the next start may bring other credentials than ours."""
         failing = [self._retries[operation.op_id] for operation in operations if operation.op_id in self._retries]
-        return bool(failing) and all(retry.permanent for retry in failing)
+        return bool(failing) and all(retry.permanent for retry in failing) and not self._gathering.hopeful()
 
     # ------------------------------------------------------------------------------ operations
     def _execute(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:

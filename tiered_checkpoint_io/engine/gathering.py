@@ -45,6 +45,10 @@ class Gathering:
         self._log = logger
         self._waits: dict[str, _Wait] = {}
 
+    def hopeful(self) -> bool:
+        """Whether there is a save whose parts may still come within the bound."""
+        return any(not wait.failed for wait in self._waits.values())
+
     def overtaken(self) -> set[str]:
         """Ids of those that were not whole when a later one was, and will not be."""
         return {op_id for op_id, wait in self._waits.items() if wait.overtaken}
