@@ -19,6 +19,7 @@ from tiered_checkpoint_io.engine.locks import release, try_lock
 from tiered_checkpoint_io.engine.queue import Outcome, Request
 from tiered_checkpoint_io.engine.supervise import DrainHandle
 from tiered_checkpoint_io.errors import DrainError, StoreAccessError
+from tiered_checkpoint_io.storage import open_store
 from tiered_checkpoint_io.storage.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
 
@@ -155,6 +156,24 @@ def test_parts_of_two_nodes_meet_on_the_durable_tier(nodes, store):
         assert first.states() == dict.fromkeys([op_id(1), op_id(2), full], "committed")
     assert [readable(store, f"{number}.ckpt") for number in (1, 2)] == [1, 2]
     assert left(store) == []
+
+
+def test_parts_of_two_nodes_meet_on_s3(memory_dir, s3_url):
+    nodes = []
+    for number in (0, 1):
+        os.mkdir(f"{memory_dir}/{number}")
+        nodes.append(Node(f"{memory_dir}/{number}", s3_url))
+    store = open_store(nodes[0].config)
+    with working(nodes[0]), working(nodes[1]):
+        for number, name in enumerate(("a.ckpt", "a.ckpt", "b.ckpt"), start=1):
+            for rank in (3, 2, 1, 0):
+                nodes[rank % 2].part(name, number, rank, world_size=4, suffix=f"-{number}")
+        until(lambda: not pending(nodes[0]), "all is committed")
+        nodes[0].delete("a.ckpt")
+        until(lambda: names(store) == ["b.ckpt"], "the older one goes")
+    assert readable(store, "b.ckpt") == 3
+    assert left(store) == []
+    store.close()
 
 
 def test_a_save_that_became_whole_meanwhile_goes_before_a_later_one(nodes, store):

@@ -204,6 +204,25 @@ def test_the_budget_counts_what_other_processes_of_the_node_use(memory_dir):
     other.close()
 
 
+def test_a_description_is_read_again_only_where_it_changed(tier, monkeypatch):
+    save(tier, b"one", 1)
+    stored = save(tier, b"two", 2)
+    read = []
+    real = Part.from_json
+    monkeypatch.setattr(Part, "from_json", lambda text, *, where: read.append(where) or real(text, where=where))
+    first = tier.parts()
+    assert len(read) == 2
+    tier.mark_drained(stored)
+    second = tier.parts()
+    assert len(read) == 2
+    assert [each.part for each in second] == [each.part for each in first]
+    assert [each.drained for each in second] == [False, True]
+    path = stored.folder / "part.json"
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 9'))
+    assert tier.parts()[-1].part.content.step == 9
+    assert len(read) == 3
+
+
 def test_a_grown_slot_is_held_against_the_budget_too(memory_dir):
     tier = MemoryTier.open(memory_dir, "test", budget_bytes=33 * MIB)
     slot = tier.acquire(32 * MIB)

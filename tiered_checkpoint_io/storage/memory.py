@@ -112,6 +112,7 @@ class MemoryTier:
         self.root = root
         self._budget = budget_bytes
         self._pool = SlotPool(str(root / "slots"), self.room, unmap)
+        self._known: dict[Path, tuple[tuple[int, int], Part]] = {}
 
     @classmethod
     def open(
@@ -161,6 +162,7 @@ class MemoryTier:
         return [entry for entry in self._scan() if not isinstance(entry, StoredPart)]
 
     def _scan(self) -> Iterator[StoredPart | tuple[Path, Exception]]:
+        known: dict[Path, tuple[tuple[int, int], Part]] = {}
         for save_id in sorted(os.listdir(self.root / "saves")):
             try:
                 ranks = sorted(os.listdir(self.root / "saves" / save_id))
@@ -171,7 +173,7 @@ class MemoryTier:
                 if rank.endswith(_NEW):
                     continue
                 try:
-                    part = Part.from_json((folder / PART_FILE).read_bytes(), where=str(folder / PART_FILE))
+                    part = self._read_part(folder / PART_FILE, known)
                     if part.save_id != save_id:
                         raise ManifestError(f"part of save {part.save_id} in the folder of {save_id}", key=str(folder))
                     yield StoredPart(part, folder, (folder / _DRAINED).exists())
@@ -181,6 +183,16 @@ class MemoryTier:
                         yield folder, error
                 except (ManifestError, OSError) as error:
                     yield folder, error
+        self._known = known
+
+    def _read_part(self, path: Path, known: dict[Path, tuple[tuple[int, int], Part]]) -> Part:
+        """Reads what changed since the last look: the drain looks often, and descriptions hold many hashes."""
+        facts = path.stat()
+        stamp = (facts.st_ino, facts.st_mtime_ns)
+        last = self._known.get(path)
+        part = last[1] if last and last[0] == stamp else Part.from_json(path.read_bytes(), where=str(path))
+        known[path] = (stamp, part)
+        return part
 
     def usage(self) -> int:
         """Bytes in use by this namespace on this node, free slots included."""
