@@ -8,7 +8,7 @@ from support.sharded import FlatStore, bytes_of, make_part, readable, views_of
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine import commit, commit_sharded
 from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreError, UsageError
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part, hash_bytes
+from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, Part, hash_bytes
 from tiered_checkpoint_io.storage.directory import DirectoryStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
@@ -245,6 +245,19 @@ def test_corrupt_bytes_reach_nothing(tmp_path):
         with pytest.raises(CorruptCheckpointError):
             commit_sharded.put_part(store, part, views_of(bad), journal=MemoryJournal())
     assert objects(store) == []
+
+
+def test_metadata_that_spoils_while_it_waits_replaces_nothing(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a", 1)
+    part_only(store, "a", 2, 1, suffix="-2")
+    part, data = make_part("a", 2, 0, suffix="-2")
+    journal = MemoryJournal()
+    commit_sharded.put_part(store, part, views_of(data), journal=journal)
+    with pytest.raises(CorruptCheckpointError):
+        commit_sharded.commit_parts(store, part, views_of({**data, METADATA: b"x" * 1502}), journal=journal)
+    assert readable(store, "a") == 1
+    assert not commit.read_manifest(store, "a").previous
 
 
 def test_a_part_that_arrived_is_not_sent_again_and_one_that_is_not_needed_not_at_all(tmp_path):

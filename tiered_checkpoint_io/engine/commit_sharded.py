@@ -150,6 +150,7 @@ def commit_parts(store: Store, part: Part, files: Mapping[str, memoryview], *, j
         False where this very save was committed already, and nothing was to be done but clear up.
 
     Raises:
+        CorruptCheckpointError: ``.metadata`` differs from its hashes. Nothing was written.
         ManifestError: The parts do not make one checkpoint.
         StoreNotFoundError: A part is not there.
         StoreError: A file is not there as its part says. Or else: repeat the call to finish.
@@ -186,6 +187,8 @@ def _change_over(
     merged = replace(merged, aliases=aliases_of(replaced))
     others = tuple(content for content in contents_of(replaced) if content.save_id != part.save_id)
     if switch is not None:
+        # It may have waited for long since it was verified with the other files.
+        verify(switch, files[switch.basename], tier="memory", where=f"{part.name}, rank {part.rank}")
         if switch.path in paths_in(others):
             store.put(key, replace(merged, previous=others).to_json())
         store.upload(switch.path, files[switch.basename], journal=Section(journal, _UPLOAD))
