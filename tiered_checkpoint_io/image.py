@@ -17,32 +17,20 @@ The zip directory holds no checksums of the tensors' records: they are not known
 
 from __future__ import annotations
 
-import bisect
-import ctypes
 import mmap
 import os
 import pickle
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import torch
-import xxhash
 
 from tiered_checkpoint_io.errors import UsageError
-from tiered_checkpoint_io.manifest import chunk_ranges, chunk_size_for
-
-#: Copied and then hashed at once: small enough that what was just written is still in the cache of
-#: the core that hashes it, large enough that the interpreter's cost for a piece does not show.
-_PIECE = 512 << 10
-#: Copied at once from a device that has no asynchronous copies.
-_DEVICE_PIECE = 64 << 20
-_MAX_THREADS = 8
+from tiered_checkpoint_io.filling import Filling, Region, Segment, StorageRegion, default_threads
+from tiered_checkpoint_io.manifest import chunk_size_for
 
 
 class _CannotPlanError(Exception):
@@ -50,23 +38,6 @@ class _CannotPlanError(Exception):
 
 
 # ------------------------------------------------------------------------------------------- image
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Bytes of the file that are no tensor's: the pickle, and the zip file's own structure."""
-
-    offset: int
-    data: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class StorageRegion:
-    """Where in the file the content of a storage belongs."""
-
-    offset: int
-    nbytes: int
-    storage: torch.UntypedStorage
-
-
 class Image:
     """A planned file.
 
@@ -77,15 +48,15 @@ class Image:
         size: The file's size in bytes.
         planned: Whether tensors' bytes are copied straight from their storages; False where
             ``torch.save`` had to write the whole file beforehand.
+        segments: The bytes that are no tensor's.
+        regions: Where the tensors' bytes belong.
     """
 
-    def __init__(
-        self, size: int, segments: tuple[Segment, ...], regions: tuple[StorageRegion, ...], *, planned: bool
-    ) -> None:
+    def __init__(self, size: int, segments: tuple[Segment, ...], regions: tuple[Region, ...], *, planned: bool) -> None:
         self.size = size
         self.planned = planned
-        self._segments = segments
-        self._regions = regions
+        self.segments = segments
+        self.regions = regions
 
     @property
     def chunk_size(self) -> int:
@@ -113,29 +84,22 @@ class Image:
         target = view.cast("B") if view.format != "B" or view.ndim != 1 else view
         if len(target) < self.size:
             raise ValueError(f"the buffer has {len(target)} bytes, the image {self.size}")
-        for region in self._regions:
-            if region.storage.nbytes() < region.nbytes:
+        for region in self.regions:
+            if region.shrunk:
                 raise UsageError(
                     "a tensor was resized between planning and capturing a checkpoint",
                     operation="capture",
                     hint="do not change the state while it is being saved",
                 )
         target = target[: self.size]
-        if pin is not None and any(region.storage.is_cuda for region in self._regions):
+        if pin is not None and any(region.storage.is_cuda for region in self.regions):
             pin(target)
-        filling = _Filling(target, self._segments)
+        filling = Filling(target, self.segments)
         try:
-            filling.add(self._regions)
+            filling.add(self.regions)
             return filling.run(threads or default_threads())
         finally:
             filling.close()
-
-
-def default_threads() -> int:
-    """How many threads copy by default: the node's cores, shared with the other local ranks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, min(_MAX_THREADS, cores // max(1, int(ranks) if ranks.isdigit() else 1)))
 
 
 # ---------------------------------------------------------------------------------------- planning
@@ -258,143 +222,3 @@ class _Recorder:
         if self._current:
             self._segments.append((self.position - len(self._current), self._current))
             self._current = bytearray()
-
-
-# ----------------------------------------------------------------------------------------- filling
-@dataclass(slots=True)
-class _Source:
-    """A stretch of the file, and where its bytes come from."""
-
-    offset: int
-    nbytes: int
-    #: Copied from this address; or from ``data``; or, with neither, by a device, see ``wait``.
-    address: int | None = None
-    data: memoryview | None = None
-    #: Returns once a device has written the stretch.
-    wait: Callable[[], None] | None = None
-
-
-class _Filling:
-    """One filling of a buffer: which threads share the chunks of the file."""
-
-    def __init__(self, view: memoryview, segments: tuple[Segment, ...]) -> None:
-        self._view = view
-        self._anchor = (ctypes.c_char * len(view)).from_buffer(view)
-        self._base = ctypes.addressof(self._anchor)
-        self._sources = [_Source(segment.offset, len(segment.data), data=segment.data) for segment in segments]
-        self._ends: list[int] = []
-        self._chunks = chunk_ranges(len(view), chunk_size_for(len(view)))
-        self._digests = [""] * len(self._chunks)
-        self._next: Iterator[int] = iter(range(len(self._chunks)))
-        self._lock = threading.Lock()
-        self._failed = False
-
-    def add(self, regions: tuple[StorageRegion, ...]) -> None:
-        """Begins the copies from devices, and notes where the others come from."""
-        for region in regions:
-            self._sources.append(self._source(region))
-        self._sources.sort(key=lambda source: source.offset)
-        self._ends = [source.offset + source.nbytes for source in self._sources]
-
-    def close(self) -> None:
-        """Returns once no copy is under way and no reference to the buffer is left."""
-        try:
-            for source in self._sources:
-                if source.wait is not None:
-                    source.wait()
-        finally:
-            self._sources.clear()
-            del self._anchor
-            self._view.release()
-
-    def run(self, threads: int) -> tuple[str, ...]:
-        helpers: list[Future[None]] = []
-        count = min(threads, len(self._chunks)) - 1
-        if count > 0:
-            helpers = _submit(self._work, count)
-        try:
-            self._work()
-        finally:
-            errors = [helper.exception() for helper in helpers]
-        for error in errors:
-            if error is not None:
-                raise error
-        return tuple(self._digests)
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                index = None if self._failed else next(self._next, None)
-            if index is None:
-                return
-            try:
-                self._digests[index] = self._fill_chunk(*self._chunks[index])
-            except BaseException:
-                self._failed = True
-                raise
-
-    def _fill_chunk(self, start: int, length: int) -> str:
-        """Copies and hashes one chunk.
-
-        What is hashed is the destination: it holds the skeleton and many small tensors as one
-        run of bytes, and it is what a reader will see. Hashing the source instead saves a twentieth
-        of the time for large tensors, and cannot be done for those on a device.
-        """
-        hasher = xxhash.xxh3_128()
-        index = bisect.bisect_right(self._ends, start)
-        sources, view, base = self._sources, self._view, self._base
-        for piece in range(start, start + length, _PIECE):
-            end = min(piece + _PIECE, start + length)
-            while index < len(sources) and (source := sources[index]).offset < end:
-                low = max(source.offset, piece)
-                high = min(source.offset + source.nbytes, end)
-                if source.address is not None:
-                    # Lets go of the interpreter lock, unlike a copy between memoryviews.
-                    ctypes.memmove(base + low, source.address + low - source.offset, high - low)
-                elif source.data is not None:
-                    view[low:high] = source.data[low - source.offset : high - source.offset]
-                elif source.wait is not None:
-                    source.wait()
-                if source.offset + source.nbytes > end:
-                    break
-                index += 1
-            hasher.update(view[piece:end])
-        return hasher.hexdigest()
-
-    def _source(self, region: StorageRegion) -> _Source:
-        storage = region.storage
-        if storage.device.type == "cpu":
-            return _Source(region.offset, region.nbytes, address=storage.data_ptr())
-        with torch.no_grad():
-            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(cast("Any", storage))
-            target = torch.frombuffer(self._view, dtype=torch.uint8, offset=region.offset, count=region.nbytes)
-            if storage.device.type == "cuda":
-                # On the current stream, and so behind whatever still computes the tensor. Copies
-                # of all regions are queued at once; chunks are hashed while later ones run.
-                with torch.cuda.device(storage.device):
-                    target.copy_(content[: region.nbytes], non_blocking=True)
-                    done = cast("Any", torch.cuda).Event()
-                    done.record()
-                return _Source(region.offset, region.nbytes, wait=done.synchronize)
-            for start in range(0, region.nbytes, _DEVICE_PIECE):
-                end = min(start + _DEVICE_PIECE, region.nbytes)
-                target[start:end].copy_(content[start:end])
-        return _Source(region.offset, region.nbytes)
-
-
-_pools: dict[int, tuple[int, ThreadPoolExecutor]] = {}
-_pools_lock = threading.Lock()
-
-
-def _submit(work: Callable[[], None], count: int) -> list[Future[None]]:
-    """Runs ``work`` in ``count`` threads, which stay: starting them takes as long as a chunk."""
-    with _pools_lock:
-        # A forked child has the parent's dictionary, but not its threads.
-        size, pool = _pools.get(os.getpid(), (0, None))
-        if pool is None or size < count:
-            if pool is not None:
-                pool.shutdown(wait=False)
-            pool = ThreadPoolExecutor(count, thread_name_prefix="checkpoint-copy")
-            _pools.clear()
-            _pools[os.getpid()] = (count, pool)
-        return [pool.submit(work) for _ in range(count)]

@@ -1,0 +1,201 @@
+"""What is laid out for a rank's file is read by torch's own FileSystemReader as its own writer's file is."""
+
+import dataclasses
+import io
+import mmap
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from tiered_checkpoint_io.image import plan
+from tiered_checkpoint_io.manifest import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.shard_image import ALIGNMENT, plan_shard, skeleton_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Tagged(torch.Tensor):
+    """A tensor subclass."""
+
+
+def tensors():
+    base = torch.arange(5000, dtype=torch.float32)
+    square = torch.randn(40, 30)
+    return {
+        "whole": torch.randn(3, 5),
+        "view": base[7:107],
+        "matrix of a view": base[:400].view(20, 20)[3:9],
+        "transposed": square.t(),
+        "scattered": square[::3, 1::2],
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0),
+        "empty of shape": torch.empty(3, 0, 2),
+        "bf16": torch.randn(33).bfloat16(),
+        "fp8": torch.randn(17).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False, True]),
+        "int64": torch.arange(9),
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(torch.randn(6, 2)),
+        "odd strides": torch.randn(4)[None].as_strided((1, 4), (77, 1)),
+        "large": torch.randn(5 << 20),
+    }
+
+
+def file_of(items):
+    image, placed = plan_shard(items)
+    buffer = mmap.mmap(-1, max(1, image.size))
+    buffer[:] = b"\xaa" * len(buffer)
+    hashes = image.fill(memoryview(buffer))
+    data = bytes(buffer[: image.size])
+    ranges = chunk_ranges(image.size, image.chunk_size)
+    assert hashes == tuple(hash_bytes(data[offset : offset + length]) for offset, length in ranges)
+    return data, placed
+
+
+def raw(tensor):
+    """Its elements, row by row, as bytes."""
+    plain = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1)
+    return plain.view(torch.uint8)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
+
+
+def relaid(folder, state, target):
+    """The same checkpoint as in ``folder``, its file laid out by us."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    theirs = (folder / "__0_0.distcp").read_bytes()
+    order = sorted(metadata.storage_data.items(), key=lambda pair: pair[1].offset)
+    items = [
+        state[index.fqn]
+        if isinstance(state[index.fqn], torch.Tensor)
+        else theirs[info.offset : info.offset + info.length]
+        for index, info in order
+    ]
+    data, placed = file_of(items)
+    for (_, info), mine in zip(order, placed, strict=True):
+        assert mine.length == info.length
+        assert mine.offset % ALIGNMENT == 0
+    fresh = {
+        index: _StorageInfo("__0_0.distcp", mine.offset, mine.length)
+        for (index, _), mine in zip(order, placed, strict=True)
+    }
+    target.mkdir()
+    (target / "__0_0.distcp").write_bytes(data)
+    (target / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(metadata, storage_data=fresh)))
+
+
+def test_torchs_reader_reads_what_we_lay_out_as_it_reads_its_own_writers(tmp_path):
+    torch.manual_seed(0)
+    state = {**tensors(), "text": {"lr": 0.1, "name": "adam"}, "number": 7}
+    state |= {"text.lr": 0.1, "text.name": "adam"}
+    del state["text"]
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs", sync_files=False))
+    relaid(tmp_path / "theirs", state, tmp_path / "ours")
+    loaded = []
+    for folder in ("theirs", "ours"):
+        blank = {
+            key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for key, value in state.items()
+        }
+        dcp.load(blank, storage_reader=dcp.FileSystemReader(tmp_path / folder))
+        loaded.append(blank)
+    for key, value in state.items():
+        theirs, ours = loaded[0][key], loaded[1][key]
+        if isinstance(value, torch.Tensor):
+            assert same(ours, theirs), key
+            assert same(ours, value), key
+        else:
+            assert ours == theirs == value
+
+
+def test_only_the_elements_of_a_view_are_written():
+    base = torch.zeros(1 << 20)
+    data, _ = file_of([base[:10], base.view(1024, 1024)[:, 0]])
+    assert len(data) < 16 << 10
+
+
+@pytest.mark.parametrize("name", sorted(tensors()))
+def test_an_item_alone_is_what_torch_save_writes(name):
+    tensor = tensors()[name]
+    data, (placed,) = file_of([tensor])
+    clone = tensor.detach().clone()
+    buffer = io.BytesIO()
+    torch.save(clone, buffer)
+    mine = torch.load(io.BytesIO(data[placed.offset : placed.offset + placed.length]))
+    theirs = torch.load(io.BytesIO(buffer.getvalue()))
+    assert type(mine) is type(theirs)
+    assert not mine.requires_grad
+    if name != "odd strides":
+        assert mine.stride() == theirs.stride()
+    assert same(mine, theirs)
+    assert mine.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_reused_skeleton_gives_the_bytes_that_planning_anew_gives():
+    for tensor in tensors().values():
+        if tensor.is_conj():
+            continue
+        alone = tensor.detach().clone()
+        stride = alone.stride()
+        image = plan(alone)
+        fresh = mmap.mmap(-1, image.size)
+        image.fill(memoryview(fresh))
+        skeleton_of(alone.dtype, tuple(alone.shape), stride)
+        (data, (placed,)) = file_of([alone])
+        (again, _) = file_of([alone])
+        assert data == again
+        if stride != (77, 1):
+            assert data[: placed.length] == bytes(fresh)
+        assert not any(data[placed.length :])
+
+
+def test_subclasses_and_sparse_tensors_are_saved_as_torch_saves_them():
+    tagged = torch.arange(4.0).as_subclass(Tagged)
+    sparse = torch.eye(4).to_sparse()
+    data, placed = file_of([tagged, sparse, b"raw", torch.ones(3)])
+    with torch.serialization.safe_globals([Tagged]):
+        parts = [
+            torch.load(io.BytesIO(data[each.offset : each.offset + each.length]), weights_only=False)
+            for each in (placed[0], placed[1], placed[3])
+        ]
+    assert type(parts[0]) is Tagged
+    assert torch.equal(parts[0].as_subclass(torch.Tensor), torch.arange(4.0))
+    assert torch.equal(parts[1].to_dense(), torch.eye(4))
+    assert torch.equal(parts[2], torch.ones(3))
+    assert data[placed[2].offset :][:3] == b"raw"
+
+
+def test_no_items_make_an_empty_file():
+    image, placed = plan_shard([])
+    assert (image.size, placed) == (0, [])
+
+
+def test_thousands_of_small_tensors_are_planned_fast():
+    state = [torch.zeros(17, 3 + number % 9) for number in range(5000)]
+    plan_shard(state[:20])
+    began = time.process_time()
+    plan_shard(state)
+    # Planning each anew takes more than a second.
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
+def test_tensors_of_a_gpu():
+    state = {name: tensor.cuda() for name, tensor in tensors().items()}
+    base = torch.randn(1 << 20, device="cuda")
+    state["strided"] = base.view(1024, 1024).t()[::3]
+    state["view of a large one"] = base[100:300]
+    data, placed = file_of(list(state.values()))
+    for (name, tensor), each in zip(state.items(), placed, strict=True):
+        loaded = torch.load(io.BytesIO(data[each.offset : each.offset + each.length]))
+        assert loaded.device.type == "cpu"
+        assert same(loaded, tensor), name
