@@ -37,6 +37,7 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DO
 _MANGLED_S3 = re.compile(r"s3:/(?!/)")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
+_STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
 _LAST = re.compile(r"(?:^|[/_-])last(?:-v\d+)?(?:\.[^/.]*)?\Z")
 #: A file system allows 255 bytes for one component; the manifest's key adds its suffix.
 _MAX_COMPONENT_BYTES = 255 - len(_MANIFEST_SUFFIX)
@@ -208,6 +209,64 @@ def step_in_name(name: str) -> int | None:
     """The step that a name tells: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
     matches = list(_STEP_IN_NAME.finditer(name))
     return int(matches[-1]["step"]) if matches else None
+
+
+class Located(NamedTuple):
+    """Which checkpoint a caller means."""
+
+    dirpath: str
+    name: str
+    step: int
+
+
+def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
+    """The sharded checkpoint that a ``checkpoint_id`` and a step mean together.
+
+    An explicit step wins over the one that a path tells, and appears in the name: ``step_5`` with
+    step 7 is ``step_7``, and ``some/path`` with step 7 is ``some/path/step_7``. An absolute path
+    outside a remote dirpath tells just its step.
+
+    Args:
+        dirpath: As :func:`normalize_dirpath` gives it.
+        path: A name, or a path or URL below dirpath or elsewhere; None for ``step_<step>``.
+        step: The training step; None for that in the path.
+
+    Raises:
+        InvalidNameError: No step is known, or it is below 0, or the name is not valid.
+    """
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+        raise InvalidNameError(f"Invalid step value: {step!r}", hint="a step is a whole number from 0 on")
+    if path is None or not _text(path):
+        if step is None:
+            raise InvalidNameError("Invalid step value: none is given", hint=_STEP_HINT)
+        return Located(dirpath, f"step_{step}", step)
+    text = _text(path).rstrip("/")
+    scheme = url_scheme(text)
+    if scheme is None and not os.path.isabs(text):
+        name = validate_name(text.removeprefix("./"))
+    else:
+        try:
+            name = name_in(dirpath, text)
+        except InvalidNameError:
+            told = step_in_name(text)
+            if scheme is None and url_scheme(dirpath) is not None:
+                if step is None and told is None:
+                    raise
+                name = f"step_{told if step is None else step}"
+            else:
+                parent, _, last = text.rpartition("/")
+                if ".." in text.split("/") or not parent or parent.endswith(":/"):
+                    raise
+                dirpath, name = normalize_dirpath(parent), validate_name(last)
+    told = step_in_name(name)
+    if step is None:
+        return Located(dirpath, name, -1 if told is None else told)
+    if told is None:
+        name = validate_name(f"{name}/step_{step}")
+    elif told != step:
+        match = list(_STEP_IN_NAME.finditer(name))[-1]
+        name = f"{name[: match.start('step')]}{step}{name[match.end('step') :]}"
+    return Located(dirpath, name, step)
 
 
 def is_last(name: str) -> bool:

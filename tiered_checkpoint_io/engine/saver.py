@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.image import Image, plan
 from tiered_checkpoint_io.manifest import Content, FileEntry, Metric, Part
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
+from tiered_checkpoint_io.storage.slots import Slot
 from tiered_checkpoint_io.version import __version__
 
 
@@ -92,21 +93,47 @@ class Saver:
         Raises:
             MemoryFullError: No room even after retention; what was in memory is still there.
         """
+        slot, hashes = self.capture(image, protect=protect)
+        part = part_of(image, facts, hashes)
+        stored = self._tier.commit(part, {part.content.files[0].basename: slot})
+        self._retain(protect)
+        self.prepare(image.size)
+        return stored
+
+    def capture(
+        self,
+        image: Image,
+        *,
+        protect: Collection[str] = (),
+        mine: Callable[[StoredPart], bool] | None = None,
+        threads: int | None = None,
+    ) -> tuple[Slot, tuple[str, ...]]:
+        """Fills a slot with a planned file.
+
+        Args:
+            image: The file.
+            protect: Save ids that must not make room for it.
+            mine: Which parts may make room; any by default.
+            threads: How many threads copy; see :meth:`Image.fill`.
+
+        Returns:
+            The slot, which is the caller's to commit or to give back, and the hashes of its chunks.
+
+        Raises:
+            MemoryFullError: As :meth:`save`.
+        """
         self._finish_preparing()
-        slot = self._acquire(image.size, protect)
+        slot = self._acquire(image.size, protect, mine or _any)
         try:
-            hashes = image.fill(slot.view, pin=self._pins.pin)
-            part = part_of(image, facts, hashes)
+            return slot, image.fill(slot.view, threads=threads, pin=self._pins.pin)
         except BaseException:
             self._tier.give_back(slot)
             raise
-        stored = self._tier.commit(part, {part.content.files[0].basename: slot})
-        self._retain(protect)
-        self._preparing = threading.Thread(
-            target=self._tier.prepare, args=(image.size,), name="tiered-prepare", daemon=True
-        )
+
+    def prepare(self, size: int) -> None:
+        """Makes a slot for the next file of this size, behind the caller's back."""
+        self._preparing = threading.Thread(target=self._tier.prepare, args=(size,), name="tiered-prepare", daemon=True)
         self._preparing.start()
-        return stored
 
     def close(self) -> None:
         """Waits for background preparation."""
@@ -117,28 +144,45 @@ class Saver:
             self._preparing.join()
             self._preparing = None
 
-    def _acquire(self, size: int, protect: Collection[str]) -> Any:
+    def _acquire(self, size: int, protect: Collection[str], mine: Callable[[StoredPart], bool]) -> Slot:
         try:
             return self._tier.acquire(size)
         except MemoryFullError:
             # The pool has just given up its free slots, so what is missing is known exactly.
             missing = max(1, size + (2 << 20) - self._tier.room())
-            victims = retention.make_room(self._held(), missing=missing, protect=protect)
+            victims = retention.make_room(self._held(mine), missing=missing, protect=protect)
             if not victims:
                 raise
-            self._remove(victims)
+            self._remove(victims, mine)
             return self._tier.acquire(size)
 
     def _retain(self, protect: Collection[str]) -> None:
-        self._remove(retention.surplus(self._held(), keep_last=self._keep_last, protect=protect))
+        # Of a sharded checkpoint each rank keeps its own part; see engine/shards.py.
+        surplus = retention.surplus(self._held(_is_full), keep_last=self._keep_last, protect=protect)
+        self._remove(surplus, _is_full)
 
-    def _held(self) -> list[retention.Held]:
-        return [retention.Held(part.save_id, part.part.content.size, part.pending) for part in self._tier.parts()]
-
-    def _remove(self, save_ids: Collection[str]) -> None:
+    def _held(self, mine: Callable[[StoredPart], bool]) -> list[retention.Held]:
+        held: dict[str, retention.Held] = {}
         for stored in self._tier.parts():
-            if stored.save_id in save_ids:
+            if mine(stored):
+                # Ranks of one node may each have a part of the same save.
+                others = held.get(stored.save_id, retention.Held(stored.save_id, 0, pending=False))
+                size = others.size + stored.part.content.size
+                held[stored.save_id] = retention.Held(stored.save_id, size, others.pending or stored.pending)
+        return list(held.values())
+
+    def _remove(self, save_ids: Collection[str], mine: Callable[[StoredPart], bool]) -> None:
+        for stored in self._tier.parts():
+            if stored.save_id in save_ids and mine(stored):
                 self._tier.remove(stored)
+
+
+def _any(_: StoredPart) -> bool:
+    return True
+
+
+def _is_full(stored: StoredPart) -> bool:
+    return stored.part.content.kind == "full"
 
 
 def plan_state(state: Any) -> Image:
@@ -155,12 +199,17 @@ def part_of(image: Image, facts: Facts, hashes: tuple[str, ...]) -> Part:
         kind="full",
         created=time.time(),
         world_size=facts.world_size,
-        writer={
-            "tiered_checkpoint_io": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        writer=versions(),
         files=(FileEntry(facts.name, image.size, image.chunk_size, hashes),),
         metric=facts.metric,
     )
     return Part(facts.name, facts.rank, content, facts.dirpath, facts.durable)
+
+
+def versions() -> dict[str, str]:
+    """What a checkpoint says of the software that wrote it."""
+    return {
+        "tiered_checkpoint_io": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

@@ -141,6 +141,13 @@ class Session:
                 self._store.close()
                 self._store = None
 
+    def release(self) -> None:
+        """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
+        if self._opened is not None:
+            tier, saver, _ = self._opened
+            saver.close()
+            tier.close()
+
     # --------------------------------------------------------------------------------------- ids
     def next_id(self) -> str:
         """The id of the next operation of this process."""

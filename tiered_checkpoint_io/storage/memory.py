@@ -226,16 +226,16 @@ class MemoryTier:
         """Whether there is anything at a part's place, readable or not."""
         return (self.root / "saves" / save_id / ids.rank_folder(rank)).exists()
 
-    def commit(self, part: Part, slots: Mapping[str, Slot], *, drained: bool = False) -> StoredPart:
+    def commit(self, part: Part, slots: Mapping[str, Slot | bytes], *, drained: bool = False) -> StoredPart:
         """Makes a filled part exist, at once and whole.
 
         Args:
-            part: Its description; each of its files has a slot under its basename.
-            slots: The filled slots. They belong to the tier afterwards.
+            part: Its description; each of its files has a slot, or is here as bytes, by its basename.
+            slots: The filled slots, which belong to the tier afterwards; small files just as bytes.
             drained: Whether the durable tier has it already.
 
         Raises:
-            MemoryFullError: The file system is full; nothing is left of the part.
+            MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
             MemoryTierError: Memory holds it already.
         """
         folder = self.root / "saves" / part.save_id / ids.rank_folder(part.rank)
@@ -256,6 +256,9 @@ class MemoryTier:
             for entry in part.content.files:
                 slot = slots[entry.basename]
                 target = fresh / entry.basename
+                if isinstance(slot, bytes):
+                    _write_private(target, slot)
+                    continue
                 os.rename(slot.path, target)
                 slot.path = str(target)
                 self._pool.committed(slot, entry.size)
@@ -265,7 +268,8 @@ class MemoryTier:
         except MemoryFullError:
             # The files had their space, their description has none: what can't be whole gives all of it back.
             for slot in slots.values():
-                self._pool.forget(slot.path)
+                if not isinstance(slot, bytes):
+                    self._pool.forget(slot.path)
             shutil.rmtree(fresh, ignore_errors=True)
             raise
         os.rename(fresh, folder)

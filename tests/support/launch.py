@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).parent.parent / "distributed" / "worker.py"
 DEADLINE_S = 150.0
 
 
@@ -20,8 +20,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def launch(folder, jobs, *, cache=None, deadline_s=DEADLINE_S):
-    """Runs ``worker.py`` once per job.
+def launch(folder, jobs, *, cache=None, deadline_s=DEADLINE_S, worker=WORKER):
+    """Runs ``worker.py``, or another, once per job.
 
     Args:
         folder: Where the workers' answers and logs lie.
@@ -29,6 +29,7 @@ def launch(folder, jobs, *, cache=None, deadline_s=DEADLINE_S):
         cache: A folder for bytecode, where it is not kept elsewhere: compiling torch takes longer
             than all else here.
         deadline_s: When all must be done, seconds.
+        worker: The script that each rank runs.
 
     Returns:
         Each rank's answer; None for one that died without any.
@@ -52,7 +53,7 @@ def launch(folder, jobs, *, cache=None, deadline_s=DEADLINE_S):
             if cache is not None and environment.pop("PYTHONDONTWRITEBYTECODE", None):
                 environment["PYTHONPYCACHEPREFIX"] = str(cache)
             with open(folder / f"log-{rank}.txt", "wb") as log:
-                command = [sys.executable, str(WORKER), json.dumps({**job, "answer": str(answer)})]
+                command = [sys.executable, str(worker), json.dumps({**job, "answer": str(answer)})]
                 processes.append(
                     subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
                 )

@@ -1,0 +1,127 @@
+"""Sharded saves by real ranks over gloo; plain DCP reads what lies in memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.launch import launch
+
+from tiered_checkpoint_io.storage.memory import MemoryTier
+
+from .worker import content
+
+WORKER = Path(__file__).with_name("worker.py")
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def ranks(tmp_path, memory_dir, tmp_path_factory):
+    cache = tmp_path_factory.getbasetemp() / "bytecode"
+
+    def run(count, *steps, **options):
+        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False, **options}
+        jobs = [{"options": options, "steps": steps}] * count
+        return launch(tmp_path, jobs, cache=cache, worker=WORKER)
+
+    return run
+
+
+def gathered(memory_dir, name, folder):
+    """All files of a checkpoint in memory, in one folder, as they would lie on the durable tier."""
+    folder.mkdir()
+    tier = MemoryTier.open(memory_dir, "default")
+    for stored in tier.parts():
+        if stored.part.name == name:
+            for entry in stored.part.content.files:
+                (folder / entry.basename).write_bytes(stored.file(entry.basename).read_bytes())
+    tier.close()
+    return folder
+
+
+def plain(folder, seed):
+    """Whether plain DCP, on one process, reads the state of ``seed`` from a folder."""
+    whole = content(seed)
+    state = {"model": {key: torch.zeros_like(value) for key, value in whole.items()}, "step": 0, "text": {"name": ""}}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    assert state["step"] == seed
+    assert state["text"] == {"name": f"run {seed}"}
+    return all(torch.equal(state["model"][key], value) for key, value in whole.items())
+
+
+def test_four_ranks_save_what_plain_dcp_reads(ranks, memory_dir, tmp_path):
+    answers = ranks(4, ["save", 5])
+    parts = answers[0][0]["got"]
+    assert [part[1] for part in parts] == [0, 1, 2, 3]
+    assert len({part[2] for part in parts}) == 1, "one save id"
+    assert [part[4] for part in parts] == [
+        [".metadata", "__0_0.distcp"],
+        *([f"__{rank}_0.distcp"] for rank in (1, 2, 3)),
+    ]
+    assert plain(gathered(memory_dir, "step_5", tmp_path / "read"), 5)
+
+
+def test_ranks_agree_on_each_save_with_plan_caching_though_some_saves_fail(ranks, memory_dir, tmp_path):
+    answers = ranks(
+        2,
+        ["save", 1, {"cached": True}],
+        ["save", 2, {"cached": True}],
+        ["save", 3, {"cached": True, "broken": 1}],
+        ["save", 4, {"cached": True}],
+        memory_keep_last=4,
+    )
+    for answer in answers:
+        assert [("error" in each) for each in answer] == [False, False, True, False]
+        by_name = {}
+        for name, rank, save_id, _, _ in answer[3]["got"]:
+            by_name.setdefault(name, {})[rank] = save_id
+        assert sorted(by_name) == ["step_1", "step_2", "step_4"]
+        assert all(len(of_rank) == 2 and len(set(of_rank.values())) == 1 for of_rank in by_name.values())
+    for seed in (1, 2, 4):
+        assert plain(gathered(memory_dir, f"step_{seed}", tmp_path / f"read{seed}"), seed)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(ranks, memory_dir, tmp_path, broken):
+    answers = ranks(2, ["save", 1], ["save", 2, {"broken": broken}], ["save", 3])
+    for answer in answers:
+        assert answer[1]["error"] == "CheckpointException"
+        assert "memory is gone" in answer[1]["message"]
+        committed = {part[0] for part in answer[2]["got"] if ".metadata" in part[4]}
+        assert committed == {"step_1", "step_3"}
+    assert plain(gathered(memory_dir, "step_1", tmp_path / "read"), 1)
+
+
+def test_memory_keeps_as_many_checkpoints_as_it_is_told(ranks):
+    answers = ranks(2, *(["save", seed] for seed in range(1, 6)), memory_keep_last=2)
+    parts = answers[0][-1]["got"]
+    assert [(part[0], part[1]) for part in parts] == [("step_4", 0), ("step_4", 1), ("step_5", 0), ("step_5", 1)]
+
+
+def test_async_save_in_a_thread_saves_what_was_there_at_the_call(ranks, memory_dir, tmp_path):
+    ranks(2, ["save_async", 3, "thread"], ["save_async", 4, "thread"])
+    for seed in (3, 4):
+        assert plain(gathered(memory_dir, f"step_{seed}", tmp_path / f"read{seed}"), seed)
+
+
+def test_async_save_in_a_process_of_its_own(ranks, memory_dir, tmp_path):
+    ranks(2, ["save_async", 3, "process"], ["save_async", 4, "process"])
+    for seed in (3, 4):
+        assert plain(gathered(memory_dir, f"step_{seed}", tmp_path / f"read{seed}"), seed)
+
+
+def test_a_process_group_saves_on_its_own(ranks):
+    answers = ranks(3, ["group_save", 7, [1, 2]])
+    assert answers[0][0]["got"] is None
+    assert [(part[0], part[1]) for part in answers[1][0]["got"]] in ([("step_7", 0), ("step_7", 1)], [("step_7", 0)])
+
+
+def test_ranks_that_mean_different_checkpoints_are_told(ranks):
+    for answer in ranks(2, ["save_different", 1]):
+        assert "give all ranks the same checkpoint_id" in answer[0]["message"]
+
+
+def test_a_wrong_world_size_is_refused_on_all_ranks(ranks):
+    for answer in ranks(2, ["save", 1], world_size=3):
+        assert "world_size is 3, but 2 ranks save together" in answer[0]["message"]

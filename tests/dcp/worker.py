@@ -1,0 +1,167 @@
+"""One rank of a job that saves and loads sharded checkpoints; does the steps that its job names, in order.
+
+The job, a JSON object on the command line: ``options`` (of writer and reader), ``answer`` (where to
+write), ``steps``: lists of a name and arguments, see the functions of this module. A step that
+raises is answered by its error; the next ones are done all the same.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+ROWS = 37
+WRITERS = {}
+
+
+def content(seed, rows=ROWS):
+    """What a job of any world size holds, whole."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "weight": torch.randn(rows, 24, generator=generator),
+        "columns": torch.randn(10, 9, generator=generator),
+        "replicated": torch.randn(5, 3, generator=generator),
+        "bias": torch.randn(6, generator=generator).bfloat16(),
+    }
+
+
+def sharded(seed, rows=ROWS):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = content(seed, rows)
+    return {
+        "model": {
+            "weight": distribute_tensor(whole["weight"], mesh, [Shard(0)]),
+            "columns": distribute_tensor(whole["columns"], mesh, [Shard(1)]),
+            "replicated": distribute_tensor(whole["replicated"], mesh, [Replicate()]),
+            "bias": whole["bias"],
+        },
+        "step": seed,
+        "text": {"name": f"run {seed}"},
+    }
+
+
+def matches(state, seed, rows=ROWS):
+    whole = content(seed, rows)
+    for key, value in state["model"].items():
+        mine = value.full_tensor() if isinstance(value, DTensor) else value
+        if not torch.equal(mine, whole[key]):
+            return False
+    return state["step"] == seed and state["text"] == {"name": f"run {seed}"}
+
+
+def writer(job, **more):
+    from tiered_checkpoint_io import TieredStorageWriter
+
+    return TieredStorageWriter(**{**job["options"], **more})
+
+
+def described(writer):
+    parts = writer.session.open().tier.parts()
+    return [
+        [
+            stored.part.name,
+            stored.part.rank,
+            stored.save_id,
+            stored.part.durable,
+            sorted(f.basename for f in stored.part.content.files),
+        ]
+        for stored in parts
+    ]
+
+
+def save(job, seed, **more):
+    rows = more.pop("rows", ROWS)
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True) if more.pop("cached", False) else None
+    broken = more.pop("broken", None)
+    mine = writer(job, **more)
+    if broken == dist.get_rank():
+
+        def fail(*_, **__):
+            raise OSError("this rank's memory is gone")
+
+        mine._shared.session.open().tier.commit = fail
+    try:
+        dcp.save(sharded(seed, rows), checkpoint_id=f"step_{seed}", storage_writer=mine, planner=planner)
+    finally:
+        if broken == dist.get_rank():
+            del mine._shared.session.open().tier.commit
+    dist.barrier()
+    return described(mine)
+
+
+def save_async(job, seed, kind="thread", **more):
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    mine = writer(job, **more)
+    state = sharded(seed)
+    future = dcp.async_save(
+        state,
+        checkpoint_id=f"step_{seed}",
+        storage_writer=mine,
+        async_checkpointer_type=AsyncCheckpointerType(kind),
+    )
+    with torch.no_grad():
+        state["model"]["weight"].to_local().zero_()
+    future.result()
+    dist.barrier()
+    return described(mine)
+
+
+def group_save(job, seed, ranks):
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return None
+    mine = writer(job)
+    dcp.save(
+        {"t": torch.full((4,), float(dist.get_rank()))},
+        checkpoint_id=f"step_{seed}",
+        storage_writer=mine,
+        process_group=group,
+    )
+    return described(mine)
+
+
+def save_different(job, seed):
+    mine = writer(job)
+    dcp.save(sharded(seed), checkpoint_id=f"step_{seed + dist.get_rank()}", storage_writer=mine)
+
+
+def die(job, rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main():
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger().setLevel(logging.ERROR)
+    job = json.loads(sys.argv[1])
+    dist.init_process_group("cpu:gloo")
+    answers = []
+    for name, *arguments in job["steps"]:
+        began = time.monotonic()
+        positional = [each for each in arguments if not isinstance(each, dict)]
+        named = {key: value for each in arguments if isinstance(each, dict) for key, value in each.items()}
+        try:
+            answer = {"got": globals()[name](job, *positional, **named)}
+        except BaseException as error:  # DCP derives its CheckpointException from that
+            answer = {"error": type(error).__name__, "message": str(error)}
+        answers.append({**answer, "seconds": time.monotonic() - began})
+    with open(job["answer"] + ".new", "w") as file:
+        json.dump(answers, file)
+    os.rename(job["answer"] + ".new", job["answer"])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

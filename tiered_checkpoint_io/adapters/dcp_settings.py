@@ -1,0 +1,178 @@
+"""What a writer or reader of sharded checkpoints is told, in our words or in the SageMaker library's."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.shards import ShardSaver
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.logs import Logger, get_logger
+from tiered_checkpoint_io.storage.memory import namespace_root
+
+_EXTRA = ("world_size", "save_to_s3", "s3_every_n_steps", "logger")
+_BASE_PATHS = ("s3_tier_base_path", "s3_base_path")
+_ALIASES = {"in_memory_namespace": "namespace"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A validated configuration, and what concerns sharded checkpoints alone.
+
+    Attributes:
+        config: The configuration.
+        has_durable: Whether a durable tier was named.
+        world_size: How many ranks save together, where that was told.
+        save_to_s3: Whether a save goes to the durable tier; None for every
+            ``s3_every_n_steps``-th step.
+        s3_every_n_steps: None for every save.
+        logger: Where to log.
+    """
+
+    config: TieredCheckpointConfig
+    has_durable: bool
+    world_size: int | None
+    save_to_s3: bool | None
+    s3_every_n_steps: int | None
+    logger: Logger | None
+
+    def is_durable(self, step: int, save_to_s3: bool | None) -> bool:
+        """Whether the save of this step goes to the durable tier."""
+        told = self.save_to_s3 if save_to_s3 is None else save_to_s3
+        if told is None:
+            every = self.s3_every_n_steps
+            told = self.has_durable and (every is None or (step >= 0 and step % every == 0))
+        if told and not self.has_durable:
+            raise ConfigError(
+                "save_to_s3 is set, but no durable tier is named", hint="give s3_tier_base_path, or dirpath"
+            )
+        return told
+
+    def at(self, dirpath: str) -> Settings:
+        """The same for another durable tier."""
+        if dirpath == self.config.dirpath:
+            return self
+        return replace(self, config=replace(self.config, dirpath=dirpath), has_durable=True)
+
+
+def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
+    """Validates a configuration.
+
+    Args:
+        config: A :class:`TieredCheckpointConfig`, a mapping, an OmegaConf block, or an object with
+            the attributes of ``SageMakerCheckpointConfig``.
+        options: Single keys that replace those of ``config``; None for such as were not given.
+
+    Raises:
+        ConfigError: A key or value is not allowed.
+    """
+    raw = {**_mapping(config), **{key: value for key, value in options.items() if value is not None}}
+    raw = {_ALIASES.get(key, key): value for key, value in raw.items()}
+    extra = {key: raw.pop(key) for key in _EXTRA if key in raw}
+    for key in _BASE_PATHS:
+        base = raw.pop(key, None)
+        if base is not None:
+            if not ids.is_s3_url(base):
+                raise ConfigError(
+                    f"{key} is {base!r}", hint="it must start with s3://, such as s3://bucket/checkpoints"
+                )
+            raw["dirpath"] = base
+    if raw.get("namespace", "default") is None:
+        raw["namespace"] = ""
+    has_durable = raw.get("dirpath") is not None
+    if not has_durable:
+        raw["dirpath"] = "/"
+    validated = TieredCheckpointConfig.from_any(raw)
+    if not has_durable:
+        # Checkpoints of memory alone belong to no durable tier; this one holds nothing, and never will.
+        nowhere = namespace_root(validated.memory_dir, validated.namespace) / "no-durable-tier"
+        validated = replace(validated, dirpath=str(nowhere))
+    every = extra.get("s3_every_n_steps") or validated.s3_every_n_train_steps
+    _positive("world_size", extra.get("world_size"))
+    _positive("s3_every_n_steps", every)
+    told = extra.get("save_to_s3")
+    if told is not None and not isinstance(told, bool):
+        raise ConfigError(f"save_to_s3 is {told!r}", hint="allowed: true, false or null")
+    settings = Settings(validated, has_durable, extra.get("world_size"), told, every, extra.get("logger"))
+    if told:
+        settings.is_durable(0, told)
+    return settings
+
+
+def _mapping(config: object) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, str | os.PathLike):
+        return {"dirpath": os.fspath(config)}
+    if isinstance(config, TieredCheckpointConfig):
+        return {name: getattr(config, name) for name in config.__dataclass_fields__}
+    if type(config).__module__.partition(".")[0] == "omegaconf":
+        from omegaconf import OmegaConf
+
+        config = OmegaConf.to_container(config, resolve=True)
+    if isinstance(config, Mapping):
+        return {str(key): value for key, value in config.items()}
+    known = ("namespace", "world_size", "s3_tier_base_path", "save_to_s3", "logger")
+    found = {key: getattr(config, key) for key in known if hasattr(config, key)}
+    if "namespace" not in found:
+        raise ConfigError(
+            f"the configuration is a {type(config).__name__}",
+            hint="allowed: a TieredCheckpointConfig, a mapping, an OmegaConf block, or keyword arguments",
+        )
+    return {key: value for key, value in found.items() if value is not None or key == "namespace"}
+
+
+def _positive(key: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
+        raise ConfigError(f"{key} is {value!r}", hint="allowed: a whole number above 0")
+
+
+# ----------------------------------------------------------------------------------------- sessions
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all writers and readers of one configuration share in a process."""
+
+    session: Session
+    saver: ShardSaver
+
+
+_shared: dict[tuple[int, TieredCheckpointConfig], Shared] = {}
+
+
+def shared_of(settings: Settings) -> Shared:
+    """The session of a configuration in this process: slots and connections outlive a single writer."""
+    # A forked child has its parent's dictionary, but must not touch its slots.
+    key = (os.getpid(), settings.config)
+    shared = _shared.get(key)
+    if shared is None:
+        session = Session(settings.config, logger=settings.logger)
+        shared = _shared[key] = Shared(session, ShardSaver(session))
+        if len(_shared) == 1:
+            atexit.register(_release)
+    elif settings.logger is not None:
+        config = settings.config
+        rank = (shared.session.log.extra or {}).get("rank", 0)
+        shared.session.log = get_logger(
+            config.namespace, rank=int(str(rank)), log_dir=config.log_dir, logger=settings.logger
+        )
+    return shared
+
+
+def close_shared(settings: Settings) -> None:
+    """Waits for queued work of a configuration, shows background errors once, and frees everything."""
+    shared = _shared.pop((os.getpid(), settings.config), None)
+    if shared is not None:
+        shared.saver.give_up()
+        shared.session.close()
+
+
+def _release() -> None:
+    for (pid, _), shared in list(_shared.items()):
+        if pid == os.getpid():
+            shared.session.release()

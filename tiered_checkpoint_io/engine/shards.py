@@ -1,0 +1,331 @@
+"""Saving a sharded checkpoint: what its ranks agree on, and what each of them puts into memory.
+
+One rank, the coordinator, issues a :class:`Ticket`, which reaches the others by whatever carries the
+plan of the save. Each rank then captures its own file. The coordinator's part, with ``.metadata``,
+is committed last, once every rank has reported success; without it the other parts are no
+checkpoint, and nobody takes them for one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.engine.saver import versions
+from tiered_checkpoint_io.engine.session import SaveReport, Session
+from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
+from tiered_checkpoint_io.filling import Segment
+from tiered_checkpoint_io.image import Image
+from tiered_checkpoint_io.logs import rate
+from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, Part, chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.shard_image import Item, Placed, plan_shard
+from tiered_checkpoint_io.storage.memory import StoredPart
+from tiered_checkpoint_io.storage.slots import Slot
+
+#: Where the newest ticket that this thread has unpickled lies; see :func:`arrived`.
+_arrivals = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What all ranks of one save agree on.
+
+    Attributes:
+        name: The checkpoint's name.
+        save_id: The save's id.
+        step: The training step; -1 where nobody told.
+        world_size: How many ranks contribute a part.
+        durable: Whether it is to go to the durable tier.
+        suffix: What the files' names end in; empty where the checkpoint's name is new.
+        completed: The newest saves of this run that are complete, the oldest first.
+    """
+
+    name: str
+    save_id: str
+    step: int
+    world_size: int
+    durable: bool
+    suffix: str = ""
+    completed: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.name, self.save_id, self.step, self.world_size, self.durable, self.suffix, self.completed)
+        return (_arrive, fields)
+
+    def file_name(self, rank: int) -> str:
+        """The name of a rank's file."""
+        return f"__{rank}_0{self.suffix}.distcp"
+
+
+def _arrive(*fields: Any) -> Ticket:
+    ticket = Ticket(*fields)
+    _arrivals.ticket = ticket
+    return ticket
+
+
+def expect_ticket() -> None:
+    """Forgets which ticket this thread has received."""
+    _arrivals.ticket = None
+
+
+def arrived() -> Ticket | None:
+    """The ticket that this thread has received since :func:`expect_ticket`.
+
+    With ``enable_plan_caching``, DCP's planner receives the coordinator's new plan, ticket and all,
+    finds it empty, and hands the writer the plan of an earlier save in its place. Counting saves
+    on each rank would agree only until one of them misses a save, and could not tell whether
+    *this* save goes to the durable tier. But the ticket did reach every rank, in the thread that
+    saves: so it is noted when it is unpickled.
+    """
+    ticket: Ticket | None = getattr(_arrivals, "ticket", None)
+    return ticket
+
+
+@dataclass(slots=True)
+class _Unsealed:
+    """The coordinator's part, until the other ranks have reported."""
+
+    ticket: Ticket
+    part: Part
+    slots: dict[str, Slot]
+    started: float
+
+
+class ShardSaver:
+    """Saves one process' parts of sharded checkpoints."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._unsealed: _Unsealed | None = None
+        self._completed: list[str] = []
+
+    # ------------------------------------------------------------------------------- coordinator
+    def issue(self, name: str, *, step: int, world_size: int, durable: bool) -> Ticket:
+        """Decides what the ranks of a save have to agree on; called by the coordinator alone.
+
+        Waits for room on the way to the durable tier, as the configuration says.
+
+        Args:
+            name: The checkpoint's name.
+            step: The training step.
+            world_size: How many ranks contribute.
+            durable: Whether it is to go to the durable tier, where there is room.
+        """
+        session = self._session
+        drain = session.open().drain
+        taken = False
+        if durable:
+            drain.start()
+            if drain.has_room(session.next_id()):
+                taken = self._is_taken(name)
+                session.note(name, exists=True)
+            else:
+                session.counts["skipped"] += 1
+                session.log.warning("Step %d: %s stays in memory: the durable tier is behind", step, name)
+                durable = False
+        save_id = session.next_id()
+        suffix = f"-{hash_bytes(save_id.encode())[:8]}" if taken else ""
+        return Ticket(name, save_id, step, world_size, durable, suffix, tuple(self._completed))
+
+    def _is_taken(self, name: str) -> bool:
+        try:
+            return self._session.knows(name)
+        except StoreError as error:
+            self._session.log.warning(
+                "cannot ask whether %s exists, so its files get names of their own: %s", name, error
+            )
+            return True
+
+    def finish(self, save_id: str, metadata: bytes, *, wait: bool) -> SaveReport:
+        """Makes the checkpoint exist; called by the coordinator once every rank has reported.
+
+        Args:
+            save_id: Which save.
+            metadata: The content of ``.metadata``.
+            wait: Whether to return only when a durable save is committed there.
+
+        Raises:
+            SaveError: The save was given up, or did not reach the durable tier while we waited.
+            MemoryFullError: No space for ``metadata``.
+        """
+        with self._lock:
+            unsealed, self._unsealed = self._unsealed, None
+        if unsealed is None or unsealed.ticket.save_id != save_id:
+            raise SaveError(
+                "a later save began before this one was finished",
+                operation="finish",
+                key=save_id,
+                hint="wait for one save to end before the next",
+            )
+        ticket, part = unsealed.ticket, unsealed.part
+        entry = _small_entry(f"{ticket.name}/{METADATA}", metadata)
+        part = replace(part, content=replace(part.content, files=(*part.content.files, entry)))
+        self._commit(unsealed, part, {METADATA: metadata})
+        keep = max(1, self._session.config.memory_keep_last)
+        self._completed = [*self._completed, save_id][-keep:]
+        if ticket.durable:
+            # It may have left while it had nothing to do.
+            self._session.open().drain.start()
+        if ticket.durable and wait:
+            outcome = self._session.open().drain.wait(save_id, self._session.config.wait_timeout_s)
+            if outcome.state != "committed":
+                raise SaveError(
+                    f"{ticket.name} is in memory, but not on the durable tier: {outcome.error}",
+                    operation="save",
+                    tier="durable",
+                    key=ids.join_url(self._session.dirpath, ticket.name),
+                    step=ticket.step,
+                )
+        return self._report(ticket, part, unsealed.started)
+
+    def is_complete(self, save_id: str) -> None:
+        """Takes note that a checkpoint of an earlier run is whole: a restore has loaded it."""
+        self._completed = sorted({*self._completed, save_id})
+
+    # ------------------------------------------------------------------------------------- ranks
+    def capture(
+        self, ticket: Ticket, rank: int, items: Sequence[Item], *, coordinator: bool, threads: int | None = None
+    ) -> list[Placed]:
+        """Puts this rank's items into memory. When it returns, later changes of them are not in it.
+
+        The part is committed, but for the coordinator's, which :meth:`finish` commits.
+
+        Args:
+            ticket: From the coordinator.
+            rank: This rank, in the group that saves.
+            items: What it contributes; it has no file where there is nothing.
+            coordinator: Whether it is the coordinator.
+            threads: How many threads copy.
+
+        Returns:
+            Where each item lies in ``ticket.file_name(rank)``.
+
+        Raises:
+            MemoryFullError: No room, even after older checkpoints made some.
+        """
+        started = time.monotonic()
+        self.give_up()
+        tier, saver, drain = self._session.open()
+        mine = _Mine(rank, ids.run_id_of(ticket.save_id))
+        for stored in surplus(
+            [stored for stored in tier.parts() if mine(stored)], ticket, self._session.config.memory_keep_last
+        ):
+            tier.remove(stored)
+        image, placed = plan_shard(items)
+        slots: dict[str, Slot] = {}
+        files: tuple[FileEntry, ...] = ()
+        if placed:
+            image = image if image.size else _one_byte()
+            slot, hashes = saver.capture(image, protect=ticket.completed[-1:], mine=mine, threads=threads)
+            name = ticket.file_name(rank)
+            slots[name] = slot
+            files = (FileEntry(f"{ticket.name}/{name}", image.size, image.chunk_size, hashes),)
+        content = Content(
+            save_id=ticket.save_id,
+            step=ticket.step,
+            epoch=-1,
+            kind="sharded",
+            created=time.time(),
+            world_size=ticket.world_size,
+            writer=versions(),
+            files=files,
+        )
+        part = Part(ticket.name, rank, content, self._session.dirpath, ticket.durable)
+        unsealed = _Unsealed(ticket, part, slots, started)
+        if coordinator:
+            with self._lock:
+                self._unsealed = unsealed
+        else:
+            self._commit(unsealed, part, {})
+            if ticket.durable:
+                drain.start()
+            self._report(ticket, part, started)
+        if slots:
+            saver.prepare(image.size)
+        return placed
+
+    def give_up(self) -> None:
+        """Frees what a save left that did not finish: some other rank failed, and DCP has told all."""
+        with self._lock:
+            unsealed, self._unsealed = self._unsealed, None
+        if unsealed is not None:
+            self._session.log.error(
+                "Step %d: %s was not finished: another rank failed", unsealed.ticket.step, unsealed.ticket.name
+            )
+            self._session.counts["failed"] += 1
+            self._give_back(unsealed)
+
+    # ------------------------------------------------------------------------------------ inside
+    def _commit(self, unsealed: _Unsealed, part: Part, small: dict[str, bytes]) -> None:
+        try:
+            self._session.open().tier.commit(part, {**unsealed.slots, **small})
+        except MemoryFullError:
+            # The tier has given up the slots as well.
+            raise
+        except BaseException:
+            self._give_back(unsealed)
+            raise
+
+    def _give_back(self, unsealed: _Unsealed) -> None:
+        for slot in unsealed.slots.values():
+            self._session.open().tier.give_back(slot)
+
+    def _report(self, ticket: Ticket, part: Part, started: float) -> SaveReport:
+        stall, size = time.monotonic() - started, part.content.size
+        tiers = frozenset({"memory", "durable"} if ticket.durable else {"memory"})
+        report = SaveReport(ticket.name, ticket.step, ticket.save_id, size, stall, tiers)
+        self._session.counts["saved"] += 1
+        self._session.last_save = report
+        self._session.log.info(
+            "Step %d: saved %s to %s: %s", ticket.step, ticket.name, "+".join(sorted(tiers)), rate(size, stall)
+        )
+        return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Mine:
+    """Which parts in this node's memory this rank may remove: its own, and those of earlier runs."""
+
+    rank: int
+    run_id: str
+
+    def __call__(self, stored: StoredPart) -> bool:
+        part = stored.part
+        own_run = ids.run_id_of(part.save_id) == self.run_id
+        return part.content.kind != "full" and (part.rank == self.rank or not own_run)
+
+
+def surplus(held: Iterable[StoredPart], ticket: Ticket, keep_last: int) -> list[StoredPart]:
+    """The parts that a rank removes before it captures a save.
+
+    With the new save, memory then holds ``keep_last`` checkpoints; two at least, because the new
+    one may fail. Nothing is removed before this run has a complete save, since nobody knows which
+    of the earlier ones are whole; nothing that waits for the durable tier is; and nothing that is
+    newer than the last complete save, because other ranks may be just finishing it.
+    """
+    if not ticket.completed:
+        return []
+    newest = ticket.completed[-1]
+    older = [stored for stored in held if stored.save_id < newest and not stored.pending]
+    keep = max(1, keep_last - 1)
+    kept: Collection[str] = ticket.completed[-keep:]
+    if len(kept) < keep:
+        others = sorted({stored.save_id for stored in older} - set(kept))
+        kept = {*kept, *others[len(kept) - keep :]}
+    return [stored for stored in older if stored.save_id not in kept]
+
+
+def _one_byte() -> Image:
+    """The file of items that have no bytes: an empty one could not be mapped."""
+    return Image(1, (Segment(0, memoryview(b"\0")),), (), planned=True)
+
+
+def _small_entry(path: str, data: bytes) -> FileEntry:
+    view, chunk_size = memoryview(data), chunk_size_for(len(data))
+    hashes = tuple(hash_bytes(view[offset : offset + length]) for offset, length in chunk_ranges(len(data), chunk_size))
+    return FileEntry(path, len(data), chunk_size, hashes)
