@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiered_checkpoint_io.version import __version__
 
 if TYPE_CHECKING:
-    from tiered_checkpoint_io.adapters.dcp import TieredStorageWriter
+    from tiered_checkpoint_io.adapters.dcp import TieredStorageReader, TieredStorageWriter
     from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
     from tiered_checkpoint_io.config import TieredCheckpointConfig
     from tiered_checkpoint_io.ids import build_s3_url, is_s3_url, parse_s3_url
@@ -21,6 +21,7 @@ __all__ = [
     "AsyncCheckpointIO",
     "TieredCheckpointConfig",
     "TieredCheckpointIO",
+    "TieredStorageReader",
     "TieredStorageWriter",
     "__version__",
     "build_s3_url",
@@ -32,6 +33,7 @@ _HOMES = {
     "AsyncCheckpointIO": "tiered_checkpoint_io.adapters.lightning",
     "TieredCheckpointIO": "tiered_checkpoint_io.adapters.lightning",
     "TieredCheckpointConfig": "tiered_checkpoint_io.config",
+    "TieredStorageReader": "tiered_checkpoint_io.adapters.dcp",
     "TieredStorageWriter": "tiered_checkpoint_io.adapters.dcp",
     "build_s3_url": "tiered_checkpoint_io.ids",
     "is_s3_url": "tiered_checkpoint_io.ids",

@@ -116,6 +116,83 @@ def save_async(job, seed, kind="thread", **more):
     return described(mine)
 
 
+def blank(seed=0, rows=ROWS):
+    state = sharded(seed, rows)
+    for value in state["model"].values():
+        (value.to_local() if isinstance(value, DTensor) else value).zero_()
+    return {**state, "step": -1, "text": {"name": ""}}
+
+
+def load(job, seed, checkpoint_id=None, **more):
+    """Loads by plain dcp.load; the answer tells whether all tensors are those of ``seed``."""
+    from tiered_checkpoint_io import TieredStorageReader
+
+    reader = TieredStorageReader(**{**reading(job), **more})
+    state = blank()
+    dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
+    return told(reader, state, seed)
+
+
+def load_ours(job, seed, checkpoint_id=None, **more):
+    from tiered_checkpoint_io import dcp as ours
+
+    state = blank()
+    reader = ours.load(state, checkpoint_id=checkpoint_id, **{**reading(job), **more})
+    return told(reader, state, seed)
+
+
+def reading(job):
+    return {
+        key: value for key, value in job["options"].items() if key not in ("save_to_s3", "s3_every_n_steps", "wait")
+    }
+
+
+def told(reader, state, seed):
+    return {
+        "matches": matches(state, seed),
+        "step": reader.opened.step,
+        "name": reader.opened.name,
+        "asked": reader.session.asked,
+        "rejected": reader.opened.rejected,
+    }
+
+
+def wait(job):
+    """Until the durable tier has all."""
+    mine = writer(job)
+    mine.wait(60)
+    dist.barrier()
+
+
+def close(job):
+    """Ends this process' use of the tiers."""
+    mine = writer(job)
+    mine.close()
+    dist.barrier()
+
+
+def load_alone(job, seed, rank):
+    """One rank loads without the others."""
+    if dist.get_rank() != rank:
+        return None
+    from tiered_checkpoint_io import TieredStorageReader
+
+    state = {"t": torch.zeros(4)}
+    dcp.load(state, storage_reader=TieredStorageReader(**reading(job)), no_dist=True)
+    return state["t"].tolist()
+
+
+def group_load(job, ranks):
+    from tiered_checkpoint_io import TieredStorageReader
+
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return None
+    state = {"t": torch.zeros(4)}
+    dcp.load(state, storage_reader=TieredStorageReader(**reading(job)), process_group=group)
+    return state["t"].tolist()
+
+
 def group_save(job, seed, ranks):
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:

@@ -1,299 +1,167 @@
-"""Writer and reader for torch.distributed.checkpoint (DCP) over both tiers."""
+"""Sharded checkpoints through torch.distributed.checkpoint (DCP): ``save``, ``async_save`` and ``load``."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import os
-import pickle
-import uuid
-from collections.abc import Sequence
+import threading
+import warnings
+from concurrent.futures import Future
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
-from tiered_checkpoint_io.engine.session import SaveReport, Session, current_rank
-from tiered_checkpoint_io.engine.shards import Ticket, arrived, expect_ticket
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
-from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.shard_image import Item
+from tiered_checkpoint_io.adapters.dcp_reader import DAMAGE, TieredStorageReader
+from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
+from tiered_checkpoint_io.errors import RestoreError, SaveError, TieredCheckpointError
+
+__all__ = ["TieredStorageReader", "TieredStorageWriter", "async_save", "load", "save"]
+
+#: More damaged checkpoints than this in a row are no accident.
+_MAX_ATTEMPTS = 64
+_NO_DIST = "torch.distributed is disabled, unavailable or uninitialized"
 
 
-class TieredStorageWriter(StorageWriter):
-    """Saves a sharded checkpoint to node memory, and from there, behind training, to the durable tier.
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: TieredStorageWriter | None = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    **options: Any,
+) -> Metadata | None:
+    """Saves a sharded checkpoint, as ``torch.distributed.checkpoint.save`` does, through both tiers.
 
-    For ``torch.distributed.checkpoint.save`` and ``async_save``. Any rank's failure reaches all
-    ranks by DCP itself, as an exception of the save (or of its future), whatever ``on_save_error``
-    says; that key is about failures on the way to the durable tier, which show at the next save.
+    Args:
+        state_dict: The state; what training does to it after the call is not in the checkpoint.
+        checkpoint_id: Its name, path or URL.
+        storage_writer: The writer; by default one made from ``options``.
+        planner: As DCP takes it.
+        process_group: As DCP takes it.
+        no_dist: As DCP takes it.
+        options: As :class:`TieredStorageWriter` takes them.
+
+    Returns:
+        None where the save failed on some rank and ``on_save_error`` is ``warn``.
+
+    Raises:
+        CheckpointException: It failed, and ``on_save_error`` is ``raise``; on all ranks.
     """
-
-    def __init__(
-        self,
-        config: Any = None,
-        *,
-        step: int | None = None,
-        path: str | os.PathLike[str] | None = None,
-        save_to_s3: bool | None = None,
-        s3_every_n_steps: int | None = None,
-        world_size: int | None = None,
-        thread_count: int | None = None,
-        wait: bool = False,
-        require_step: bool = True,
-        logger: Logger | None = None,
-        checkpoint_config: Any = None,
-        _extensions: Sequence[Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """Validates; opens nothing.
-
-        Args:
-            config: A :class:`TieredCheckpointConfig`, a mapping, dirpath as text, or an object with
-                the attributes of ``SageMakerCheckpointConfig``. Beside the keys of
-                TieredCheckpointConfig it may hold ``s3_tier_base_path`` (for dirpath),
-                ``world_size``, ``save_to_s3``, ``s3_every_n_steps`` and ``logger``.
-            step: The training step; wins over one that a path tells.
-            path: In place of the ``checkpoint_id`` that ``save`` is given.
-            save_to_s3: Whether these saves go to the durable tier.
-            s3_every_n_steps: Where ``save_to_s3`` is not given: every so many steps they do;
-                every save by default.
-            world_size: How many ranks save together; checked when they do.
-            thread_count: How many threads of a rank copy; its share of the node's cores by default.
-                A rank writes one file, however many there are.
-            wait: Whether a durable save returns only when it is committed there.
-            require_step: Whether a checkpoint without a step is refused.
-            logger: Where to log, in place of the package's own logger.
-            checkpoint_config: Another name for ``config``.
-            _extensions: Stream transformations, as ``FileSystemWriter`` takes them.
-            options: Single keys of the configuration.
-
-        Raises:
-            ConfigError: A key or value is not allowed.
-            InvalidNameError: The step or path is not allowed.
-        """
-        super().__init__()
-        self._told = config if config is not None else checkpoint_config
-        self._options = {
-            **options,
-            "s3_every_n_steps": s3_every_n_steps,
-            "world_size": world_size,
-            "logger": logger,
-        }
-        self.settings = settings_of(self._told, self._options)
-        self.step = step
-        self.save_to_s3 = save_to_s3
-        self._path = path
-        self._wait = wait
-        self._require_step = require_step
-        if thread_count is not None and (not isinstance(thread_count, int) or thread_count < 1):
-            raise ConfigError(f"thread_count is {thread_count!r}", hint="allowed: a whole number above 0")
-        self._threads = thread_count
-        self._transforms = filesystem._StorageWriterTransforms(_extensions)
-        self._located: ids.Located | None = None
-        self._rank = 0
-        self._is_coordinator = False
-        self._issued: Ticket | None = None
-        self._newest_seen: str | None = None
-        self._uuid = str(uuid.uuid4())
-        if step is not None:
-            ids.locate(self.settings.config.dirpath, path, step)
-        if save_to_s3:
-            self.settings.is_durable(0, save_to_s3)
-
-    # ------------------------------------------------------------------------------------ DCP's
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a save; see ``StorageWriter.reset``.
-
-        Raises:
-            InvalidNameError: Neither a step nor a path that tells one.
-        """
-        # The object that a user gave may say something else of each save.
-        self.settings = settings_of(self._told, self._options)
-        located = ids.locate(
-            self.settings.config.dirpath, checkpoint_id if checkpoint_id is not None else self._path, self.step
-        )
-        if located.step < 0 and self._require_step:
-            raise InvalidNameError(
-                f"Invalid step value: {located.name!r} tells none",
-                hint="give step=, or a checkpoint_id that holds step_N, such as 'step_42'",
+    writer = storage_writer or TieredStorageWriter(**options)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_NO_DIST)
+            metadata: Metadata = state_dict_saver.save(
+                state_dict,
+                checkpoint_id=checkpoint_id,
+                storage_writer=writer,
+                planner=planner,
+                process_group=process_group,
+                no_dist=no_dist,
             )
-        self._located = located
-        self.settings = self.settings.at(located.dirpath)
-        self._uuid = str(uuid.uuid4())
-
-    def storage_meta(self) -> StorageMeta:
-        """What the planner is told of the checkpoint."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._uuid)
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The checkpoint's path on the durable tier; None before it is known."""
-        if self._located is None and self.step is None and self._path is None:
-            # async_save asks for its log, before it resets the writer.
-            return None
-        located = self._place()
-        return ids.join_url(located.dirpath, located.name)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Is told this rank's role.
-
-        Raises:
-            UsageError: ``use_collectives`` is false.
-        """
-        del args
-        if not kwargs.get("use_collectives", True):
-            raise UsageError(
-                "use_collectives=False",
-                operation="save",
-                hint="ranks of a sharded checkpoint have to agree on it; leave use_collectives as it is",
-            )
-        rank = kwargs.get("rank")
-        self._rank = current_rank() if rank is None else int(rank)
-        self._is_coordinator = is_coordinator
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Shows failures of earlier saves on their way to the durable tier.
-
-        Raises:
-            SaveError: There is one, and ``on_save_error`` is ``raise``.
-        """
-        expect_ticket()
-        self._issued = None
-        self._shared.saver.give_up()
-        self.session.surface()
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Gives each rank's plan the ticket of this save; called on the coordinator."""
-        located, expected = self._place(), self.settings.world_size
-        if expected is not None and expected != len(plans):
-            raise UsageError(
-                f"world_size is {expected}, but {len(plans)} ranks save together",
-                operation="save",
-                key=self.checkpoint_id,
-                hint="give the number of ranks of the process group that saves, or leave world_size out",
-            )
-        durable = self.settings.is_durable(located.step, self.save_to_s3)
-        ticket = self._shared.saver.issue(located.name, step=located.step, world_size=len(plans), durable=durable)
-        self._issued = ticket
-        return [dataclasses.replace(plan, storage_data=ticket) for plan in plans]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Puts this rank's items into memory."""
-        try:
-            results = self._write(plan, planner)
-        except Exception as error:
-            self.session.counts["failed"] += 1
-            self.session.log.error("Step %d: saving %s failed: %s", self._place().step, self._place().name, error)
+        return metadata
+    except CheckpointException:
+        if writer.settings.config.on_save_error == "raise":
             raise
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        writer.session.log.exception("training goes on without checkpoint %s", checkpoint_id or writer.checkpoint_id)
+        return None
+
+
+def async_save(state_dict: dict[str, Any], **arguments: Any) -> Future[Metadata | None]:
+    """Saves as :func:`save` does, and returns once the state is captured in node memory.
+
+    That takes hardly longer than copying the tensors once, because they go straight to where the
+    upload reads them: nothing is staged, and no thread or process competes with training.
+
+    Args:
+        state_dict: The state.
+        arguments: As :func:`save` takes them.
+
+    Returns:
+        A future of the checkpoint's metadata: done once it is on the durable tier, if it is to go
+        there; on ranks other than the coordinator, once this rank's part is. It holds the exception
+        of a save that did not get there, whatever ``on_save_error`` says.
+    """
+    known = ("checkpoint_id", "storage_writer", "planner", "process_group", "no_dist")
+    named = {key: arguments.pop(key) for key in known if key in arguments}
+    writer: TieredStorageWriter = named.pop("storage_writer", None) or TieredStorageWriter(**arguments)
+    future: Future[Metadata | None] = Future()
+    metadata = save(state_dict, storage_writer=writer, **named)
+    report = writer.last_save
+    if metadata is None or report is None or "durable" not in report.tiers:
+        future.set_result(metadata)
         return future
+    drain, timeout_s = writer.session.open().drain, float(writer.settings.config.wait_timeout_s)
+    op_id = writer.op_id
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the checkpoint, once all ranks have written; called on the coordinator."""
-        assert self._issued is not None
-        metadata.version = filesystem.CURRENT_DCP_VERSION
-        metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._issued.save_id)
+    def wait() -> None:
         try:
-            self._shared.saver.finish(self._issued.save_id, pickle.dumps(metadata), wait=self._wait)
-        except Exception as error:
-            self.session.counts["failed"] += 1
-            self.session.log.error("Step %d: committing %s failed: %s", self._place().step, self._place().name, error)
-            raise
+            outcome = drain.wait(op_id, timeout_s)
+            if outcome.state != "committed":
+                raise SaveError(f"{report.name} did not reach the durable tier: {outcome.error}", operation="save")
+            future.set_result(metadata)
+        except BaseException as error:
+            future.set_exception(error)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this may be a checkpoint_id."""
-        return isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
+    threading.Thread(target=wait, name="tiered-async-save", daemon=True).start()
+    return future
 
-    # ------------------------------------------------------------------------------------- ours
-    @property
-    def session(self) -> Session:
-        """Both tiers, as this process uses them: ``progress``, ``wait``, ``poll``, counters."""
-        return self._shared.session
 
-    @property
-    def last_save(self) -> SaveReport | None:
-        """The newest save of this process."""
-        return self.session.last_save
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: TieredStorageReader | None = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    **options: Any,
+) -> TieredStorageReader:
+    """Loads a sharded checkpoint into ``state_dict``, as ``torch.distributed.checkpoint.load`` does.
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See :meth:`Session.wait`."""
-        self.session.wait(timeout_s)
+    Where a checkpoint shows damage while it is read, and it was not asked for by its name, all
+    ranks go on to the next one.
 
-    def close(self) -> None:
-        """Waits for the durable tier, shows failures once, and frees all that writers of this process share."""
-        close_shared(self.settings)
+    Args:
+        state_dict: The state to load into. Where an error is raised, it may hold anything.
+        checkpoint_id: Its name, path or URL; the newest that is whole, where no step is given.
+        storage_reader: The reader; by default one made from ``options``.
+        planner: As DCP takes it.
+        process_group: As DCP takes it.
+        no_dist: As DCP takes it.
+        options: As :class:`TieredStorageReader` takes them.
 
-    def __getstate__(self) -> dict[str, Any]:
-        # For async_save in a process of its own, whose session is its own.
-        newest = self.session.newest_seen if self._located is not None else self._newest_seen
-        return {**self.__dict__, "_newest_seen": newest, "_issued": None}
+    Returns:
+        The reader, whose ``opened`` tells which checkpoint it was.
 
-    # ----------------------------------------------------------------------------------- inside
-    @property
-    def _shared(self) -> Shared:
-        shared = shared_of(self.settings)
-        if self._newest_seen is not None and (shared.session.newest_seen or "") < self._newest_seen:
-            shared.session.newest_seen = self._newest_seen
-        return shared
-
-    def _place(self) -> ids.Located:
-        if self._located is None:
-            self.reset()
-        assert self._located is not None
-        return self._located
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        ticket = self._issued or arrived() or plan.storage_data
-        located = self._place()
-        if not isinstance(ticket, Ticket) or ticket.name != located.name or ticket.step != located.step:
-            meant = ticket.name if isinstance(ticket, Ticket) else "an unknown checkpoint"
-            raise SaveError(
-                f"this rank saves {located.name} (step {located.step}), the coordinator {meant}",
-                operation="save",
-                rank=self._rank,
-                step=located.step,
-                hint="give all ranks the same checkpoint_id and step; if they have them, the planner keeps storage_data"
-                " of earlier saves: switch its plan caching off",
-            )
-        # As FileSystemWriter orders them.
-        ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
-        items, descriptors = [], []
-        for item in ordered:
-            data, transformed = self._item(item, planner)
-            items.append(data)
-            descriptors.append(transformed)
-        placed = self._shared.saver.capture(
-            ticket, self._rank, items, coordinator=self._is_coordinator, threads=self._threads
-        )
-        path = ticket.file_name(self._rank)
-        return [
-            WriteResult(
-                index=item.index,
-                size_in_bytes=where.length,
-                storage_data=filesystem._StorageInfo(path, where.offset, where.length, *([names] if names else [])),
-            )
-            for item, where, names in zip(ordered, placed, descriptors, strict=True)
-        ]
-
-    def _item(self, item: WriteItem, planner: SavePlanner) -> tuple[Item, list[str]]:
-        data = planner.resolve_data(item)
-        if not self._transforms.extensions:
-            return (data.detach() if isinstance(data, torch.Tensor) else data.getvalue()), []
-        buffer = io.BytesIO()
-        stream, names = self._transforms.transform_save_stream(item, buffer)
-        if isinstance(data, torch.Tensor):
-            torch.save(data.detach().cpu().clone(), stream)
-        else:
-            stream.write(data.getbuffer())
-        stream.close()
-        return buffer.getvalue(), names
+    Raises:
+        CheckpointNotFoundError: There is none.
+        RestoreError: There are some, but none is intact.
+        CheckpointException: Anything else that failed on some rank.
+    """
+    reader = storage_reader or TieredStorageReader(**options)
+    for _ in range(_MAX_ATTEMPTS):
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_NO_DIST)
+                state_dict_loader.load(
+                    state_dict,
+                    checkpoint_id=checkpoint_id,
+                    storage_reader=reader,
+                    planner=planner,
+                    process_group=process_group,
+                    no_dist=no_dist,
+                )
+            return reader
+        except CheckpointException as error:
+            if reader.opened is None and isinstance(reader.error, TieredCheckpointError):
+                # Nothing could be chosen; all ranks know why.
+                raise reader.error from error
+            # All ranks are told of the same failures, and so decide alike.
+            if not any(isinstance(failure, DAMAGE) for failure, _ in error.failures.values()):
+                raise
+            reader.reject()
+    raise RestoreError(f"{_MAX_ATTEMPTS} checkpoints in a row are damaged", operation="load", key=reader.checkpoint_id)

@@ -23,15 +23,19 @@ class Selector:
         name: For ``name``.
         monitor: For ``best``: which value.
         mode: For ``best``: which end of it is the best.
+        step: For ``latest``: only checkpoints of this training step, where it is given.
     """
 
     kind: Literal["latest", "last", "name", "best"]
     name: str = ""
     monitor: str = ""
     mode: Literal["min", "max"] = "min"
+    step: int | None = None
 
     def wants(self, name: str) -> bool:
         """Whether a checkpoint of this name is meant, or may be."""
+        if self.step is not None and ids.step_in_name(name) not in (None, self.step):
+            return False
         if self.kind in ("latest", "best"):
             return True
         if self.kind == "last":
@@ -40,7 +44,7 @@ class Selector:
 
     def in_order(self, contents: Iterable[Content]) -> list[Content]:
         """Those that are meant, the first to be tried first: the best, or the latest."""
-        latest = newest_first(contents)
+        latest = newest_first(each for each in contents if self.step in (None, each.step))
         if self.kind != "best":
             return latest
         earliest = reversed(latest)
@@ -94,7 +98,7 @@ def candidates(
     wanted = {target for alias, target in (aliases or {}).items() if selector.wants(alias)}
     found: dict[str, tuple[str, Content]] = {}
     on_durable: set[str] = set()
-    for name, content in _durable_contents(durable, selector, wanted):
+    for name, content in durable_contents(durable, selector, wanted):
         on_durable.add(content.save_id)
         found.setdefault(content.save_id, (name, content))
     for held in memory.values():
@@ -113,9 +117,16 @@ def candidates(
     return made
 
 
-def _durable_contents(
+def durable_contents(
     durable: Sequence[Manifest], selector: Selector, wanted: set[str]
 ) -> Iterable[tuple[str, Content]]:
+    """What the wanted manifests may stand for: names, and contents that their objects may hold.
+
+    Args:
+        durable: Manifests, among them the targets of aliases.
+        selector: Which are wanted.
+        wanted: Names that are wanted as well.
+    """
     by_name = {manifest.name: manifest for manifest in durable}
     for manifest in durable:
         if not (selector.wants(manifest.name) or manifest.name in wanted):

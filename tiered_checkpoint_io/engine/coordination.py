@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,11 +62,14 @@ class SingleGroup:
 class TorchGroup:
     """All ranks of torch.distributed, over a gloo group that lives for one load."""
 
-    def __init__(self, node: str, *, timeout_s: float, rendezvous_s: float = RENDEZVOUS_S) -> None:
+    def __init__(
+        self, node: str, *, timeout_s: float, rendezvous_s: float = RENDEZVOUS_S, ranks: Sequence[int] | None = None
+    ) -> None:
         """Makes the group; every rank has to.
 
         Args:
             node: See :class:`Group`.
+            ranks: The global ranks that load together; all by default.
             timeout_s: Bound of each later collective: a node may fetch as long, seconds.
             rendezvous_s: Bound of the wait for ranks that are still to come, seconds.
 
@@ -83,15 +86,19 @@ class TorchGroup:
             )
         self._dist: Any = dist
         self.node = node
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
+        self.rank = members.index(dist.get_rank())
+        self.world_size = len(members)
+        self._first = members[0]
         # Ranks that are all here may take their time to fetch; a rank that never comes is told
         # sooner. A group has one bound, hence two groups.
         meeting = None
         try:
-            meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s))
+            # The others of the job take no part where only some ranks load.
+            some: dict[str, Any] = {} if ranks is None else {"ranks": members, "use_local_synchronization": True}
+            meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s), **some)
             dist.monitored_barrier(meeting, timeout=timedelta(seconds=rendezvous_s))
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), **some)
         except RuntimeError as error:
             raise UsageError(
                 f"not all {self.world_size} ranks came to load_checkpoint within {rendezvous_s:.0f} s: {error}",
@@ -115,7 +122,7 @@ class TorchGroup:
     def broadcast(self, obj: Any) -> Any:
         box = [obj]
         try:
-            self._dist.broadcast_object_list(box, src=0, group=self._group)
+            self._dist.broadcast_object_list(box, src=self._first, group=self._group)
         except RuntimeError as error:
             raise _lost(self.rank, error) from error
         return box[0]
@@ -124,13 +131,19 @@ class TorchGroup:
         self._dist.destroy_process_group(self._group)
 
 
-def current_group(root: Path, *, timeout_s: float) -> Group:
-    """The ranks that are to restore together: those of torch.distributed, or this process alone."""
+def current_group(root: Path, *, timeout_s: float, ranks: Sequence[int] | None = None) -> Group:
+    """The ranks that are to restore together: those of torch.distributed, or this process alone.
+
+    Args:
+        root: This node's memory tier.
+        timeout_s: See :class:`TorchGroup`.
+        ranks: Only these, by their global rank.
+    """
     import torch.distributed as dist
 
     node = node_of(root)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchGroup(node, timeout_s=timeout_s)
+    if dist.is_available() and dist.is_initialized() and (dist.get_world_size() if ranks is None else len(ranks)) > 1:
+        return TorchGroup(node, timeout_s=timeout_s, ranks=ranks)
     return SingleGroup(node)
 
 

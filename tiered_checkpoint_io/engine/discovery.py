@@ -12,6 +12,7 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.choice import Held, Selector
 from tiered_checkpoint_io.engine.commit import read_manifest
 from tiered_checkpoint_io.engine.queue import Queue
+from tiered_checkpoint_io.engine.shard_choice import HeldPart
 from tiered_checkpoint_io.errors import (
     FormatVersionError,
     ManifestError,
@@ -163,6 +164,7 @@ class Here:
 
     Attributes:
         held: Complete checkpoints, without their hashes: all ranks are told of them.
+        parts: Ranks' parts of sharded checkpoints, likewise.
         damaged: Parts that can't be read, and why.
         quarantined: Parts that earlier restores found corrupt.
         newer: Why a part can't be read, where a newer release wrote it.
@@ -170,6 +172,7 @@ class Here:
     """
 
     held: list[Held] = field(default_factory=list)
+    parts: list[HeldPart] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     newer: FormatVersionError | None = None
@@ -184,8 +187,13 @@ def look_here(tier: MemoryTier, dirpath: str) -> Here:
     """
     here = Here()
     for stored in tier.parts():
-        if stored.part.dirpath == dirpath and stored.part.content.kind == "full":
-            here.held.append(Held(stored.part.name, _without_hashes(stored.part.content)))
+        part = stored.part
+        if part.dirpath != dirpath:
+            continue
+        if part.content.kind == "full":
+            here.held.append(Held(part.name, _without_hashes(part.content)))
+        elif part.content.kind == "sharded":
+            here.parts.append(HeldPart(part.name, part.rank, part.commits, _without_hashes(part.content)))
     for folder, error in tier.damaged():
         here.damaged.append(f"memory {folder}: {error}")
         if isinstance(error, FormatVersionError):

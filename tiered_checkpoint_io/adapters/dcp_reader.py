@@ -1,0 +1,281 @@
+"""The storage reader for torch.distributed.checkpoint (DCP) over both tiers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
+from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
+from tiered_checkpoint_io.engine import coordination
+from tiered_checkpoint_io.engine.choice import Selector
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.shard_reading import OpenShards, ShardRestorer
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RestoreError,
+    StoreNotFoundError,
+    TieredCheckpointError,
+)
+from tiered_checkpoint_io.logs import Logger
+
+#: What shows that this checkpoint is bad, rather than that reading is.
+DAMAGE = (CorruptCheckpointError, StoreNotFoundError, CheckpointNotFoundError)
+
+
+class TieredStorageReader(StorageReader):
+    """Loads a sharded checkpoint: of one step, of one path, or the newest that is whole.
+
+    For ``torch.distributed.checkpoint.load``, on the main thread of every rank that loads. Memory is
+    read first, then the durable tier; every byte is verified on the way into the tensors. A rank
+    fetches only the chunks that its plan needs, and a node each of them once.
+
+    Damage that shows while tensors are read fails the load on all ranks. The same reader, used
+    again, takes the next checkpoint; :func:`tiered_checkpoint_io.dcp.load` does so by itself.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        step: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+        no_dist: bool | None = None,
+        ranks: Sequence[int] | None = None,
+        world_size: int | None = None,
+        logger: Logger | None = None,
+        checkpoint_config: Any = None,
+        _extension_registry: Any = None,
+        **options: Any,
+    ) -> None:
+        """Validates; opens nothing.
+
+        Args:
+            config: As :class:`TieredStorageWriter` takes it.
+            step: The training step; the newest checkpoint where neither it nor a path is given.
+            path: In place of the ``checkpoint_id`` that ``load`` is given.
+            no_dist: Whether this process loads alone; by default as DCP's ``load`` was told.
+            ranks: Which ranks load together; by default those of the process group that DCP's
+                ``load`` was given.
+            world_size: As the writer takes it; a checkpoint of any other world size loads.
+            logger: Where to log, in place of the package's own logger.
+            checkpoint_config: Another name for ``config``.
+            _extension_registry: Stream transformations, as ``FileSystemReader`` takes them.
+            options: Single keys of the configuration.
+
+        Raises:
+            ConfigError: A key or value is not allowed.
+            InvalidNameError: The step or path is not allowed.
+        """
+        super().__init__()
+        told = config if config is not None else checkpoint_config
+        self._base = settings_of(told, {**options, "world_size": world_size, "logger": logger})
+        self.settings = self._base
+        self.step = step
+        self._path = path
+        self._no_dist = no_dist
+        self._ranks = ranks
+        self._transforms = filesystem._StorageReaderTransforms(_extension_registry)
+        self._selector = Selector("latest")
+        self._rejected: set[str] = set()
+        self._metadata: Metadata | None = None
+        #: The checkpoint that is, or was last, loaded.
+        self.opened: OpenShards | None = None
+        #: Why the last load failed on this rank, where it did.
+        self.error: TieredCheckpointError | None = None
+        self.reset()
+
+    # ------------------------------------------------------------------------------------ DCP's
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a load; see ``StorageReader.reset``."""
+        path = checkpoint_id if checkpoint_id is not None else self._path
+        self.settings = self._base
+        if path is None or not os.fspath(path):
+            if self.step is not None:
+                ids.locate(self._base.config.dirpath, None, self.step)
+            self._selector = Selector("latest", step=self.step)
+            return
+        located = ids.locate(self._base.config.dirpath, path, self.step)
+        self.settings = self._base.at(located.dirpath)
+        self._selector = Selector("name", located.name)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's path on the durable tier, or that tier itself while none is chosen."""
+        name = self._selector.name or (self.opened.name if self.opened is not None else "")
+        dirpath = self.settings.config.dirpath
+        return ids.join_url(dirpath, name) if name else dirpath
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Chooses the checkpoint, with all ranks that load, and gives its ``.metadata``.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            RestoreError: There are some, but none is intact.
+            StoreError: The durable tier could not be asked.
+        """
+        del args, options
+        self._close()
+        self.error = None
+        try:
+            return self._open()
+        except TieredCheckpointError as error:
+            self.error = error
+            raise
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Takes what :meth:`read_metadata` gave."""
+        del is_coordinator, args, kwargs
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Changes nothing."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Changes nothing."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what this rank's plan asks for.
+
+        Raises:
+            CorruptCheckpointError: No intact copy of some byte is within reach.
+            StoreError: The durable tier could not be read.
+        """
+        opened = self.opened
+        if opened is None or opened.files is None or self._metadata is None:
+            raise RestoreError("read_data without read_metadata", operation="load")
+        try:
+            PlanReader(self._metadata, opened.files, self._transforms).read(plan, planner)
+        except TieredCheckpointError as error:
+            self.error = error
+            raise
+        finally:
+            opened.close()
+        self._took(opened)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this may be a checkpoint_id."""
+        return isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
+
+    # ------------------------------------------------------------------------------------- ours
+    @property
+    def session(self) -> Session:
+        """Both tiers, as this process uses them."""
+        return self._shared.session
+
+    def reject(self) -> None:
+        """Leaves the checkpoint that was loaded last out of account from now on."""
+        if self.opened is not None and self.opened.save_id:
+            self._rejected.add(self.opened.save_id)
+
+    def close(self) -> None:
+        """See :meth:`TieredStorageWriter.close`."""
+        self._close()
+        close_shared(self.settings)
+
+    # ----------------------------------------------------------------------------------- inside
+    @property
+    def _shared(self) -> Shared:
+        return shared_of(self.settings)
+
+    def _close(self) -> None:
+        if self.opened is not None:
+            self.opened.close()
+        if isinstance(self.error, DAMAGE):
+            self.reject()
+        self.opened = None
+
+    def _open(self) -> Metadata:
+        session, config = self.session, self.settings.config
+        tier, failed = None, None
+        try:
+            tier = session.open().tier
+        except Exception as error:
+            # The others are on their way to the first exchange: they must hear of it there.
+            failed = error
+        root = tier.root if tier is not None else Path("/")
+        group = self._group(root)
+        try:
+            coordination.agree(group, failed)
+            assert tier is not None
+            restorer = ShardRestorer(config, tier, session.durable, session.log)
+            opened = restorer.open(self._selector, group, self._rejected)
+            self.opened = opened
+            if restorer.listed is not None:
+                session.remember(restorer.listed)
+            try:
+                metadata: Metadata = pickle.loads(opened.metadata)
+            except Exception as error:
+                raise RestoreError(
+                    f".metadata of {opened.name} cannot be read: {error}",
+                    operation="load",
+                    key=self.checkpoint_id,
+                    hint="it may need a newer release of torch",
+                ) from error
+            if opened.files is None:
+                restorer.open_foreign(opened, _sizes(metadata), group)
+        finally:
+            group.close()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        return metadata
+
+    def _group(self, root: Path) -> coordination.Group:
+        alone, ranks = self._no_dist, self._ranks
+        if alone is None and ranks is None:
+            alone, ranks = _as_dcp_was_told()
+        if alone:
+            return coordination.SingleGroup(coordination.node_of(root))
+        timeout_s = float(self.settings.config.wait_timeout_s)
+        return coordination.current_group(root, timeout_s=timeout_s, ranks=ranks)
+
+    def _took(self, opened: OpenShards) -> None:
+        session = self.session
+        session.newest_seen = max(filter(None, (session.newest_seen, opened.newest_save_id)), default=None)
+        if opened.save_id:
+            self._shared.saver.is_complete(opened.save_id)
+        session.take_up()
+
+
+def _as_dcp_was_told() -> tuple[bool | None, list[int] | None]:
+    """Whether DCP's ``load``, which is calling us, was told ``no_dist``, and the ranks of its process group.
+
+    DCP tells a reader neither. Without ``no_dist`` we would wait for ranks that never come, with a
+    process group for ranks that have no part in it.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_load_state_dict":
+            wrapper = frame.f_locals.get("distW")
+            if wrapper is not None:
+                if not wrapper.use_dist:
+                    return True, None
+                return None, None if wrapper.group is None else dist.get_process_group_ranks(wrapper.group)
+        frame = frame.f_back
+    return None, None
+
+
+def _sizes(metadata: Metadata) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+    return sizes

@@ -1,0 +1,151 @@
+"""From the bytes of a ``.distcp`` file into the tensors of a load plan."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from tiered_checkpoint_io.engine.shard_files import ShardFiles, Span, address_of, at
+from tiered_checkpoint_io.shard_image import Skeleton, skeleton_of
+
+_LOCAL_HEADER = b"PK\x03\x04"
+_CRC_AT = 14
+_CRC_LENGTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a stored tensor most likely lies in its item: as rows, behind what its type and shape tell."""
+
+    skeleton: Skeleton
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def span(self, offsets: Sequence[int], lengths: Sequence[int]) -> Span:
+        """``(offset, length)``, within the item, of the bytes from the first wanted element to the last."""
+        if not all(lengths) or not math.prod(self.shape):
+            return (self.skeleton.data_offset, 0)
+        size = self.dtype.itemsize
+        first = last = 0
+        stride = 1
+        for dimension in range(len(self.shape) - 1, -1, -1):
+            first += offsets[dimension] * stride
+            last += (offsets[dimension] + lengths[dimension] - 1) * stride
+            stride *= self.shape[dimension]
+        return (self.skeleton.data_offset + first * size, (last - first + 1) * size)
+
+    def fits(self, item: memoryview) -> bool:
+        """Whether the item's bytes before the elements are as expected."""
+        head = bytes(self.skeleton.head)
+        mine = bytes(item[: len(head)])
+        # Who wrote the data along with the file knew its checksum; nobody reads that.
+        crc = head.rfind(_LOCAL_HEADER) + _CRC_AT if self.skeleton.data_nbytes else len(head)
+        return mine[:crc] == head[:crc] and mine[crc + _CRC_LENGTH :] == head[crc + _CRC_LENGTH :]
+
+
+class PlanReader:
+    """Carries out one rank's load plan."""
+
+    def __init__(self, metadata: Metadata, files: ShardFiles, transforms: Any) -> None:
+        """Takes an open checkpoint.
+
+        Args:
+            metadata: What ``.metadata`` says.
+            files: The bytes.
+            transforms: DCP's ``_StorageReaderTransforms``.
+        """
+        self._storage: dict[MetadataIndex, Any] = metadata.storage_data
+        self._files = files
+        self._transforms = transforms
+        self._tensors: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                for chunk in stored.chunks:
+                    key = (name, tuple(chunk.offsets))
+                    self._tensors[key] = (stored.properties.dtype, tuple(chunk.sizes))
+
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Reads what the plan asks for, each file's bytes together, and nothing else.
+
+        Raises:
+            CorruptCheckpointError: No intact copy of some byte is within reach.
+        """
+        by_file: dict[str, list[tuple[ReadItem, Any, _Layout | None]]] = {}
+        for item in plan.items:
+            info = self._storage[item.storage_index]
+            by_file.setdefault(info.relative_path, []).append((item, info, self._layout(item, info)))
+        for basename, wanted in by_file.items():
+            wanted.sort(key=lambda each: each[1].offset)
+            spans = [span for item, info, layout in wanted for span in _spans(item, info, layout)]
+            view = self._files.ensure(basename, spans)
+            for item, info, layout in wanted:
+                if layout is not None and layout.fits(view[info.offset : info.offset + info.length]):
+                    _copy(view, item, info, layout, planner)
+                    continue
+                view = self._files.ensure(basename, [(info.offset, info.length)])
+                self._load(view, item, info, planner)
+
+    def _layout(self, item: ReadItem, info: Any) -> _Layout | None:
+        if item.type == LoadItemType.BYTE_IO or info.transform_descriptors or item.storage_index.offset is None:
+            return None
+        known = self._tensors.get((item.storage_index.fqn, tuple(item.storage_index.offset)))
+        if known is None:
+            return None
+        skeleton = skeleton_of(*known)
+        return _Layout(skeleton, *known) if skeleton.length == info.length else None
+
+    def _load(self, view: memoryview, item: ReadItem, info: Any, planner: LoadPlanner) -> None:
+        """As FileSystemReader does it: for what others laid out, and for all that is no plain tensor."""
+        raw = io.BytesIO(view[info.offset : info.offset + info.length])
+        stream = self._transforms.transform_load_stream(item, info.transform_descriptors or (), raw)
+        if not stream.seekable() or item.type == LoadItemType.BYTE_IO:
+            stream = io.BytesIO(stream.read(-1))
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, stream)
+            return
+        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        _into(planner, item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+
+
+def _spans(item: ReadItem, info: Any, layout: _Layout | None) -> list[Span]:
+    if layout is None:
+        return [(info.offset, info.length)]
+    offset, length = layout.span(item.storage_offsets, item.lengths)
+    return [(info.offset, len(layout.skeleton.head)), (info.offset + offset, length)]
+
+
+def _copy(view: memoryview, item: ReadItem, info: Any, layout: _Layout, planner: LoadPlanner) -> None:
+    """Straight from the mapped file into the tensor."""
+    dtype, shape = layout.dtype, layout.shape
+    count = math.prod(shape)
+    if not count:
+        _into(planner, item, torch.empty(shape, dtype=dtype))
+        return
+    start, nbytes = info.offset + layout.skeleton.data_offset, layout.skeleton.data_nbytes
+    if (address_of(view) + start) % dtype.itemsize:
+        # Others do not align what they write. Bytes that were not asked for may not even be there.
+        offset, length = layout.span(item.storage_offsets, item.lengths)
+        aligned = torch.empty(nbytes, dtype=torch.uint8)
+        inside = offset - layout.skeleton.data_offset
+        ctypes.memmove(aligned.data_ptr() + inside, address_of(view) + start + inside, length)
+        source = aligned.view(dtype)
+    else:
+        source = torch.frombuffer(at(view, start, nbytes), dtype=dtype)
+    _into(planner, item, narrow_tensor_by_index(source.view(shape), item.storage_offsets, item.lengths))
+
+
+def _into(planner: LoadPlanner, item: ReadItem, source: torch.Tensor) -> None:
+    target = planner.resolve_tensor(item).detach()
+    if target.size() != source.size():
+        raise AssertionError(f"{item.storage_index}: the state has {target.size()}, the checkpoint {source.size()}")
+    target.copy_(source)
+    planner.commit_tensor(item, target)

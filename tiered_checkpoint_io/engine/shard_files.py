@@ -1,0 +1,389 @@
+"""The bytes of a sharded checkpoint, as one rank reads them: only what it needs, and all of it verified.
+
+A file lies in this node's memory as a rank's part, or is fetched from the durable tier, a hashed
+chunk at a time, into a file that all ranks of the node map: whichever rank needs a chunk first
+fetches it, under a lock on one byte that dies with its process; the others find it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from tiered_checkpoint_io.errors import CorruptCheckpointError, MemoryFullError, RestoreError
+from tiered_checkpoint_io.manifest import FileEntry
+from tiered_checkpoint_io.storage.base import Store
+from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
+
+#: Below the memory tier's root: chunks that this node has fetched, a folder a save.
+READS = "reads"
+_POLL_S = 0.005
+_PAGE = mmap.PAGESIZE
+_VERIFIED = 1
+
+Span = tuple[int, int]
+
+
+class PartFile:
+    """A file of a part in this node's memory, verified where it is read."""
+
+    def __init__(self, entry: FileEntry, view: memoryview, where: str) -> None:
+        self.entry = entry
+        self.view = view
+        self._where = where
+        self._verified = bytearray(len(entry.chunks))
+
+    def ensure(self, spans: Iterable[Span]) -> None:
+        """Verifies the chunks that ``(offset, length)`` spans lie in.
+
+        Raises:
+            CorruptCheckpointError: One differs from its hash.
+        """
+        ranges = self.entry.chunks
+        for index in chunks_of(self.entry, spans):
+            if not self._verified[index]:
+                offset, length = ranges[index]
+                chunk = self.view[offset : offset + length]
+                self.entry.check_chunk(index, chunk, tier="memory", where=self._where)
+                self._verified[index] = _VERIFIED
+
+
+class SharedFolder:
+    """A folder for the chunks of one save on this node, for as long as some rank reads them."""
+
+    def __init__(self, root: Path, key: str) -> None:
+        """Makes the folder, or joins those who read from it.
+
+        Args:
+            root: The memory tier's.
+            key: Which save.
+        """
+        self.path = root / READS / key
+        self._descriptor: int | None = None
+        while self._descriptor is None:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._descriptor = _hold(self.path, fcntl.LOCK_SH)
+            if self._descriptor is None:
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Leaves it; the last one to leave removes it."""
+        if self._descriptor is None:
+            return
+        descriptor, self._descriptor = self._descriptor, None
+        try:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def clear_reads(root: Path) -> None:
+    """Removes the folders that nobody reads from any more: their readers died."""
+    with contextlib.suppress(FileNotFoundError):
+        for folder in sorted((root / READS).iterdir()):
+            with contextlib.suppress(OSError):
+                descriptor = _hold(folder, fcntl.LOCK_EX)
+                if descriptor is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.close(descriptor)
+
+
+def _hold(folder: Path, kind: int) -> int | None:
+    """A descriptor that locks ``folder``; None where that is another's, or the folder is being removed."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
+
+
+class FetchedFile:
+    """A file of the durable tier, of which this node holds the chunks that some rank has needed."""
+
+    def __init__(
+        self, entry: FileEntry, store: Callable[[], Store], folder: Path, *, concurrency: int, timeout_s: float
+    ) -> None:
+        """Maps the node's file; fetches nothing yet.
+
+        Args:
+            entry: Which file; without hashes, nothing can be verified.
+            store: Opens the durable tier.
+            folder: A :class:`SharedFolder`'s path.
+            concurrency: Requests in flight at once.
+            timeout_s: Bound of the wait for a chunk that another rank fetches, seconds.
+
+        Raises:
+            MemoryFullError: No space for its table of chunks.
+        """
+        self.entry = entry
+        self._ranges = entry.chunks
+        self._store = store
+        self._concurrency = concurrency
+        self._timeout_s = timeout_s
+        #: Behind the data, a byte for each chunk: whether it is here and verified. The same bytes
+        #: are what a chunk's lock is on.
+        self._table = -(-entry.size // _PAGE) * _PAGE
+        self._where = str(folder / entry.basename)
+        self._descriptor = os.open(
+            folder / entry.basename, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        try:
+            self._take(self._table, len(self._ranges))
+            self._mapping = mmap.mmap(self._descriptor, self._table + len(self._ranges))
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.view = memoryview(self._mapping)
+
+    def ensure(self, spans: Iterable[Span]) -> None:
+        """Has the chunks that ``(offset, length)`` spans lie in on this node, verified.
+
+        Raises:
+            CorruptCheckpointError: A chunk differs from its hash, or the object is short.
+            StoreError: It could not be read.
+            MemoryFullError: No space for it.
+            RestoreError: Another rank has been fetching a chunk for longer than ``timeout_s``.
+        """
+        missing = deque(index for index in chunks_of(self.entry, spans) if not self._is_here(index))
+        if not missing:
+            return
+        busy: list[int] = []
+        failed = threading.Event()
+
+        def work() -> None:
+            while not failed.is_set():
+                try:
+                    index = missing.popleft()
+                except IndexError:
+                    return
+                try:
+                    if not self._bring(index):
+                        busy.append(index)
+                except BaseException:
+                    failed.set()
+                    raise
+
+        deadline = time.monotonic() + self._timeout_s
+        with ThreadPoolExecutor(max(1, min(self._concurrency, len(missing))), "tiered-fetch") as pool:
+            while missing:
+                # As many threads as the pool has: each of them goes on until nothing is left.
+                jobs = [pool.submit(work) for _ in range(min(self._concurrency, len(missing)))]
+                for job in jobs:
+                    job.result()
+                # What others were fetching is here by now, or theirs to finish, or ours if they died.
+                missing.extend(index for index in busy if not self._is_here(index))
+                busy.clear()
+                if missing:
+                    if time.monotonic() > deadline:
+                        raise RestoreError(
+                            f"another process of this node has not fetched {len(missing)} chunks in time",
+                            operation="restore",
+                            tier="durable",
+                            key=self._where,
+                        )
+                    time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Unmaps the file; tensors that were copied from it are not concerned."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._mapping.close()
+        os.close(self._descriptor)
+
+    # ------------------------------------------------------------------------------------ inside
+    def _is_here(self, index: int) -> bool:
+        return self._mapping[self._table + index] == _VERIFIED
+
+    def _bring(self, index: int) -> bool:
+        """Fetches a chunk; False where another process is doing so."""
+        if not _lock(self._descriptor, fcntl.F_WRLCK, self._table + index):
+            return False
+        try:
+            if self._is_here(index):
+                return True
+            offset, length = self._ranges[index]
+            self._take(offset, length)
+            chunk = self.view[offset : offset + length]
+            self._store().read_into(self.entry.path, offset, chunk)
+            if self.entry.hashes:
+                self.entry.check_chunk(index, chunk, tier="durable", where=self._where)
+            self._mapping[self._table + index] = _VERIFIED
+            return True
+        finally:
+            _lock(self._descriptor, fcntl.F_UNLCK, self._table + index)
+
+    def _take(self, offset: int, length: int) -> None:
+        # A mapped page without space would end the process when it is touched.
+        try:
+            if length:
+                os.posix_fallocate(self._descriptor, offset, length)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise MemoryFullError(
+                f"no space for {length} bytes of {self.entry.path}",
+                operation="restore",
+                tier="memory",
+                key=self._where,
+                hint="memory_dir is full: give it more space (docker: --shm-size), or lower memory_keep_last",
+            ) from error
+
+
+def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
+    """The chunks of a file that ``(offset, length)`` spans touch, in their order.
+
+    Raises:
+        CorruptCheckpointError: A span reaches beyond the file.
+    """
+    wanted: set[int] = set()
+    for offset, length in spans:
+        if offset < 0 or offset + length > entry.size:
+            raise CorruptCheckpointError(
+                f"{entry.path} has {entry.size} bytes, .metadata names bytes up to {offset + length}",
+                operation="restore",
+                key=entry.path,
+            )
+        if length:
+            wanted.update(range(offset // entry.chunk_size, (offset + length - 1) // entry.chunk_size + 1))
+    return sorted(wanted)
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a view lie, read-only ones as well."""
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _lock(descriptor: int, kind: int, byte: int) -> bool:
+    """Locks or unlocks one byte for this open file, whichever thread asks; False where another has it."""
+    request = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+class ShardFiles:
+    """All files of one save, as this rank reads them."""
+
+    def __init__(
+        self,
+        tier: MemoryTier,
+        store: Callable[[], Store],
+        key: str,
+        *,
+        durable: Iterable[FileEntry],
+        concurrency: int,
+        timeout_s: float,
+        on_damage: Callable[[StoredPart, CorruptCheckpointError], None],
+    ) -> None:
+        """Joins the other readers of this node.
+
+        Args:
+            tier: This node's memory.
+            store: Opens the durable tier.
+            key: The save's id, or another name for what is read.
+            durable: The files that the durable tier holds of it.
+            concurrency: Requests in flight at once.
+            timeout_s: See :class:`FetchedFile`.
+            on_damage: Told of a damaged part in memory; the durable copy is taken in its place.
+        """
+        self._tier = tier
+        self._store = store
+        self._durable = {entry.basename: entry for entry in durable}
+        self._concurrency = concurrency
+        self._timeout_s = timeout_s
+        self._on_damage = on_damage
+        self._held = ExitStack()
+        self._parts: dict[str, tuple[StoredPart, PartFile]] = {}
+        self._fetched: dict[str, FetchedFile] = {}
+        self._folder = SharedFolder(tier.root, key)
+        self._held.callback(self._folder.close)
+
+    def hold(self, stored: StoredPart) -> None:
+        """Keeps a part of this save in this node's memory until :meth:`close`.
+
+        Raises:
+            CheckpointNotFoundError: It was removed meanwhile.
+            CorruptCheckpointError: A file of it is missing, or has another size.
+        """
+        views = self._held.enter_context(self._tier.reading(stored))
+        for entry in stored.part.content.files:
+            file = PartFile(entry, views[entry.basename], str(stored.file(entry.basename)))
+            self._parts[entry.basename] = (stored, file)
+
+    @property
+    def in_memory(self) -> frozenset[str]:
+        """The files that are read from this node's memory."""
+        return frozenset(self._parts)
+
+    def ensure(self, basename: str, spans: Iterable[Span]) -> memoryview:
+        """The file, of which at least ``(offset, length)`` spans are here and verified.
+
+        Raises:
+            CorruptCheckpointError: No intact copy is within reach.
+            CheckpointNotFoundError, StoreError, MemoryFullError, RestoreError: See
+                :meth:`FetchedFile.ensure`.
+        """
+        spans = list(spans)
+        if basename in self._parts:
+            stored, file = self._parts[basename]
+            try:
+                file.ensure(spans)
+                return file.view
+            except CorruptCheckpointError as error:
+                del self._parts[basename]
+                self._on_damage(stored, error)
+                if basename not in self._durable:
+                    raise
+        fetched = self._fetched.get(basename)
+        if fetched is None:
+            entry = self._durable.get(basename)
+            if entry is None:
+                raise CorruptCheckpointError(
+                    f"{basename} is neither in this node's memory nor on the durable tier",
+                    operation="restore",
+                    key=basename,
+                    hint="it is in the memory of another node: load with the ranks where they were, or save to the"
+                    " durable tier",
+                )
+            fetched = self._fetched[basename] = FetchedFile(
+                entry, self._store, self._folder.path, concurrency=self._concurrency, timeout_s=self._timeout_s
+            )
+            self._held.callback(fetched.close)
+        fetched.ensure(spans)
+        return fetched.view
+
+    def close(self) -> None:
+        """Lets everything go."""
+        self._parts.clear()
+        self._fetched.clear()
+        self._held.close()
+
+
+def at(view: memoryview, offset: int, length: int) -> ctypes.Array[ctypes.c_char]:
+    """Bytes of a view as an object that torch maps without a copy, and without asking whether it may write."""
+    return (ctypes.c_char * length).from_address(address_of(view) + offset)
