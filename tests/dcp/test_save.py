@@ -1,31 +1,14 @@
 """Sharded saves by real ranks over gloo; plain DCP reads what lies in memory."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.launch import launch
 
 from tiered_checkpoint_io.storage.memory import MemoryTier
 
 from .worker import content
 
-WORKER = Path(__file__).with_name("worker.py")
-
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def ranks(tmp_path, memory_dir, tmp_path_factory):
-    cache = tmp_path_factory.getbasetemp() / "bytecode"
-
-    def run(count, *steps, **options):
-        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False, **options}
-        jobs = [{"options": options, "steps": steps}] * count
-        return launch(tmp_path, jobs, cache=cache, worker=WORKER)
-
-    return run
 
 
 def gathered(memory_dir, name, folder):

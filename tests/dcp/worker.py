@@ -5,6 +5,7 @@ write), ``steps``: lists of a name and arguments, see the functions of this modu
 raises is answered by its error; the next ones are done all the same.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 ROWS = 37
@@ -34,8 +35,8 @@ def content(seed, rows=ROWS):
     }
 
 
-def sharded(seed, rows=ROWS):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded(seed, rows=ROWS, mesh=None):
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     whole = content(seed, rows)
     return {
         "model": {
@@ -116,8 +117,8 @@ def save_async(job, seed, kind="thread", **more):
     return described(mine)
 
 
-def blank(seed=0, rows=ROWS):
-    state = sharded(seed, rows)
+def blank(seed=0, rows=ROWS, mesh=None):
+    state = sharded(seed, rows, mesh)
     for value in state["model"].values():
         (value.to_local() if isinstance(value, DTensor) else value).zero_()
     return {**state, "step": -1, "text": {"name": ""}}
@@ -127,10 +128,11 @@ def load(job, seed, checkpoint_id=None, **more):
     """Loads by plain dcp.load; the answer tells whether all tensors are those of ``seed``."""
     from tiered_checkpoint_io import TieredStorageReader
 
+    rows = more.pop("rows", ROWS)
     reader = TieredStorageReader(**{**reading(job), **more})
-    state = blank()
+    state = blank(rows=rows)
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
-    return told(reader, state, seed)
+    return told(reader, state, seed, rows)
 
 
 def load_ours(job, seed, checkpoint_id=None, **more):
@@ -141,15 +143,49 @@ def load_ours(job, seed, checkpoint_id=None, **more):
     return told(reader, state, seed)
 
 
+def reshard(job, forget=False):
+    """Saves by 1 to 4 ranks and loads by 1 to 4 ranks; which pairs gave what was saved."""
+    from tiered_checkpoint_io import TieredStorageReader
+
+    world = dist.get_world_size()
+    meshes = {count: DeviceMesh("cpu", list(range(count))) for count in range(1, world + 1)}
+    groups = {count: dist.new_group(list(range(count))) for count in range(1, world + 1)}
+    rank, good = dist.get_rank(), []
+    for saved_by in range(1, world + 1):
+        if rank < saved_by:
+            state = sharded(saved_by, mesh=meshes[saved_by])
+            dcp.save(
+                state, checkpoint_id=f"step_{saved_by}", storage_writer=writer(job), process_group=groups[saved_by]
+            )
+        dist.barrier()
+        if forget:
+            if rank == 0:
+                mine = writer(job)
+                mine.wait(60)
+                tier = mine.session.open().tier
+                for stored in tier.parts():
+                    tier.remove(stored)
+            dist.barrier()
+        for loaded_by in range(1, world + 1):
+            if rank < loaded_by:
+                state = blank(mesh=meshes[loaded_by])
+                reader = TieredStorageReader(**reading(job))
+                dcp.load(state, storage_reader=reader, process_group=groups[loaded_by])
+                if matches(state, saved_by):
+                    good.append([saved_by, loaded_by])
+            dist.barrier()
+    return good
+
+
 def reading(job):
     return {
         key: value for key, value in job["options"].items() if key not in ("save_to_s3", "s3_every_n_steps", "wait")
     }
 
 
-def told(reader, state, seed):
+def told(reader, state, seed, rows=ROWS):
     return {
-        "matches": matches(state, seed),
+        "matches": matches(state, seed, rows),
         "step": reader.opened.step,
         "name": reader.opened.name,
         "asked": reader.session.asked,
@@ -195,16 +231,11 @@ def group_load(job, ranks):
 
 def group_save(job, seed, ranks):
     group = dist.new_group(ranks)
-    if dist.get_rank() not in ranks:
-        return None
-    mine = writer(job)
-    dcp.save(
-        {"t": torch.full((4,), float(dist.get_rank()))},
-        checkpoint_id=f"step_{seed}",
-        storage_writer=mine,
-        process_group=group,
-    )
-    return described(mine)
+    if dist.get_rank() in ranks:
+        state = {"t": torch.full((4,), float(dist.get_rank()))}
+        dcp.save(state, checkpoint_id=f"step_{seed}", storage_writer=writer(job), process_group=group)
+    dist.barrier()
+    return described(writer(job)) if dist.get_rank() in ranks else None
 
 
 def save_different(job, seed):
@@ -219,6 +250,7 @@ def die(job, rank):
 
 def main():
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(60)
     warnings.simplefilter("ignore")
     logging.getLogger().setLevel(logging.ERROR)
     job = json.loads(sys.argv[1])

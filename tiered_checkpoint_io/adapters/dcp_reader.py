@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ class TieredStorageReader(StorageReader):
         step: int | None = None,
         path: str | os.PathLike[str] | None = None,
         no_dist: bool | None = None,
-        ranks: Sequence[int] | None = None,
+        process_group: Any = None,
         world_size: int | None = None,
         logger: Logger | None = None,
         checkpoint_config: Any = None,
@@ -68,8 +67,8 @@ class TieredStorageReader(StorageReader):
             step: The training step; the newest checkpoint where neither it nor a path is given.
             path: In place of the ``checkpoint_id`` that ``load`` is given.
             no_dist: Whether this process loads alone; by default as DCP's ``load`` was told.
-            ranks: Which ranks load together; by default those of the process group that DCP's
-                ``load`` was given.
+            process_group: The ranks that load together; by default the group that DCP's ``load``
+                was given.
             world_size: As the writer takes it; a checkpoint of any other world size loads.
             logger: Where to log, in place of the package's own logger.
             checkpoint_config: Another name for ``config``.
@@ -87,7 +86,7 @@ class TieredStorageReader(StorageReader):
         self.step = step
         self._path = path
         self._no_dist = no_dist
-        self._ranks = ranks
+        self._process_group = process_group
         self._transforms = filesystem._StorageReaderTransforms(_extension_registry)
         self._selector = Selector("latest")
         self._rejected: set[str] = set()
@@ -240,13 +239,15 @@ class TieredStorageReader(StorageReader):
         return metadata
 
     def _group(self, root: Path) -> coordination.Group:
-        alone, ranks = self._no_dist, self._ranks
-        if alone is None and ranks is None:
-            alone, ranks = _as_dcp_was_told()
-        if alone:
-            return coordination.SingleGroup(coordination.node_of(root))
-        timeout_s = float(self.settings.config.wait_timeout_s)
-        return coordination.current_group(root, timeout_s=timeout_s, ranks=ranks)
+        alone, process_group = self._no_dist, self._process_group
+        if alone is None and process_group is None:
+            alone, process_group = _as_dcp_was_told()
+        node = coordination.node_of(root)
+        if alone or (process_group is not None and dist.get_world_size(process_group) == 1):
+            return coordination.SingleGroup(node)
+        if process_group is not None:
+            return coordination.GivenGroup(node, process_group)
+        return coordination.current_group(root, timeout_s=float(self.settings.config.wait_timeout_s))
 
     def _took(self, opened: OpenShards) -> None:
         session = self.session
@@ -256,8 +257,8 @@ class TieredStorageReader(StorageReader):
         session.take_up()
 
 
-def _as_dcp_was_told() -> tuple[bool | None, list[int] | None]:
-    """Whether DCP's ``load``, which is calling us, was told ``no_dist``, and the ranks of its process group.
+def _as_dcp_was_told() -> tuple[bool | None, Any]:
+    """Whether DCP's ``load``, which is calling us, was told ``no_dist``, and its process group.
 
     DCP tells a reader neither. Without ``no_dist`` we would wait for ranks that never come, with a
     process group for ranks that have no part in it.
@@ -267,9 +268,7 @@ def _as_dcp_was_told() -> tuple[bool | None, list[int] | None]:
         if frame.f_code.co_name == "_load_state_dict":
             wrapper = frame.f_locals.get("distW")
             if wrapper is not None:
-                if not wrapper.use_dist:
-                    return True, None
-                return None, None if wrapper.group is None else dist.get_process_group_ranks(wrapper.group)
+                return (None, wrapper.group) if wrapper.use_dist else (True, None)
         frame = frame.f_back
     return None, None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,14 +62,11 @@ class SingleGroup:
 class TorchGroup:
     """All ranks of torch.distributed, over a gloo group that lives for one load."""
 
-    def __init__(
-        self, node: str, *, timeout_s: float, rendezvous_s: float = RENDEZVOUS_S, ranks: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, node: str, *, timeout_s: float, rendezvous_s: float = RENDEZVOUS_S) -> None:
         """Makes the group; every rank has to.
 
         Args:
             node: See :class:`Group`.
-            ranks: The global ranks that load together; all by default.
             timeout_s: Bound of each later collective: a node may fetch as long, seconds.
             rendezvous_s: Bound of the wait for ranks that are still to come, seconds.
 
@@ -86,19 +83,15 @@ class TorchGroup:
             )
         self._dist: Any = dist
         self.node = node
-        members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
-        self.rank = members.index(dist.get_rank())
-        self.world_size = len(members)
-        self._first = members[0]
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         # Ranks that are all here may take their time to fetch; a rank that never comes is told
         # sooner. A group has one bound, hence two groups.
         meeting = None
         try:
-            # The others of the job take no part where only some ranks load.
-            some: dict[str, Any] = {} if ranks is None else {"ranks": members, "use_local_synchronization": True}
-            meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s), **some)
+            meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s))
             dist.monitored_barrier(meeting, timeout=timedelta(seconds=rendezvous_s))
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), **some)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise UsageError(
                 f"not all {self.world_size} ranks came to load_checkpoint within {rendezvous_s:.0f} s: {error}",
@@ -122,7 +115,7 @@ class TorchGroup:
     def broadcast(self, obj: Any) -> Any:
         box = [obj]
         try:
-            self._dist.broadcast_object_list(box, src=self._first, group=self._group)
+            self._dist.broadcast_object_list(box, src=0, group=self._group)
         except RuntimeError as error:
             raise _lost(self.rank, error) from error
         return box[0]
@@ -131,19 +124,53 @@ class TorchGroup:
         self._dist.destroy_process_group(self._group)
 
 
-def current_group(root: Path, *, timeout_s: float, ranks: Sequence[int] | None = None) -> Group:
-    """The ranks that are to restore together: those of torch.distributed, or this process alone.
+class GivenGroup:
+    """The ranks of a process group that the caller has; its bounds are the caller's too."""
 
-    Args:
-        root: This node's memory tier.
-        timeout_s: See :class:`TorchGroup`.
-        ranks: Only these, by their global rank.
-    """
+    def __init__(self, node: str, process_group: Any) -> None:
+        """Takes the group.
+
+        Args:
+            node: See :class:`Group`.
+            process_group: Of torch.distributed. Groups of our own would need a rendezvous in which
+                ranks outside it have to take part.
+        """
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        self._group = process_group
+        self.node = node
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world_size
+        try:
+            self._dist.all_gather_object(gathered, obj, group=self._group)
+        except RuntimeError as error:
+            raise _lost(self.rank, error) from error
+        return gathered
+
+    def broadcast(self, obj: Any) -> Any:
+        box = [obj]
+        try:
+            first = self._dist.get_global_rank(self._group, 0)
+            self._dist.broadcast_object_list(box, src=first, group=self._group)
+        except RuntimeError as error:
+            raise _lost(self.rank, error) from error
+        return box[0]
+
+    def close(self) -> None:
+        """Leaves the group to the caller."""
+
+
+def current_group(root: Path, *, timeout_s: float) -> Group:
+    """The ranks that are to restore together: those of torch.distributed, or this process alone."""
     import torch.distributed as dist
 
     node = node_of(root)
-    if dist.is_available() and dist.is_initialized() and (dist.get_world_size() if ranks is None else len(ranks)) > 1:
-        return TorchGroup(node, timeout_s=timeout_s, ranks=ranks)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return TorchGroup(node, timeout_s=timeout_s)
     return SingleGroup(node)
 
 

@@ -1,0 +1,23 @@
+"""Ranks of a job that saves and loads sharded checkpoints."""
+
+from pathlib import Path
+
+import pytest
+from support.launch import launch
+
+WORKER = Path(__file__).with_name("worker.py")
+
+DEADLINE_S = 75.0
+
+
+@pytest.fixture
+def ranks(tmp_path, memory_dir, tmp_path_factory):
+    """Runs steps of ``worker.py`` on so many ranks; gives the answers, by rank and step."""
+    cache = tmp_path_factory.getbasetemp() / "bytecode"
+
+    def run(count, *steps, **options):
+        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False, **options}
+        jobs = [{"options": options, "steps": steps}] * count
+        return launch(tmp_path, jobs, cache=cache, deadline_s=DEADLINE_S, worker=WORKER)
+
+    return run

@@ -1,0 +1,246 @@
+"""Sharded checkpoints read back by real ranks: from memory, from the durable tier, by other world sizes."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.restoring import flip
+
+from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
+from tiered_checkpoint_io import dcp as ours
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["memory", "durable"])
+def test_any_number_of_ranks_loads_what_any_number_saved(ranks, forget):
+    answers = ranks(4, ["reshard", {"forget": forget}], save_to_s3=forget)
+    for rank, answer in enumerate(answers):
+        expected = [[saved, loaded] for saved in (1, 2, 3, 4) for loaded in (1, 2, 3, 4) if rank < loaded]
+        assert answer[0].get("got") == expected, answer[0].get("message")
+
+
+def test_a_job_goes_on_from_memory_after_all_its_processes_died(ranks):
+    ranks(4, ["save", 1], ["save", 2])
+    for answer in ranks(4, ["load", 2], ["load", 1, {"step": 1}], ["load", 1, "step_1"]):
+        assert [each["got"]["matches"] for each in answer] == [True] * 3
+        assert answer[0]["got"]["asked"].get("bytes.down", 0) == 0
+
+
+def test_two_ranks_read_each_byte_of_four_once_and_list_once(ranks, s3_url, memory_dir):
+    ranks(4, ["save", 3, {"rows": 120_000}], ["close"], dirpath=s3_url, save_to_s3=True)
+    shutil.rmtree(memory_dir)
+    os.mkdir(memory_dir)
+    answers = ranks(2, ["load", 3, {"rows": 120_000}], dirpath=s3_url)
+    asked = [answer[0]["got"]["asked"] for answer in answers]
+    assert all(answer[0]["got"]["matches"] for answer in answers)
+    size = 120_000 * 24 * 4
+    assert sum(each["bytes.down"] for each in asked) <= 1.05 * size
+    assert sum(each.get("requests.list", 0) for each in asked) == 1
+
+
+def test_one_rank_loads_without_the_others(ranks):
+    answers = ranks(2, ["group_save", 7, [0]], ["load_alone", 7, 1])
+    assert answers[1][1]["got"] == [0.0] * 4
+
+
+def test_a_process_group_loads_without_the_others(ranks):
+    answers = ranks(3, ["group_save", 7, [1, 2]], ["group_load", [0, 2]])
+    assert [answer[1].get("got") for answer in answers] == [[1.0] * 4, None, [1.0] * 4]
+
+
+# ------------------------------------------------------------------------------------------ damage
+ROWS = 300
+
+
+def state(step):
+    return {
+        "a": torch.full((ROWS, 50), float(step)),
+        "b": torch.arange(7) + step,
+        "note": f"step {step}",
+    }
+
+
+def blank():
+    return {"a": torch.zeros(ROWS, 50), "b": torch.zeros(7, dtype=torch.int64), "note": ""}
+
+
+def is_step(loaded, step):
+    return all(
+        torch.equal(value, loaded[key]) if isinstance(value, torch.Tensor) else value == loaded[key]
+        for key, value in state(step).items()
+    )
+
+
+@pytest.fixture
+def config(memory_dir, tmp_path):
+    return {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
+
+
+@pytest.fixture
+def saved(config):
+    """Steps 1 and 2, in both tiers."""
+    writer = TieredStorageWriter(**config, wait=True)
+    for step in (1, 2):
+        dcp.save(state(step), checkpoint_id=f"step_{step}", storage_writer=writer)
+    writer.close()
+    return config
+
+
+def files_in_memory(config, save):
+    folder = sorted(Path(config["memory_dir"]).glob("tiered-*/default/saves/*"))[save]
+    return {path.name: path for path in folder.glob("rank-*/*") if path.name.startswith((".metadata", "__"))}
+
+
+def files_there(config, step):
+    return {path.name: path for path in Path(config["dirpath"], f"step_{step}").iterdir()}
+
+
+def items_of(folder_file):
+    """Where the items of a file begin, as .metadata tells."""
+    import pickle
+
+    metadata = pickle.loads(folder_file.with_name(".metadata").read_bytes())
+    return sorted(info.offset for info in metadata.storage_data.values())
+
+
+def damage(path, how):
+    if how == "flip":
+        flip(path, at=path.stat().st_size // 2)
+    elif how == "cut" and path.name != ".metadata":
+        os.truncate(path, items_of(path)[-1])
+    elif how == "cut":
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "lose"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_damage_in_memory_is_found_and_the_durable_copy_is_taken(saved, name, how):
+    damage(files_in_memory(saved, -1)[name], how)
+    loaded = blank()
+    reader = TieredStorageReader(**saved)
+    dcp.load(loaded, storage_reader=reader)
+    assert is_step(loaded, 2)
+    assert reader.session.asked["bytes.down"] > 0
+    assert list(Path(saved["memory_dir"]).glob("tiered-*/default/quarantine/*"))
+    reader.close()
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "lose"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_damage_in_both_tiers_leads_to_the_step_before(saved, name, how):
+    damage(files_there(saved, 2)[name], how)
+    damage(files_in_memory(saved, -1)[name], how)
+    loaded = blank()
+    reader = ours.load(loaded, **saved)
+    assert is_step(loaded, 1)
+    assert reader.opened.name == "step_1"
+    reader.close()
+
+
+def test_plain_load_fails_on_damage_and_the_same_reader_then_takes_the_step_before(saved):
+    shutil.rmtree(saved["memory_dir"])
+    os.mkdir(saved["memory_dir"])
+    damage(files_there(saved, 2)["__0_0.distcp"], "flip")
+    reader, loaded = TieredStorageReader(**saved), blank()
+    with pytest.raises(BaseException, match="differ from their hash"):
+        dcp.load(loaded, storage_reader=reader)
+    dcp.load(loaded, storage_reader=reader)
+    assert is_step(loaded, 1)
+    reader.close()
+
+
+def test_when_nothing_is_intact_it_is_said_and_nothing_is_returned(saved):
+    shutil.rmtree(saved["memory_dir"])
+    os.mkdir(saved["memory_dir"])
+    for step in (1, 2):
+        damage(files_there(saved, step)["__0_0.distcp"], "flip")
+    with pytest.raises(RestoreError, match="no sharded checkpoint is intact"):
+        ours.load(blank(), **saved)
+    with pytest.raises(CheckpointNotFoundError):
+        ours.load(blank(), **{**saved, "dirpath": saved["dirpath"] + "-other"})
+
+
+# ------------------------------------------------------------------ defects of others, not to be had
+def test_step_zero_is_found(config):
+    writer = TieredStorageWriter(**config, step=0, save_to_s3=False)
+    dcp.save(state(0), storage_writer=writer)
+    loaded = blank()
+    ours.load(loaded, **config)
+    assert is_step(loaded, 0)
+    loaded = blank()
+    ours.load(loaded, step=0, **config)
+    assert is_step(loaded, 0)
+    writer.close()
+
+
+def test_a_newest_step_without_metadata_does_not_hide_an_older_one(saved):
+    files_in_memory(saved, -1)[".metadata"].unlink()
+    files_there(saved, 2)[".metadata"].unlink()
+    loaded = blank()
+    ours.load(loaded, **saved)
+    assert is_step(loaded, 1)
+
+
+def test_a_step_that_is_absent_is_an_error_also_for_partial_loads(saved):
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.raises(CheckpointNotFoundError, match="of step 9"):
+        ours.load(blank(), step=9, planner=planner, **saved)
+
+
+def test_a_partial_load_reads_what_there_is(saved):
+    loaded = {**blank(), "new": torch.full((3,), 5.0)}
+    ours.load(loaded, planner=dcp.DefaultLoadPlanner(allow_partial_load=True), **saved)
+    assert is_step(loaded, 2)
+    assert loaded["new"].tolist() == [5.0] * 3
+
+
+def test_a_folder_that_plain_dcp_wrote_is_read_with_a_notice(saved, caplog):
+    import logging
+
+    folder = Path(saved["dirpath"], "theirs")
+    dcp.save(state(5), storage_writer=dcp.FileSystemWriter(folder))
+    loaded = blank()
+    reader = ours.load(loaded, checkpoint_id=folder, logger=logging.getLogger("mine"), **saved)
+    assert is_step(loaded, 5)
+    assert "nothing verified it" in caplog.text
+    reader.close()
+
+
+def test_plain_dcp_reads_the_folder_on_the_durable_tier(saved):
+    loaded = blank()
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(Path(saved["dirpath"], "step_2")))
+    assert is_step(loaded, 2)
+
+
+def test_an_overwritten_checkpoint_holds_the_new_content(saved):
+    writer = TieredStorageWriter(**saved, wait=True)
+    other = {**state(2), "note": "again"}
+    dcp.save(other, checkpoint_id="step_2", storage_writer=writer)
+    writer.close()
+    names = sorted(files_there(saved, 2))
+    assert len(names) == 2
+    assert names[1] != "__0_0.distcp", "the old file was not written to"
+    shutil.rmtree(saved["memory_dir"])
+    os.mkdir(saved["memory_dir"])
+    loaded = blank()
+    ours.load(loaded, **saved)
+    assert loaded["note"] == "again"
+
+
+def test_transformed_items_are_read_back(config):
+    zstd = pytest.importorskip("torch.distributed.checkpoint._extension").ZStandard
+    if not zstd.is_available():
+        pytest.skip("no zstandard module")
+    writer = TieredStorageWriter(**config, step=1, save_to_s3=False, _extensions=[zstd()])
+    dcp.save(state(1), storage_writer=writer)
+    loaded = blank()
+    ours.load(loaded, **config)
+    assert is_step(loaded, 1)
+    writer.close()
