@@ -1,5 +1,6 @@
 """Ranks of a job that saves and loads sharded checkpoints."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,16 @@ def ranks(tmp_path, memory_dir, tmp_path_factory):
     """Runs steps of ``worker.py`` on so many ranks; gives the answers, by rank and step."""
     cache = tmp_path_factory.getbasetemp() / "bytecode"
 
-    def run(count, *steps, **options):
+    def run(count, *steps, nodes="", **options):
         options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False, **options}
         jobs = [{"options": options, "steps": steps}] * count
+        if nodes:
+            # Ranks of one node share a memory tier.
+            for node in set(nodes):
+                os.makedirs(f"{memory_dir}/{node}", exist_ok=True)
+            jobs = [
+                {**job, "options": {**options, "memory_dir": f"{memory_dir}/{nodes[r]}"}} for r, job in enumerate(jobs)
+            ]
         return launch(tmp_path, jobs, cache=cache, deadline_s=DEADLINE_S, worker=WORKER)
 
     return run

@@ -21,6 +21,8 @@ from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, set
 from tiered_checkpoint_io.engine import coordination
 from tiered_checkpoint_io.engine.choice import Selector
 from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.shard_exchange import exchange
+from tiered_checkpoint_io.engine.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.shard_reading import OpenShards, ShardRestorer
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -91,6 +93,7 @@ class TieredStorageReader(StorageReader):
         self._selector = Selector("latest")
         self._rejected: set[str] = set()
         self._metadata: Metadata | None = None
+        self._joined: coordination.Group | None = None
         #: The checkpoint that is, or was last, loaded.
         self.opened: OpenShards | None = None
         #: Why the last load failed on this rank, where it did.
@@ -159,11 +162,15 @@ class TieredStorageReader(StorageReader):
         if opened is None or opened.files is None or self._metadata is None:
             raise RestoreError("read_data without read_metadata", operation="load")
         try:
-            PlanReader(self._metadata, opened.files, self._transforms).read(plan, planner)
+            reader = PlanReader(self._metadata, opened.files, self._transforms)
+            if opened.scattered:
+                self._exchange(reader, plan, opened.files)
+            reader.read(plan, planner)
         except TieredCheckpointError as error:
             self.error = error
             raise
         finally:
+            self._leave()
             opened.close()
         self._took(opened)
         future: Future[None] = Future()
@@ -196,7 +203,23 @@ class TieredStorageReader(StorageReader):
     def _shared(self) -> Shared:
         return shared_of(self.settings)
 
+    def _exchange(self, reader: PlanReader, plan: LoadPlan, files: ShardFiles) -> None:
+        assert self._joined is not None
+        spans, failed = None, None
+        try:
+            spans = reader.spans(plan)
+        except Exception as error:
+            # The others are on their way to the exchange.
+            failed = error
+        exchange(self._joined, files, spans, failed)
+
+    def _leave(self) -> None:
+        if self._joined is not None:
+            joined, self._joined = self._joined, None
+            joined.close()
+
     def _close(self) -> None:
+        self._leave()
         if self.opened is not None:
             self.opened.close()
         if isinstance(self.error, DAMAGE):
@@ -232,8 +255,11 @@ class TieredStorageReader(StorageReader):
                 ) from error
             if opened.files is None:
                 restorer.open_foreign(opened, _sizes(metadata), group)
-        finally:
+        except BaseException:
             group.close()
+            raise
+        # Reading may need it once more; every rank that has come so far comes there, or none does.
+        self._joined = group
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         return metadata

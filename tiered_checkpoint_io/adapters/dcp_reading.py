@@ -52,6 +52,9 @@ class _Layout:
         return mine[:crc] == head[:crc] and mine[crc + _CRC_LENGTH :] == head[crc + _CRC_LENGTH :]
 
 
+_Wanted = tuple[ReadItem, Any, _Layout | None]
+
+
 class PlanReader:
     """Carries out one rank's load plan."""
 
@@ -79,20 +82,30 @@ class PlanReader:
         Raises:
             CorruptCheckpointError: No intact copy of some byte is within reach.
         """
-        by_file: dict[str, list[tuple[ReadItem, Any, _Layout | None]]] = {}
-        for item in plan.items:
-            info = self._storage[item.storage_index]
-            by_file.setdefault(info.relative_path, []).append((item, info, self._layout(item, info)))
-        for basename, wanted in by_file.items():
-            wanted.sort(key=lambda each: each[1].offset)
-            spans = [span for item, info, layout in wanted for span in _spans(item, info, layout)]
-            view = self._files.ensure(basename, spans)
+        for basename, wanted in self._by_file(plan).items():
+            view = self._files.ensure(basename, _spans_of(wanted))
             for item, info, layout in wanted:
                 if layout is not None and layout.fits(view[info.offset : info.offset + info.length]):
                     _copy(view, item, info, layout, planner)
                     continue
                 view = self._files.ensure(basename, [(info.offset, info.length)])
                 self._load(view, item, info, planner)
+
+    def spans(self, plan: LoadPlan) -> dict[str, list[Span]]:
+        """``(offset, length)`` of all that the plan needs of each file; whole items, for safety."""
+        return {
+            basename: [(info.offset, info.length) for _, info, _ in wanted]
+            for basename, wanted in self._by_file(plan).items()
+        }
+
+    def _by_file(self, plan: LoadPlan) -> dict[str, list[_Wanted]]:
+        by_file: dict[str, list[_Wanted]] = {}
+        for item in plan.items:
+            info = self._storage[item.storage_index]
+            by_file.setdefault(info.relative_path, []).append((item, info, self._layout(item, info)))
+        for wanted in by_file.values():
+            wanted.sort(key=lambda each: int(each[1].offset))
+        return by_file
 
     def _layout(self, item: ReadItem, info: Any) -> _Layout | None:
         if item.type == LoadItemType.BYTE_IO or info.transform_descriptors or item.storage_index.offset is None:
@@ -114,6 +127,10 @@ class PlanReader:
             return
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
         _into(planner, item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+
+
+def _spans_of(wanted: list[_Wanted]) -> list[Span]:
+    return [span for item, info, layout in wanted for span in _spans(item, info, layout)]
 
 
 def _spans(item: ReadItem, info: Any, layout: _Layout | None) -> list[Span]:

@@ -37,6 +37,14 @@ class Group(Protocol):
         """Rank 0's ``obj``."""
         ...
 
+    def send(self, data: memoryview, rank: int) -> None:
+        """Sends bytes to a rank, which is receiving as many."""
+        ...
+
+    def receive(self, data: bytearray, rank: int) -> None:
+        """Fills ``data`` with the bytes that a rank sends."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -54,6 +62,12 @@ class SingleGroup:
 
     def broadcast(self, obj: Any) -> Any:
         return obj
+
+    def send(self, data: memoryview, rank: int) -> None:
+        raise AssertionError(f"a process alone has nobody to send {len(data)} bytes to (rank {rank})")
+
+    def receive(self, data: bytearray, rank: int) -> None:
+        raise AssertionError(f"a process alone has nobody to get {len(data)} bytes from (rank {rank})")
 
     def close(self) -> None:
         """Nothing to free."""
@@ -120,6 +134,12 @@ class TorchGroup:
             raise _lost(self.rank, error) from error
         return box[0]
 
+    def send(self, data: memoryview, rank: int) -> None:
+        _send(self, data, rank, self._group)
+
+    def receive(self, data: bytearray, rank: int) -> None:
+        _receive(self, data, rank, self._group)
+
     def close(self) -> None:
         self._dist.destroy_process_group(self._group)
 
@@ -159,6 +179,12 @@ class GivenGroup:
         except RuntimeError as error:
             raise _lost(self.rank, error) from error
         return box[0]
+
+    def send(self, data: memoryview, rank: int) -> None:
+        _send(self, data, self._dist.get_global_rank(self._group, rank), self._group)
+
+    def receive(self, data: bytearray, rank: int) -> None:
+        _receive(self, data, self._dist.get_global_rank(self._group, rank), self._group)
 
     def close(self) -> None:
         """Leaves the group to the caller."""
@@ -212,6 +238,27 @@ def portable(error: Exception | None, rank: int) -> TieredCheckpointError | None
     if error is None or isinstance(error, TieredCheckpointError):
         return error
     return RestoreError(f"{type(error).__name__}: {error}", operation="load", rank=rank)
+
+
+def _send(group: Group, data: memoryview, rank: int, process_group: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        # A copy: torch warns of bytes that it must not write to.
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=rank, group=process_group)
+    except RuntimeError as error:
+        raise _lost(group.rank, error) from error
+
+
+def _receive(group: Group, data: bytearray, rank: int, process_group: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.recv(torch.frombuffer(data, dtype=torch.uint8), src=rank, group=process_group)
+    except RuntimeError as error:
+        raise _lost(group.rank, error) from error
 
 
 def _lost(rank: int, error: Exception) -> RestoreError:

@@ -205,6 +205,19 @@ class FetchedFile:
                         )
                     time.sleep(_POLL_S)
 
+    def put(self, index: int, data: bytes | bytearray) -> None:
+        """Takes a chunk that came from elsewhere.
+
+        Raises:
+            CorruptCheckpointError: It differs from its hash.
+            MemoryFullError: No space for it.
+        """
+        self.entry.check_chunk(index, memoryview(data), tier="memory", where=self._where)
+        offset, length = self._ranges[index]
+        self._take(offset, length)
+        self.view[offset : offset + length] = data
+        self._mapping[self._table + index] = _VERIFIED
+
     def close(self) -> None:
         """Unmaps the file; tensors that were copied from it are not concerned."""
         with contextlib.suppress(BufferError):
@@ -336,9 +349,25 @@ class ShardFiles:
             self._parts[entry.basename] = (stored, file)
 
     @property
-    def in_memory(self) -> frozenset[str]:
-        """The files that are read from this node's memory."""
-        return frozenset(self._parts)
+    def held(self) -> dict[str, FileEntry]:
+        """The files that lie in this node's memory, by basename."""
+        return {basename: file.entry for basename, (_, file) in self._parts.items()}
+
+    def within_reach(self, basename: str) -> bool:
+        """Whether a file is in this node's memory, or on the durable tier."""
+        return basename in self._parts or basename in self._durable
+
+    def peek(self, basename: str, offset: int, length: int) -> memoryview:
+        """Bytes of a file in this node's memory, which whoever gets them has to verify."""
+        return self._parts[basename][1].view[offset : offset + length]
+
+    def adopt(self, entry: FileEntry) -> None:
+        """Reckons with a file whose chunks :meth:`put` brings."""
+        self._durable.setdefault(entry.basename, entry)
+
+    def put(self, basename: str, index: int, data: bytes | bytearray) -> None:
+        """Takes a chunk of an adopted file; see :meth:`FetchedFile.put`."""
+        self._fetch_file(basename).put(index, data)
 
     def ensure(self, basename: str, spans: Iterable[Span]) -> memoryview:
         """The file, of which at least ``(offset, length)`` spans are here and verified.
@@ -359,23 +388,25 @@ class ShardFiles:
                 self._on_damage(stored, error)
                 if basename not in self._durable:
                     raise
+        fetched = self._fetch_file(basename)
+        fetched.ensure(spans)
+        return fetched.view
+
+    def _fetch_file(self, basename: str) -> FetchedFile:
         fetched = self._fetched.get(basename)
         if fetched is None:
             entry = self._durable.get(basename)
             if entry is None:
                 raise CorruptCheckpointError(
-                    f"{basename} is neither in this node's memory nor on the durable tier",
+                    f"{basename} is in no node's memory, and not on the durable tier",
                     operation="restore",
                     key=basename,
-                    hint="it is in the memory of another node: load with the ranks where they were, or save to the"
-                    " durable tier",
                 )
             fetched = self._fetched[basename] = FetchedFile(
                 entry, self._store, self._folder.path, concurrency=self._concurrency, timeout_s=self._timeout_s
             )
             self._held.callback(fetched.close)
-        fetched.ensure(spans)
-        return fetched.view
+        return fetched
 
     def close(self) -> None:
         """Lets everything go."""

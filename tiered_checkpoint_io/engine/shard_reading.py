@@ -49,6 +49,7 @@ class OpenShards:
         files: The bytes that it names; None until it is known which files others wrote.
         rejected: What was tried before it, and why it was not taken.
         newest_save_id: The newest save that was seen in any tier.
+        scattered: Whether its bytes lie in the memory of several nodes, and nowhere else.
     """
 
     name: str
@@ -58,6 +59,7 @@ class OpenShards:
     files: ShardFiles | None
     rejected: list[str]
     newest_save_id: str | None
+    scattered: bool = False
 
     def close(self) -> None:
         """Lets the files go."""
@@ -191,7 +193,8 @@ class ShardRestorer:
             raise
         newest = max(search.seen, default=None)
         step = candidate.content.step
-        return OpenShards(candidate.name, candidate.save_id, step, metadata, files, search.rejected, newest)
+        scattered = candidate.durable is None and len(set(search.nodes)) > 1
+        return OpenShards(candidate.name, candidate.save_id, step, metadata, files, search.rejected, newest, scattered)
 
     def _share(
         self,

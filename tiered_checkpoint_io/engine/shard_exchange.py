@@ -1,0 +1,120 @@
+"""Bytes of a checkpoint that lies in memory alone, from the nodes that hold them to those that need them.
+
+What DCP saves once (replicated tensors, plain objects) lies on one node, and after a change of the
+world size shards do as well. The ranks tell each other what they lack, agree on a list of transfers,
+and carry it out in its order, so that no two of them wait for each other. A chunk travels once to
+each node that needs it, and is verified where it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiered_checkpoint_io.engine.coordination import Group, agree, portable, raise_first
+from tiered_checkpoint_io.engine.shard_files import ShardFiles, Span, chunks_of
+from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.manifest import FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one rank tells the others.
+
+    Attributes:
+        node: Where it is.
+        lacks: Files that its node can get nowhere else, and the ``(offset, length)`` spans it needs.
+        holds: The files of this node's memory; of a node, its lowest rank alone tells them.
+        error: Why it can't take part.
+    """
+
+    node: str
+    lacks: Mapping[str, list[Span]] = field(default_factory=dict)
+    holds: Mapping[str, FileEntry] = field(default_factory=dict)
+    error: TieredCheckpointError | None = None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """One chunk, from a rank to the lowest rank of another node."""
+
+    basename: str
+    index: int
+    source: int
+    target: int
+
+
+def transfers(needs: Sequence[Need]) -> tuple[dict[str, FileEntry], list[Transfer]]:
+    """What has to travel, in the order in which all ranks do it; pure.
+
+    A file that no node holds is left out: whoever needs it will say so.
+
+    Args:
+        needs: What each rank told, by rank.
+
+    Returns:
+        The files that are concerned, and the transfers.
+    """
+    holders: dict[str, tuple[int, FileEntry]] = {}
+    leaders: dict[str, int] = {}
+    for rank, need in enumerate(needs):
+        leaders.setdefault(need.node, rank)
+        for basename, entry in need.holds.items():
+            holders.setdefault(basename, (rank, entry))
+    wanted: set[Transfer] = set()
+    entries: dict[str, FileEntry] = {}
+    for need in needs:
+        for basename, spans in need.lacks.items():
+            if basename in holders:
+                source, entries[basename] = holders[basename]
+                target = leaders[need.node]
+                wanted |= {Transfer(basename, index, source, target) for index in chunks_of(entries[basename], spans)}
+    return entries, sorted(wanted)
+
+
+def exchange(
+    group: Group, files: ShardFiles, spans: Mapping[str, list[Span]] | None, error: Exception | None = None
+) -> None:
+    """Brings what this node lacks from the memory of others; every rank of ``group`` calls this.
+
+    Args:
+        group: The ranks that load together.
+        files: The checkpoint, as this rank sees it.
+        spans: What this rank needs of each file, by basename.
+        error: Why this rank does not know; all ranks then fail with it.
+
+    Raises:
+        TieredCheckpointError: Some rank failed.
+    """
+    need = Need(
+        node=group.node,
+        lacks={name: wanted for name, wanted in (spans or {}).items() if not files.within_reach(name)},
+        holds=files.held,
+        error=portable(error, group.rank),
+    )
+    needs: list[Need] = group.all_gather(need)
+    raise_first((each.error for each in needs), error)
+    failed: Exception | None = None
+    try:
+        entries, planned = transfers(needs)
+    except Exception as caught:
+        # As pure as its arguments, which are the same everywhere: all ranks are here.
+        raise portable(caught, group.rank) or caught from caught
+    for basename, entry in entries.items():
+        if basename in need.lacks:
+            files.adopt(entry)
+    for transfer in planned:
+        entry = entries[transfer.basename]
+        offset, length = entry.chunks[transfer.index]
+        if transfer.source == group.rank:
+            group.send(files.peek(transfer.basename, offset, length), transfer.target)
+        elif transfer.target == group.rank:
+            # Whatever fails here, the sender must get rid of its bytes, and of those that follow.
+            chunk = bytearray(length)
+            group.receive(chunk, transfer.source)
+            try:
+                files.adopt(entry)
+                files.put(transfer.basename, transfer.index, chunk)
+            except Exception as caught:
+                failed = failed or caught
+    agree(group, failed)
