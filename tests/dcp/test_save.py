@@ -76,6 +76,29 @@ def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(ranks, memory_dir,
     assert plain(gathered(memory_dir, "step_1", tmp_path / "read"), 1)
 
 
+@pytest.mark.parametrize("durable", [False, True], ids=["memory", "durable"])
+def test_a_rank_that_dies_before_the_commit_leaves_the_checkpoint_before_the_newest(ranks, durable):
+    options = {"save_to_s3": durable, "wait": durable}
+    answers = ranks(2, ["save", 1], ["save_and_die", 2, 1], **options)
+    assert answers[1] is None
+    assert "error" in answers[0][1]
+    assert answers[0][1]["seconds"] < 30
+    for answer in ranks(2, ["load", 1], **options):
+        assert answer[0].get("got", answer[0])["name"] == "step_1"
+        assert answer[0]["got"]["matches"]
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_async_saves_reach_the_durable_tier(ranks, tmp_path, kind):
+    ranks(2, ["save_async", 3, kind], save_to_s3=True)
+    assert plain(tmp_path / "durable" / "step_3", 3)
+
+
+def test_two_nodes_commit_one_durable_checkpoint(ranks, memory_dir, tmp_path):
+    ranks(2, ["save", 3, {"wait": True}], ["close"], nodes="ab", save_to_s3=True)
+    assert plain(tmp_path / "durable" / "step_3", 3)
+
+
 def test_memory_keeps_as_many_checkpoints_as_it_is_told(ranks):
     answers = ranks(2, *(["save", seed] for seed in range(1, 6)), memory_keep_last=2)
     parts = answers[0][-1]["got"]

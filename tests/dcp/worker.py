@@ -114,6 +114,8 @@ def save_async(job, seed, kind="thread", **more):
         state["model"]["weight"].to_local().zero_()
     future.result()
     dist.barrier()
+    mine.wait(60)
+    dist.barrier()
     return described(mine)
 
 
@@ -238,6 +240,21 @@ def group_save(job, seed, ranks):
     return described(writer(job)) if dist.get_rank() in ranks else None
 
 
+def save_and_die(job, seed, rank):
+    """One rank dies between its part and the commit."""
+    mine = writer(job)
+    if dist.get_rank() == rank:
+        saver = mine._shared.saver
+        capture = saver.capture
+
+        def and_die(*args, **kwargs):
+            capture(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        saver.capture = and_die
+    dcp.save(sharded(seed), checkpoint_id=f"step_{seed}", storage_writer=mine)
+
+
 def save_different(job, seed):
     mine = writer(job)
     dcp.save(sharded(seed), checkpoint_id=f"step_{seed + dist.get_rank()}", storage_writer=mine)
@@ -268,6 +285,10 @@ def main():
     with open(job["answer"] + ".new", "w") as file:
         json.dump(answers, file)
     os.rename(job["answer"] + ".new", job["answer"])
+    sys.stdout.flush()
+    if any(step[0] == "save_and_die" for step in job["steps"]):
+        # A group that lost a member may not be torn down in order.
+        os._exit(0)
     dist.barrier()
     dist.destroy_process_group()
 

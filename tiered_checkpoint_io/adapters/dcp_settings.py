@@ -83,8 +83,8 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
                     f"{key} is {base!r}", hint="it must start with s3://, such as s3://bucket/checkpoints"
                 )
             raw["dirpath"] = base
-    if raw.get("namespace", "default") is None:
-        raw["namespace"] = ""
+    if raw.get("namespace", "default") in (None, ""):
+        raise ConfigError("Namespace cannot be empty", hint="name the job: letters, digits, '_' and '-'")
     has_durable = raw.get("dirpath") is not None
     if not has_durable:
         raw["dirpath"] = "/"
@@ -93,7 +93,8 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
         # Checkpoints of memory alone belong to no durable tier; this one holds nothing, and never will.
         nowhere = namespace_root(validated.memory_dir, validated.namespace) / "no-durable-tier"
         validated = replace(validated, dirpath=str(nowhere))
-    every = extra.get("s3_every_n_steps") or validated.s3_every_n_train_steps
+    every = extra.get("s3_every_n_steps")
+    every = validated.s3_every_n_train_steps if every is None else every
     _positive("world_size", extra.get("world_size"))
     _positive("s3_every_n_steps", every)
     told = extra.get("save_to_s3")

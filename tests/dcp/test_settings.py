@@ -1,0 +1,151 @@
+"""What the users of the SageMaker library write works here, and what it refuses is refused in its words."""
+
+import logging
+import os
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, ids
+from tiered_checkpoint_io import dcp as ours
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@dataclass
+class SageMakerCheckpointConfig:
+    """As the SageMaker library has it."""
+
+    namespace: str
+    world_size: int
+    s3_tier_base_path: str | None = None
+    save_to_s3: bool | None = None
+    logger: Any = None
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_id", "step", "name", "told"),
+    [
+        ("step_5", None, "step_5", 5),
+        (None, 7, "step_7", 7),
+        ("step_5", 7, "step_7", 7),
+        ("step_0", None, "step_0", 0),
+        ("any/path/here", 3, "any/path/here/step_3", 3),
+        ("/mnt/ckpt/step_100/checkpoint", None, "step_100", 100),
+        ("s3://bucket/base/run/step_4", None, "run/step_4", 4),
+        ("./step_6", None, "step_6", 6),
+        ("epoch=0-step=12.ckpt", None, "epoch=0-step=12.ckpt", 12),
+    ],
+)
+def test_a_checkpoint_id_and_a_step_name_a_checkpoint(checkpoint_id, step, name, told):
+    assert ids.locate("s3://bucket/base", checkpoint_id, step) == ("s3://bucket/base", name, told)
+
+
+def test_a_url_elsewhere_names_its_own_dirpath():
+    located = ids.locate("s3://bucket/base", "s3://other/runs/a/step_4", None)
+    assert located == ("s3://other/runs/a", "step_4", 4)
+    assert ids.locate("/data/base", "/scratch/step_4", None) == ("/scratch", "step_4", 4)
+
+
+@pytest.mark.parametrize("path", ["../step_5", "a/../../step_5", "s3://bucket/base/../step_5", ".tiered/step_5"])
+def test_no_checkpoint_id_leads_out_of_its_folder(path):
+    with pytest.raises(InvalidNameError):
+        ids.locate("s3://bucket/base", path, None)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "7", True])
+def test_a_bad_step_is_refused(step, memory_dir):
+    with pytest.raises(InvalidNameError, match="Invalid step value"):
+        TieredStorageWriter(namespace="job", memory_dir=memory_dir, step=step)
+    with pytest.raises(InvalidNameError, match="Invalid step value"):
+        TieredStorageReader(namespace="job", memory_dir=memory_dir, step=step)
+
+
+def test_a_save_without_any_step_is_refused(memory_dir):
+    writer = TieredStorageWriter(namespace="job", memory_dir=memory_dir)
+    with pytest.raises(BaseException, match=r"Invalid step value"):
+        dcp.save({"t": torch.ones(2)}, storage_writer=writer)
+    with pytest.raises(BaseException, match=r"Invalid step value"):
+        dcp.save({"t": torch.ones(2)}, checkpoint_id="model", storage_writer=writer)
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"namespace": ""}, "Namespace cannot be empty"),
+        ({"namespace": "a/b"}, "namespace is 'a/b'"),
+        ({"namespace": "job", "world_size": 0}, "world_size is 0"),
+        ({"namespace": "job", "world_size": -2}, "world_size is -2"),
+        ({"namespace": "job", "save_to_s3": True}, "no durable tier is named"),
+        ({"namespace": "job", "s3_tier_base_path": "/mnt/ckpt"}, "must start with s3://"),
+        ({"namespace": "job", "s3_tier_base_path": "s3://"}, "bucket"),
+        ({"namespace": "job", "s3_every_n_steps": 0}, "s3_every_n_steps is 0"),
+        ({"namespace": "job", "thread_count": 0}, "thread_count is 0"),
+        ({"namespace": "job", "wordl_size": 2}, "unknown key 'wordl_size'"),
+    ],
+)
+def test_bad_configurations_are_refused_and_say_what_is_allowed(options, says):
+    with pytest.raises(ConfigError, match=says):
+        TieredStorageWriter(**options)
+
+
+def test_a_sagemaker_configuration_saves_and_loads(memory_dir):
+    config = SageMakerCheckpointConfig(namespace="sagemaker-test", world_size=1)
+    for step in (0, 10):
+        config.save_to_s3 = False
+        writer = TieredStorageWriter(checkpoint_config=config, step=step, memory_dir=memory_dir)
+        dcp.save({"t": torch.full((3,), float(step)), "step": step}, storage_writer=writer)
+    state = {"t": torch.zeros(3), "step": -1}
+    dcp.load(state, storage_reader=TieredStorageReader(checkpoint_config=config, memory_dir=memory_dir))
+    assert (state["t"].tolist(), state["step"]) == ([10.0] * 3, 10)
+    dcp.load(state, storage_reader=TieredStorageReader(checkpoint_config=config, step=0, memory_dir=memory_dir))
+    assert (state["t"].tolist(), state["step"]) == ([0.0] * 3, 0)
+    config.save_to_s3 = True
+    with pytest.raises(BaseException, match="no durable tier is named"):
+        dcp.save({"t": torch.ones(2)}, checkpoint_id="step_11", storage_writer=writer)
+    writer.close()
+
+
+def test_which_steps_go_to_the_durable_tier(memory_dir, tmp_path):
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "memory_keep_last": 9}
+
+    def durable(writer, step):
+        dcp.save({"t": torch.ones(2)}, checkpoint_id=f"step_{step}", storage_writer=writer)
+        return "durable" in writer.last_save.tiers
+
+    every = TieredStorageWriter(**options, s3_every_n_steps=2)
+    assert [durable(every, step) for step in range(4)] == [True, False, True, False]
+    assert durable(TieredStorageWriter(**options, s3_every_n_steps=2, save_to_s3=True), 5)
+    assert durable(TieredStorageWriter(**options), 7)
+    every.wait(60)
+    every.close()
+    assert sorted(os.listdir(tmp_path / "durable")) == [".tiered", "step_0", "step_2", "step_5", "step_7"]
+
+
+def test_our_async_save_holds_what_was_there_and_tells_when_it_is_durable(memory_dir, tmp_path):
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
+    tensor = torch.ones(1000)
+    future = ours.async_save({"t": tensor}, checkpoint_id="step_1", **options)
+    tensor.zero_()
+    assert future.result(60) is not None
+    assert (tmp_path / "durable" / "step_1" / ".metadata").exists()
+    state = {"t": torch.zeros(1000)}
+    reader = ours.load(state, **options)
+    assert state["t"].sum() == 1000
+    reader.close()
+
+
+def test_a_writer_survives_a_pickle(memory_dir, tmp_path):
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False}
+    writer = TieredStorageWriter(**options, step=3, logger=logging.getLogger("mine"))
+    dcp.save({"t": torch.ones(2)}, storage_writer=writer)
+    again = pickle.loads(pickle.dumps(writer))
+    assert again.checkpoint_id == writer.checkpoint_id
+    assert again.settings == writer.settings
+    writer.close()
