@@ -20,7 +20,8 @@
     │   └── StoreUnavailableError                throttled, 5xx or unreachable; may be retried
     ├── DrainError (RuntimeError)                the background drain failed, died or is too slow
     ├── SaveError (RuntimeError)                 a save that did not reach its tiers
-    └── RestoreError (RuntimeError)              no candidate could be restored, or ranks disagree
+    ├── RestoreError (RuntimeError)              no candidate could be restored, or ranks disagree
+    └── ExportError (RuntimeError)               an export that can't be written
 
 An error says what failed (operation, tier, key, rank, step) and what to do (hint). Errors travel
 between ranks by pickle, so every one of them can be pickled.
@@ -157,3 +158,7 @@ class SaveError(TieredCheckpointError, RuntimeError):
 
 class RestoreError(TieredCheckpointError, RuntimeError):
     """No candidate could be restored, or the ranks could not agree on one."""
+
+
+class ExportError(TieredCheckpointError, RuntimeError):
+    """An export can't be written as asked. What was there before is as it was."""

@@ -1,0 +1,211 @@
+"""Exports of sharded checkpoints: against torch's own conversion, and under a bound of memory."""
+
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tiered_checkpoint_io.dcp_metadata import parse_metadata
+from tiered_checkpoint_io.engine import items
+from tiered_checkpoint_io.engine.export import to_safetensors, to_torch_file
+from tiered_checkpoint_io.engine.folders import LocalFolder
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError, RestoreError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state():
+    torch.manual_seed(0)
+    model = {
+        "wide": torch.randn(40, 70),
+        "transposed": torch.randn(7, 5).t(),
+        "bf16": torch.randn(3, 4, 5).bfloat16(),
+        "f8": torch.arange(6.0).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+    }
+    return {
+        "state_dict": model,
+        "optimizer_0": {"state": {0: {"step": torch.tensor(2.0), "m": torch.randn(9)}}, "param_groups": [{"lr": 0.1}]},
+        "epoch": 3,
+        "names": ["a", "b"],
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    dcp.save(state(), checkpoint_id=tmp_path / "sharded", no_dist=True)
+    return LocalFolder(tmp_path / "sharded")
+
+
+def same(one, two):
+    if isinstance(one, dict):
+        return set(one) == set(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and one.shape == two.shape and torch.equal(one.float(), two.float())
+    return one == two
+
+
+def test_a_torch_file_like_the_one_that_torch_makes(folder, tmp_path):
+    to_torch_file(folder, tmp_path / "ours.pt")
+    dcp_to_torch_save(folder.where, tmp_path / "theirs.pt")
+    ours, theirs = torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt", weights_only=False)
+    assert same(ours, theirs)
+    assert torch.equal(ours["state_dict"]["wide"], state()["state_dict"]["wide"])
+    assert sorted(os.listdir(tmp_path)) == ["ours.pt", "sharded", "theirs.pt"]
+
+
+def test_the_model_as_safetensors(folder, tmp_path):
+    written = to_safetensors(folder, tmp_path / "hf")
+    assert [file.name for file in written] == ["model.safetensors"]
+    assert same(load_file(written[0]), state()["state_dict"])
+    # Everything, in shards that an index leads to.
+    to_safetensors(folder, tmp_path / "all", prefix="", max_shard_size=3000)
+    index = json.loads((tmp_path / "all" / "model.safetensors.index.json").read_text())
+    found = {}
+    for file in sorted(set(index["weight_map"].values())):
+        content = load_file(tmp_path / "all" / file)
+        assert {name for name, where in index["weight_map"].items() if where == file} == set(content)
+        assert len(content) == 1 or sum(tensor.nbytes for tensor in content.values()) <= 3000
+        found.update(content)
+    assert len(set(index["weight_map"].values())) > 1
+    assert torch.equal(found["optimizer_0.state.0.m"], state()["optimizer_0"]["state"][0]["m"])
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_blocks_come_to_their_places(data, tmp_path_factory):
+    """An array cut into blocks by a grid, put together again through windows of a few bytes."""
+    whole = data.draw(st.lists(st.integers(1, 5), max_size=4).map(tuple))
+    itemsize = data.draw(st.sampled_from([1, 2, 8]))
+    window = data.draw(st.integers(1, 60))
+    base = data.draw(st.integers(0, 5000))
+    array = np.random.default_rng(0).integers(0, 256, (*whole, itemsize), dtype=np.uint8)
+    cuts = [sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=2))}) for count in whole]
+    file = tmp_path_factory.mktemp("blocks") / "file"
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(descriptor, base + array.nbytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(items, "_WINDOW", window)
+        blocks = [[]]
+        for cut in cuts:
+            blocks = [[*block, (low, high)] for block in blocks for low, high in itertools.pairwise(cut)]
+        for block in blocks:
+            content = array[tuple(slice(*ends) for ends in block)].tobytes()
+            items._copy_block(
+                lambda start, count, content=content: memoryview(content)[start : start + count],
+                0,
+                [high - low for low, high in block],
+                [low for low, _ in block],
+                whole,
+                itemsize,
+                descriptor,
+                base,
+            )
+    os.close(descriptor)
+    assert file.read_bytes()[base:] == array.tobytes()
+
+
+def test_large_items_are_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(items, "_WINDOW", 4096)
+    large = {"rows": torch.randn(300, 100), "line": torch.randn(50_000), "turned": torch.randn(100, 300).t()}
+    dcp.save(large, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    read = []
+
+    class Watched(LocalFolder):
+        def read(self, path, offset, length):
+            read.append(length)
+            return super().read(path, offset, length)
+
+    folder = Watched(tmp_path / "sharded")
+    to_torch_file(folder, tmp_path / "ours.pt")
+    assert same(torch.load(tmp_path / "ours.pt"), large)
+    # All but the one whose elements lie in another order, and .metadata.
+    assert sum(length > 70_000 for length in read) == 1
+
+
+def test_memory_stays_bounded(tmp_path):
+    """A process that exports 1 GiB, in tensors of 512 MiB, grows by less than 300 MiB."""
+    script = f"""
+        import resource, sys, torch, torch.distributed.checkpoint as dcp, warnings
+        from tiered_checkpoint_io.engine.export import to_torch_file, to_safetensors
+        from tiered_checkpoint_io.engine.folders import LocalFolder
+        folder = LocalFolder({str(tmp_path / "sharded")!r})
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = peak()
+        to_torch_file(folder, {str(tmp_path / "ours.pt")!r})
+        to_safetensors(folder, {str(tmp_path / "hf")!r})
+        print((peak() - before) >> 10)
+    """
+    large = {"a": torch.randn(1 << 14, 1 << 13), "b": {"c": torch.randn(1 << 27)}}
+    dcp.save(large, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert int(done.stdout) < 300
+    assert same(torch.load(tmp_path / "ours.pt", mmap=True), large)
+
+
+def test_nothing_is_left_of_an_export_that_fails(folder, tmp_path):
+    (tmp_path / "there.pt").write_bytes(b"mine")
+    with pytest.raises(ExportError, match="exists"):
+        to_torch_file(folder, tmp_path / "there.pt")
+    with pytest.raises(ExportError, match="No such file"):
+        to_torch_file(folder, tmp_path / "nowhere" / "ours.pt")
+    with pytest.raises(ExportError, match="names begin with: optimizer_0, state_dict"):
+        to_safetensors(folder, tmp_path / "hf", prefix="model.")
+    with pytest.raises(ExportError, match="max_shard_size"):
+        to_safetensors(folder, tmp_path / "hf", max_shard_size=0)
+    with pytest.raises(CheckpointNotFoundError, match=".metadata"):
+        to_torch_file(LocalFolder(tmp_path), tmp_path / "ours.pt")
+    (data,) = (tmp_path / "sharded").glob("*.distcp")
+    os.truncate(data, data.stat().st_size - 3000)
+    with pytest.raises(CorruptCheckpointError, match="ends at byte"):
+        to_torch_file(folder, tmp_path / "ours.pt")
+    assert (tmp_path / "there.pt").read_bytes() == b"mine"
+    assert sorted(os.listdir(tmp_path)) == ["sharded", "there.pt"]
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/evil-was-here",)
+
+
+def test_what_is_stored_runs_no_code(tmp_path):
+    dcp.save({"evil": Evil(), "x": torch.ones(2)}, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    with pytest.raises(RestoreError, match="weights_only"):
+        to_torch_file(LocalFolder(tmp_path / "sharded"), tmp_path / "ours.pt")
+    (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CorruptCheckpointError, match="it names posix.mkdir"):
+        to_torch_file(LocalFolder(tmp_path / "sharded"), tmp_path / "ours.pt")
+    assert not os.path.exists("/tmp/evil-was-here")
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", ""])
+def test_metadata_names_no_file_outside(path, folder):
+    with open(f"{folder.where}/.metadata", "rb") as file:
+        raw = file.read()
+    found = pickle.loads(raw)
+    next(iter(found.storage_data.values())).relative_path = path
+    with pytest.raises(CorruptCheckpointError, match="not a file of its folder"):
+        parse_metadata(pickle.dumps(found), tier="durable", where="there")
+    for cut in range(0, len(raw), 97):
+        with pytest.raises(CorruptCheckpointError):
+            parse_metadata(raw[:cut], tier="durable", where="there")
