@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
+from tiered_checkpoint_io.callbacks.guard import check_strategy
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log, metrics_of_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.callbacks.steps import check_every, tiers_for_step
@@ -33,8 +34,6 @@ from tiered_checkpoint_io.errors import (
 
 _POLL_S = 1.0
 _WITHHELD = "withheld"
-#: Strategies that write or read shards themselves, or take no checkpoint IO but their own.
-_BYPASSING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy")
 
 
 class TieredModelCheckpoint(ModelCheckpoint):
@@ -134,13 +133,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
                 operation="setup",
                 hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
             )
-        if any(kind.__name__ in _BYPASSING for kind in type(trainer.strategy).__mro__):
-            raise UsageError(
-                f"{type(trainer.strategy).__name__} writes its shards past the checkpoint IO",
-                operation="setup",
-                hint="this release serves single devices and DDP; sharded strategies need strategies of this"
-                " package, which come with a later one",
-            )
+        check_strategy(trainer.strategy)
         root = io.config.dirpath
         dirpath = root if self.dirpath is None else str(self.dirpath)
         if not trainer.strategy.reduce_boolean_decision(dirpath == trainer.strategy.broadcast(dirpath)):

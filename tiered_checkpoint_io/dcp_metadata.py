@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError
+from tiered_checkpoint_io.manifest import METADATA
 
-METADATA_FILE = ".metadata"
 #: Ten million tensors' worth; what claims more is damaged or hostile.
 _MAX_SIZE = 4 << 30
 
@@ -80,7 +80,7 @@ def parse_metadata(data: bytes | memoryview, *, tier: str, where: str) -> metada
     except Exception as error:
         # A damaged pickle may raise anything.
         raise CorruptCheckpointError(
-            f"{METADATA_FILE} can't be read: {error}", operation="load", tier=tier, key=where
+            f"{METADATA} can't be read: {error}", operation="load", tier=tier, key=where
         ) from error
     return found
 

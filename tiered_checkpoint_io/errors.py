@@ -21,6 +21,7 @@
     ├── DrainError (RuntimeError)                the background drain failed, died or is too slow
     ├── SaveError (RuntimeError)                 a save that did not reach its tiers
     ├── RestoreError (RuntimeError)              no candidate could be restored, or ranks disagree
+    │   └── OtherKindError                       full where shards were asked for, or the reverse
     └── ExportError (RuntimeError)               an export that can't be written
 
 An error says what failed (operation, tier, key, rank, step) and what to do (hint). Errors travel
@@ -158,6 +159,10 @@ class SaveError(TieredCheckpointError, RuntimeError):
 
 class RestoreError(TieredCheckpointError, RuntimeError):
     """No candidate could be restored, or the ranks could not agree on one."""
+
+
+class OtherKindError(RestoreError):
+    """The checkpoint to restore is a full one where a sharded one was asked for, or the reverse."""
 
 
 class ExportError(TieredCheckpointError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -18,6 +19,7 @@ from torch.futures import Future
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
+from tiered_checkpoint_io.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.engine import coordination
 from tiered_checkpoint_io.engine.choice import Selector
 from tiered_checkpoint_io.engine.session import Session
@@ -240,19 +242,12 @@ class TieredStorageReader(StorageReader):
             coordination.agree(group, failed)
             assert tier is not None
             restorer = ShardRestorer(config, tier, session.durable, session.log)
-            opened = restorer.open(self._selector, group, self._rejected)
-            self.opened = opened
-            if restorer.listed is not None:
-                session.remember(restorer.listed)
             try:
-                metadata: Metadata = pickle.loads(opened.metadata)
-            except Exception as error:
-                raise RestoreError(
-                    f".metadata of {opened.name} cannot be read: {error}",
-                    operation="load",
-                    key=self.checkpoint_id,
-                    hint="it may need a newer release of torch",
-                ) from error
+                opened = self.opened = restorer.open(self._selector, group, self._rejected)
+            finally:
+                if restorer.listed is not None and config.dirpath == session.dirpath:
+                    session.remember(restorer.listed)
+            metadata = self._parse(opened)
             if opened.files is None:
                 restorer.open_foreign(opened, _sizes(metadata), group)
         except BaseException:
@@ -263,6 +258,14 @@ class TieredStorageReader(StorageReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         return metadata
+
+    def _parse(self, opened: OpenShards) -> Metadata:
+        if self.settings.config.weights_only is False:
+            # Who trusts what is stored may use planners that keep classes of their own in it.
+            with contextlib.suppress(Exception):
+                trusted: Metadata = pickle.loads(opened.metadata)
+                return trusted
+        return parse_metadata(opened.metadata, tier="durable", where=str(self.checkpoint_id))
 
     def _group(self, root: Path) -> coordination.Group:
         alone, process_group = self._no_dist, self._process_group

@@ -88,6 +88,10 @@ class TieredStorageWriter(StorageWriter):
         self.settings = settings_of(self._told, self._options)
         self.step = step
         self.save_to_s3 = save_to_s3
+        #: The epoch, what a ModelCheckpoint monitored, and a small file to go with the checkpoint.
+        self.epoch = -1
+        self.metric: tuple[str, float] | None = None
+        self.extra: tuple[str, bytes] | None = None
         self._path = path
         self._wait = wait
         self._require_step = require_step
@@ -181,7 +185,14 @@ class TieredStorageWriter(StorageWriter):
                 hint="give the number of ranks of the process group that saves, or leave world_size out",
             )
         durable = self.settings.is_durable(located.step, self.save_to_s3)
-        ticket = self._shared.saver.issue(located.name, step=located.step, world_size=len(plans), durable=durable)
+        ticket = self._shared.saver.issue(
+            located.name,
+            step=located.step,
+            world_size=len(plans),
+            durable=durable,
+            epoch=self.epoch,
+            metric=self.metric,
+        )
         self._issued = ticket
         return [dataclasses.replace(plan, storage_data=ticket) for plan in plans]
 
@@ -204,7 +215,7 @@ class TieredStorageWriter(StorageWriter):
         metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._issued.save_id)
         try:
-            self._shared.saver.finish(self._issued.save_id, pickle.dumps(metadata), wait=self._wait)
+            self._shared.saver.finish(self._issued.save_id, pickle.dumps(metadata), wait=self._wait, extra=self.extra)
         except Exception as error:
             self.session.counts["failed"] += 1
             self.session.log.error("Step %d: committing %s failed: %s", self._place().step, self._place().name, error)

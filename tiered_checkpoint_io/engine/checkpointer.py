@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -196,7 +196,7 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------- load
     def load(self, path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        """Loads a checkpoint; while torch.distributed is initialised, every rank has to call this.
+        """Loads a full checkpoint; while torch.distributed is initialised, every rank has to call this.
 
         Args:
             path: ``tiered:latest``, ``tiered:last``, ``tiered://best?mode=min&monitor=loss``, a name, or a
@@ -212,12 +212,21 @@ class Checkpointer:
             RestoreError: None is intact, or torch can't load it.
             StoreError: The durable tier could not be asked.
         """
+        return self.load_by(path, lambda file, found: self._torch_load(file, found, map_location, weights_only))
+
+    def load_by(self, path: str | os.PathLike[str], read: Callable[[Path, Restored], Any]) -> Any:
+        """As :meth:`load`, for who reads the file in a way of their own.
+
+        Args:
+            path: As :meth:`load` takes it.
+            read: Called on every rank with a local file, which is intact; its answer is returned.
+        """
         tier: MemoryTier | None = None
         error: Exception | None = None
         dirpath, selector = self.dirpath, Selector("latest")
         try:
             tier = self.session.open().tier
-            dirpath, selector = self._select(os.fspath(path))
+            dirpath, selector = self.select(os.fspath(path))
         except Exception as caught:
             # The others are on their way to the first exchange: they must hear of it there.
             error = caught
@@ -226,7 +235,7 @@ class Checkpointer:
         try:
             coordination.agree(group, error)
             assert tier is not None
-            return self._restore(tier, group, dirpath, selector, map_location, weights_only)
+            return self._restore(tier, group, dirpath, selector, read)
         finally:
             group.close()
 
@@ -236,8 +245,7 @@ class Checkpointer:
         group: coordination.Group,
         dirpath: str,
         selector: Selector,
-        map_location: Any,
-        weights_only: bool | None,
+        read: Callable[[Path, Restored], Any],
     ) -> Any:
         def store() -> Store:
             return self.session.durable(dirpath)
@@ -260,7 +268,7 @@ class Checkpointer:
         error: Exception | None = None
         with open_restored(tier, restored) as file:
             try:
-                state = self._torch_load(file, restored, map_location, weights_only)
+                state = read(file, restored)
             except Exception as caught:
                 error = caught
             # Nobody leaves before all have opened the file, and all fail if one does.
@@ -270,7 +278,12 @@ class Checkpointer:
         self.session.take_up()
         return state
 
-    def _select(self, text: str) -> tuple[str, Selector]:
+    def select(self, text: str) -> tuple[str, Selector]:
+        """The durable tier and the checkpoint there that ``text`` means; as :meth:`load` takes it.
+
+        Raises:
+            InvalidNameError: It names none.
+        """
         if text == ids.LATEST:
             return self.dirpath, Selector("latest")
         if text in (ids.LAST, ids.LAST_URL):

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from tiered_checkpoint_io.dcp_metadata import METADATA_FILE, parse_metadata
+from tiered_checkpoint_io.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.engine.folders import Folder
 from tiered_checkpoint_io.engine.items import Items
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
 from tiered_checkpoint_io.image import plan
+from tiered_checkpoint_io.manifest import METADATA
 
 _ALIGNMENT = 64
 #: The names of element types in safetensors.
@@ -56,9 +57,9 @@ def open_items(folder: Folder) -> Items:
         CheckpointNotFoundError: It has no ``.metadata``.
         CorruptCheckpointError: That file is damaged.
     """
-    size = folder.size(METADATA_FILE)
-    data = folder.read(METADATA_FILE, 0, size)
-    return Items(folder, parse_metadata(data, tier=folder.tier, where=f"{folder.where}/{METADATA_FILE}"))
+    size = folder.size(METADATA)
+    data = folder.read(METADATA, 0, size)
+    return Items(folder, parse_metadata(data, tier=folder.tier, where=f"{folder.where}/{METADATA}"))
 
 
 def to_torch_file(folder: Folder, target: str | os.PathLike[str], *, weights_only: bool = True) -> None:

@@ -27,6 +27,7 @@ from tiered_checkpoint_io.engine.discovery import Here, Known, discover, look_he
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
+    OtherKindError,
     RestoreError,
     TieredCheckpointError,
 )
@@ -237,12 +238,13 @@ class Restorer:
     def _try(self, candidate: Candidate, search: _Search, group: Group) -> Restored | None:
         """Has every node's leader bring a candidate; None where some node could not get it intact."""
         if candidate.content.kind != "full":
-            raise RestoreError(
-                f"{candidate.name} is a {candidate.content.kind} checkpoint, which this release can't restore",
+            raise OtherKindError(
+                f"{candidate.name} is a {candidate.content.kind} checkpoint, not a full one",
                 operation="restore",
                 key=ids.join_url(self._dirpath, candidate.name),
                 step=candidate.content.step,
-                hint="upgrade tiered-checkpoint-io, or load it with the tool that it was made for",
+                hint="load it by tiered_checkpoint_io.dcp or with a sharded strategy of this package, or make a full"
+                " one of it: tiered-ckpt export",
             )
         leads = search.leaders[group.node] == group.rank
         mine = self._bringer.bring(candidate, candidate.sources[group.node], group.rank) if leads else None

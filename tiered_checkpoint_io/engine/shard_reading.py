@@ -8,7 +8,7 @@ exchange too, so that it is read once. The tensors' bytes are read later, by eac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import fetch
 from tiered_checkpoint_io.engine.bring import Bringer
-from tiered_checkpoint_io.engine.choice import Selector
+from tiered_checkpoint_io.engine.choice import Held, Selector, candidates
 from tiered_checkpoint_io.engine.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.discovery import Here, Known, discover, look_here, read_more
 from tiered_checkpoint_io.engine.shard_choice import HeldPart, ShardCandidate, shard_candidates
@@ -25,12 +25,13 @@ from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
+    OtherKindError,
     RestoreError,
     StoreNotFoundError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.manifest import METADATA, FileEntry, chunk_size_for
+from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, chunk_size_for
 from tiered_checkpoint_io.storage.base import Store
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
 
@@ -45,7 +46,8 @@ class OpenShards:
         name: Its name.
         save_id: Which save; empty where others wrote it.
         step: Its training step; -1 where that is not known.
-        metadata: The content of ``.metadata``, verified where it can be.
+        content: The facts of the save; None where others wrote it.
+        small: ``.metadata``, and the other files beside the shards, by name; verified where they can be.
         files: The bytes that it names; None until it is known which files others wrote.
         rejected: What was tried before it, and why it was not taken.
         newest_save_id: The newest save that was seen in any tier.
@@ -55,11 +57,17 @@ class OpenShards:
     name: str
     save_id: str
     step: int
-    metadata: bytes
+    content: Content | None
+    small: dict[str, bytes]
     files: ShardFiles | None
     rejected: list[str]
     newest_save_id: str | None
     scattered: bool = False
+
+    @property
+    def metadata(self) -> bytes:
+        """The content of ``.metadata``."""
+        return self.small[METADATA]
 
     def close(self) -> None:
         """Lets the files go."""
@@ -73,6 +81,7 @@ class _Search:
 
     selector: Selector
     nodes: list[str]
+    full: dict[str, list[Held]]
     damaged: list[str] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -118,8 +127,9 @@ class ShardRestorer:
             failed = error
         gathered = group.all_gather((group.node, here, sorted(rejected), portable(failed, group.rank)))
         raise_first((error for _, _, _, error in gathered), failed)
-        search = _Search(selector, [node for node, _, _, _ in gathered])
         nodes: dict[str, Here] = {node: theirs for node, theirs, _, _ in reversed(gathered)}
+        full = {node: theirs.held for node, theirs in nodes.items()}
+        search = _Search(selector, [node for node, _, _, _ in gathered], full)
         memory = {node: theirs.parts for node, theirs in nodes.items()}
         bad = {save_id for _, _, theirs, _ in gathered for save_id in theirs}
         search.rejected += [f"save {save_id}: damaged" for save_id in sorted(bad)]
@@ -154,6 +164,7 @@ class ShardRestorer:
                 if not options or not known.error.retryable:
                     raise known.error
                 search.rejected.append(f"durable {self._config.dirpath}: {known.error}")
+            self._check_kind(options, known, search)
             for candidate in options:
                 bad.add(candidate.save_id)
                 opened = self._try(candidate, search, group)
@@ -163,15 +174,30 @@ class ShardRestorer:
                 return None
             known = group.broadcast(read_more(self._store, known) if group.rank == 0 else None)
 
+    def _check_kind(self, options: list[ShardCandidate], known: Known, search: _Search) -> None:
+        """Refuses to go back to an older sharded checkpoint where the one that is meant is a full one."""
+        full = candidates(search.full, known.manifests, search.selector)
+        contents = [*(each.content for each in full if each.content.kind == "full"), *(o.content for o in options)]
+        for content in search.selector.in_order(contents)[:1]:
+            if content.kind == "full":
+                name = next(each.name for each in full if each.content.save_id == content.save_id)
+                raise OtherKindError(
+                    f"{name} is a full checkpoint, not a sharded one",
+                    operation="restore",
+                    key=ids.join_url(self._config.dirpath, name),
+                    step=content.step,
+                    hint="load it by TieredCheckpointIO, or name the sharded one that is meant",
+                )
+
     # ------------------------------------------------------------------------------- one candidate
     def _try(self, candidate: ShardCandidate, search: _Search, group: Group) -> OpenShards | None:
-        metadata: bytes | None = None
+        small: dict[str, bytes] | None = None
         if candidate.metadata_nodes:
             rank = min(search.leads(node) for node in candidate.metadata_nodes)
-            metadata = self._share(rank, lambda: self._metadata_here(candidate), candidate, "memory", search, group)
-        if metadata is None and candidate.durable is not None:
-            metadata = self._share(0, lambda: self._metadata_there(candidate), candidate, "durable", search, group)
-        if metadata is None:
+            small = self._share(rank, lambda: self._small_here(candidate), candidate, "memory", search, group)
+        if small is None and candidate.durable is not None:
+            small = self._share(0, lambda: self._small_there(candidate), candidate, "durable", search, group)
+        if small is None:
             return None
         files: ShardFiles | None = None
         failed: Exception | None = None
@@ -192,21 +218,30 @@ class ShardRestorer:
                 files.close()
             raise
         newest = max(search.seen, default=None)
-        step = candidate.content.step
-        scattered = candidate.durable is None and len(set(search.nodes)) > 1
-        return OpenShards(candidate.name, candidate.save_id, step, metadata, files, search.rejected, newest, scattered)
+        content = candidate.content
+        return OpenShards(
+            name=candidate.name,
+            save_id=candidate.save_id,
+            step=content.step,
+            content=content,
+            small=small,
+            files=files,
+            rejected=search.rejected,
+            newest_save_id=newest,
+            scattered=candidate.durable is None and len(set(search.nodes)) > 1,
+        )
 
     def _share(
         self,
         rank: int,
-        read: Callable[[], bytes],
+        read: Callable[[], dict[str, bytes]],
         candidate: ShardCandidate,
         tier: str,
         search: _Search,
         group: Group,
-    ) -> bytes | None:
+    ) -> dict[str, bytes] | None:
         """What one rank reads, on all of them; None where it is damaged."""
-        mine: tuple[bytes | None, str, TieredCheckpointError | None] | None = None
+        mine: tuple[dict[str, bytes] | None, str, TieredCheckpointError | None] | None = None
         if group.rank == rank:
             try:
                 mine = (read(), "", None)
@@ -216,19 +251,24 @@ class ShardRestorer:
                 mine = (None, note, None)
             except Exception as error:
                 mine = (None, "", portable(error, rank))
-        data, note, failed = next(each for each in group.all_gather(mine) if each is not None)
+        outcome: tuple[dict[str, bytes] | None, str, TieredCheckpointError | None]
+        outcome = next(each for each in group.all_gather(mine) if each is not None)
+        data, note, failed = outcome
         raise_first([failed])
         search.rejected += [note] if note else []
-        return data if data is None else bytes(data)
+        return data
 
-    def _metadata_here(self, candidate: ShardCandidate) -> bytes:
+    def _small_here(self, candidate: ShardCandidate) -> dict[str, bytes]:
         for stored in self._tier.parts():
             if stored.save_id == candidate.save_id and stored.part.commits:
-                entry = next(each for each in stored.part.content.files if each.basename == METADATA)
                 try:
                     with self._tier.reading(stored) as views:
-                        fetch.verify(entry, views[METADATA], where=str(stored.file(METADATA)))
-                        return bytes(views[METADATA])
+                        found = {}
+                        for entry in _small(stored.part.content.files):
+                            where = str(stored.file(entry.basename))
+                            fetch.verify(entry, views[entry.basename], where=where)
+                            found[entry.basename] = bytes(views[entry.basename])
+                        return found
                 except CorruptCheckpointError as error:
                     self._quarantine(stored, error)
                     raise
@@ -240,15 +280,17 @@ class ShardRestorer:
             step=candidate.content.step,
         )
 
-    def _metadata_there(self, candidate: ShardCandidate) -> bytes:
+    def _small_there(self, candidate: ShardCandidate) -> dict[str, bytes]:
         assert candidate.durable is not None
-        entry = next((each for each in candidate.durable.files if each.basename == METADATA), None)
-        if entry is None:
+        found = {}
+        for entry in _small(candidate.durable.files):
+            data = bytearray(entry.size)
+            with memoryview(data) as view:
+                fetch.fetch(self._store(), entry, view, concurrency=self._config.read_concurrency())
+            found[entry.basename] = bytes(data)
+        if METADATA not in found:
             raise CorruptCheckpointError("its manifest names no .metadata", operation="restore", key=candidate.name)
-        data = bytearray(entry.size)
-        with memoryview(data) as view:
-            fetch.fetch(self._store(), entry, view, concurrency=self._config.read_concurrency())
-        return bytes(data)
+        return found
 
     def _open_files(
         self, key: str, durable: list[FileEntry], search: _Search, group: Group, parts: list[StoredPart]
@@ -302,7 +344,7 @@ class ShardRestorer:
         step = ids.step_in_name(name)
         newest = max(search.seen, default=None)
         self._foreign_search = search
-        return OpenShards(name, "", -1 if step is None else step, shared[0], None, [], newest)
+        return OpenShards(name, "", -1 if step is None else step, None, {METADATA: shared[0]}, None, [], newest)
 
     def open_foreign(self, opened: OpenShards, sizes: dict[str, int], group: Group) -> None:
         """Opens the files of a folder that plain DCP wrote.
@@ -354,3 +396,8 @@ class ShardRestorer:
             step=selector.step,
             hint="see `tiered-ckpt ls` for those that exist",
         )
+
+
+def _small(files: Iterable[FileEntry]) -> list[FileEntry]:
+    """What lies beside the shards: few bytes, which every rank needs."""
+    return [entry for entry in files if not entry.basename.endswith(".distcp")]

@@ -8,6 +8,7 @@ checkpoint, and nobody takes them for one.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -21,7 +22,16 @@ from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
 from tiered_checkpoint_io.filling import Segment
 from tiered_checkpoint_io.image import Image
 from tiered_checkpoint_io.logs import rate
-from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, Part, chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.manifest import (
+    METADATA,
+    Content,
+    FileEntry,
+    Metric,
+    Part,
+    chunk_ranges,
+    chunk_size_for,
+    hash_bytes,
+)
 from tiered_checkpoint_io.shard_image import Item, Placed, plan_shard
 from tiered_checkpoint_io.storage.memory import StoredPart
 from tiered_checkpoint_io.storage.slots import Slot
@@ -42,6 +52,8 @@ class Ticket:
         durable: Whether it is to go to the durable tier.
         suffix: What the files' names end in; empty where the checkpoint's name is new.
         completed: The newest saves of this run that are complete, the oldest first.
+        epoch: The epoch; -1 where nobody told.
+        metric: What a ModelCheckpoint monitored.
     """
 
     name: str
@@ -51,10 +63,11 @@ class Ticket:
     durable: bool
     suffix: str = ""
     completed: tuple[str, ...] = ()
+    epoch: int = -1
+    metric: Metric | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.name, self.save_id, self.step, self.world_size, self.durable, self.suffix, self.completed)
-        return (_arrive, fields)
+        return (_arrive, tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     def file_name(self, rank: int) -> str:
         """The name of a rank's file."""
@@ -105,7 +118,16 @@ class ShardSaver:
         self._completed: list[str] = []
 
     # ------------------------------------------------------------------------------- coordinator
-    def issue(self, name: str, *, step: int, world_size: int, durable: bool) -> Ticket:
+    def issue(
+        self,
+        name: str,
+        *,
+        step: int,
+        world_size: int,
+        durable: bool,
+        epoch: int = -1,
+        metric: tuple[str, float] | None = None,
+    ) -> Ticket:
         """Decides what the ranks of a save have to agree on; called by the coordinator alone.
 
         Waits for room on the way to the durable tier, as the configuration says.
@@ -115,6 +137,8 @@ class ShardSaver:
             step: The training step.
             world_size: How many ranks contribute.
             durable: Whether it is to go to the durable tier, where there is room.
+            epoch: The epoch.
+            metric: What a ModelCheckpoint monitored, and its value.
         """
         session = self._session
         drain = session.open().drain
@@ -130,7 +154,8 @@ class ShardSaver:
                 durable = False
         save_id = session.next_id()
         suffix = f"-{hash_bytes(save_id.encode())[:8]}" if taken else ""
-        return Ticket(name, save_id, step, world_size, durable, suffix, tuple(self._completed))
+        rated = Metric(*metric) if metric is not None else None
+        return Ticket(name, save_id, step, world_size, durable, suffix, tuple(self._completed), epoch, rated)
 
     def _is_taken(self, name: str) -> bool:
         try:
@@ -141,13 +166,16 @@ class ShardSaver:
             )
             return True
 
-    def finish(self, save_id: str, metadata: bytes, *, wait: bool) -> SaveReport:
+    def finish(
+        self, save_id: str, metadata: bytes, *, wait: bool, extra: tuple[str, bytes] | None = None
+    ) -> SaveReport:
         """Makes the checkpoint exist; called by the coordinator once every rank has reported.
 
         Args:
             save_id: Which save.
             metadata: The content of ``.metadata``.
             wait: Whether to return only when a durable save is committed there.
+            extra: The name and content of a small file that goes with it; its name gets the save's suffix.
 
         Raises:
             SaveError: The save was given up, or did not reach the durable tier while we waited.
@@ -163,9 +191,13 @@ class ShardSaver:
                 hint="wait for one save to end before the next",
             )
         ticket, part = unsealed.ticket, unsealed.part
-        entry = _small_entry(f"{ticket.name}/{METADATA}", metadata)
-        part = replace(part, content=replace(part.content, files=(*part.content.files, entry)))
-        self._commit(unsealed, part, {METADATA: metadata})
+        small = {METADATA: metadata}
+        if extra is not None:
+            stem, dot, ending = extra[0].partition(".")
+            small[f"{stem}{ticket.suffix}{dot}{ending}"] = extra[1]
+        entries = [_small_entry(f"{ticket.name}/{basename}", data) for basename, data in small.items()]
+        part = replace(part, content=replace(part.content, files=(*part.content.files, *entries)))
+        self._commit(unsealed, part, small)
         keep = max(1, self._session.config.memory_keep_last)
         self._completed = [*self._completed, save_id][-keep:]
         if ticket.durable:
@@ -228,12 +260,13 @@ class ShardSaver:
         content = Content(
             save_id=ticket.save_id,
             step=ticket.step,
-            epoch=-1,
+            epoch=ticket.epoch,
             kind="sharded",
             created=time.time(),
             world_size=ticket.world_size,
             writer=versions(),
             files=files,
+            metric=ticket.metric,
         )
         part = Part(ticket.name, rank, content, self._session.dirpath, ticket.durable)
         unsealed = _Unsealed(ticket, part, slots, started)

@@ -1,0 +1,60 @@
+"""Refuses strategies that would go past the checkpoint IO, before they write anything."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+
+from tiered_checkpoint_io.adapters.lightning import tiered_io_of
+from tiered_checkpoint_io.errors import UsageError
+
+#: Lightning's strategies that write or read shards themselves, and what to take in their place.
+_BYPASSING = {
+    "FSDPStrategy": "use tiered_checkpoint_io.strategies.TieredFSDPStrategy",
+    "ModelParallelStrategy": "use tiered_checkpoint_io.strategies.TieredModelParallelStrategy",
+    "DeepSpeedStrategy": "train with TieredFSDPStrategy or TieredModelParallelStrategy of"
+    " tiered_checkpoint_io.strategies; DeepSpeed's engine writes its shards itself",
+    "XLAStrategy": "train on one device or with DDP; XLA's strategies take no checkpoint IO but their own",
+}
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuses a strategy that would go past a TieredCheckpointIO.
+
+    Raises:
+        UsageError: It does.
+    """
+    kinds = type(strategy).__mro__
+    # Known by name: what is not used need not be installed.
+    if any(kind.__name__ == "TieredSharding" for kind in kinds):
+        return
+    for kind in kinds:
+        if kind.__name__ in _BYPASSING:
+            raise UsageError(
+                f"{type(strategy).__name__} writes its shards past the checkpoint IO",
+                operation="setup",
+                hint=_BYPASSING[kind.__name__],
+            )
+
+
+class StrategyGuard(Callback):
+    """Refuses such a strategy in any trainer that has our checkpoint IO, whatever its callbacks are.
+
+    A stock sharded strategy never asks its checkpoint IO, and would write to a local folder ``./s3:/``
+    without a word. Lightning adds this callback to every trainer, by the entry point of this package;
+    it does nothing else.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Refuses a strategy that would go past our checkpoint IO.
+
+        Raises:
+            UsageError: It does.
+        """
+        if tiered_io_of(trainer.strategy.checkpoint_io) is not None:
+            check_strategy(trainer.strategy)
+
+
+def guard() -> list[Callback]:
+    """What Lightning's entry point ``lightning.pytorch.callbacks_factory`` calls."""
+    return [StrategyGuard()]

@@ -1,0 +1,413 @@
+"""Lightning's sharded strategies over both tiers: FSDP, and ModelParallel (FSDP2, tensor parallel)."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning import __version__ as lightning_version
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.futures import Future
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.adapters import dcp
+from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
+from tiered_checkpoint_io.adapters.dcp_settings import Shared
+from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
+from tiered_checkpoint_io.adapters.lightning import (
+    AsyncCheckpointIO,
+    TieredCheckpointIO,
+    read_storage_options,
+    tiered_io_of,
+)
+from tiered_checkpoint_io.adapters.sharded_state import SHARDED, make_again, part_off, put_back
+from tiered_checkpoint_io.engine.checkpointer import NoCheckpoint
+from tiered_checkpoint_io.engine.choice import Selector, Tier
+from tiered_checkpoint_io.engine.restore import Restored
+from tiered_checkpoint_io.engine.shards import ShardSaver
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, OtherKindError, RestoreError, SaveError, UsageError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch.optim import Optimizer
+
+    _Base = Strategy
+else:
+    _Base = object
+
+#: The file beside the shards in which Lightning keeps loops, callbacks and hyperparameters.
+_REST = "meta.pt"
+#: What Lightning's strategies call the model in a sharded checkpoint: ModelParallel, and FSDP.
+_MODEL_KEYS = ("state_dict", "model")
+
+
+class TieredSharding(_Base):
+    """What the sharded strategies have in common; stands before Lightning's own in the class order.
+
+    The state goes to the tiers as sharded tensors that refer to the live parameters: nothing is
+    gathered or copied beforehand. Full checkpoints, made by any strategy, load as well.
+    """
+
+    _model_key = _MODEL_KEYS[0]
+    _shard_saver: ShardSaver | None = None
+    _local_file: Path | None = None
+
+    @property
+    def _saves_shards(self) -> bool:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------- life
+    def setup(self, trainer: Trainer) -> None:
+        """As upstream.
+
+        Raises:
+            UsageError: The trainer's checkpoint IO is not ours.
+        """
+        self._tiered_io  # noqa: B018 - raises
+        super().setup(trainer)
+
+    def teardown(self) -> None:
+        """As upstream, which forgets the checkpoint IO."""
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            super().teardown()
+
+    @property
+    def _tiered_io(self) -> TieredCheckpointIO:
+        found = tiered_io_of(self.checkpoint_io)
+        if found is None:
+            raise UsageError(
+                f"{type(self).__name__} with a {type(self.checkpoint_io).__name__}",
+                operation="setup",
+                hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
+            )
+        return found
+
+    @property
+    def _shared(self) -> Shared:
+        session = self._tiered_io.checkpointer.session
+        if self._shard_saver is None:
+            self._shard_saver = ShardSaver(session)
+        return Shared(session, self._shard_saver)
+
+    # ------------------------------------------------------------------------------------ state
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state: sharded tensors that refer to its parameters, or as upstream."""
+        if not self._saves_shards:
+            full: dict[str, Any] = super().lightning_module_state_dict()
+            return full
+        return get_model_state_dict(self._wrapped)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state: sharded tensors that refer to its own, or as upstream."""
+        if not self._saves_shards:
+            full: dict[str, Any] = super().optimizer_state(optimizer)
+            return full
+        return get_optimizer_state_dict(self._wrapped, getattr(optimizer, "_optimizer", optimizer))
+
+    @property
+    def _wrapped(self) -> torch.nn.Module:
+        assert self.model is not None
+        return self.model
+
+    # ------------------------------------------------------------------------------------- save
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Saves to both tiers, or those that ``storage_options`` name; every rank calls this.
+
+        Raises:
+            SaveError: It failed on some rank, and ``on_save_error`` is ``raise``; on all ranks.
+        """
+        path = str(self.broadcast(os.fspath(filepath)))
+        if not self._saves_shards:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        tiers, metric = read_storage_options(storage_options)
+        session = self._tiered_io.checkpointer.session
+        name = ids.name_in(session.dirpath, path)
+        rest, sharded = part_off(
+            {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        )
+        state: dict[str, Any] = {self._model_key: checkpoint["state_dict"]}
+        state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
+        state.update({SHARDED: sharded} if sharded else {})
+        step = checkpoint.get("global_step", -1)
+        wait = "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        writer = _Writer(self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait)
+        writer.epoch, writer.metric = checkpoint.get("epoch", -1), metric
+        if self.is_global_zero:
+            buffer = io.BytesIO()
+            torch.save(rest, buffer)
+            writer.extra = (_REST, buffer.getvalue())
+        try:
+            state_dict_saver.save(state, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
+        except CheckpointException as error:
+            ranks = sorted(error.failures)
+            first = error.failures[ranks[0]][0] if ranks else error
+            if self.is_global_zero:
+                session.log.error("Step %d: saving %s failed on ranks %s: %s", step, name, ranks, first)
+            if session.config.on_save_error == "raise":
+                raise SaveError(
+                    f"saving {name} failed on ranks {ranks}: {first}", operation="save", key=path, step=step
+                ) from error
+
+    # ------------------------------------------------------------------------------------- load
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads model and optimizers in place, and gives the rest; every rank calls this.
+
+        Raises:
+            CheckpointNotFoundError: There is none of that name.
+            RestoreError: None is intact.
+        """
+        path = str(self.broadcast(os.fspath(checkpoint_path)))
+        engine = self._tiered_io.checkpointer
+        dirpath, selector = engine.select(path)
+        self._tiered_io.found_nothing = False
+        reader = _Reader(self._shared, dirpath, selector)
+        try:
+            reader.choose()
+        except OtherKindError:
+            return self._load_full(path, weights_only)
+        except CheckpointNotFoundError:
+            if selector.kind == "name":
+                return self._load_full(path, weights_only)
+            if selector.kind == "best":
+                raise
+            self._tiered_io.found_nothing = True
+            engine.session.log.info("no checkpoint at %s: starting from scratch", dirpath)
+            # As in TieredCheckpointIO: by this key, Lightning skips every step of a restore.
+            return NoCheckpoint({"pytorch-lightning_version": lightning_version})
+        return self._load_shards(reader, weights_only)
+
+    def _load_shards(self, reader: _Reader, weights_only: bool | None) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
+        planner = _Planner(
+            reader,
+            model=get_model_state_dict(self._wrapped),
+            optimizers=[get_optimizer_state_dict(self._wrapped, optimizer) for optimizer in optimizers],
+            mesh=getattr(self, "_device_mesh", None),
+            strict=module.strict_loading,
+            weights_only=reader.settings.config.weights_only if weights_only is None else weights_only,
+        )
+        # The planner puts in what to load, once it knows what the checkpoint holds.
+        dcp.load({}, storage_reader=reader, planner=planner)
+        options = StateDictOptions(strict=module.strict_loading)
+        set_model_state_dict(self._wrapped, planner.model, options=options)
+        for optimizer, state in zip(optimizers, planner.optimizers, strict=True):
+            set_optimizer_state_dict(self._wrapped, optimizer, state)
+        opened = reader.opened
+        assert opened is not None
+        self._tiered_io.checkpointer.restored = Restored(
+            name=opened.name,
+            content=opened.content,
+            tier=reader.tier,
+            path=reader.session.open().tier.root,
+            seconds=reader.seconds,
+            bytes_read=reader.bytes_read,
+            rejected=opened.rejected,
+            newest_save_id=opened.newest_save_id,
+        )
+        rest: dict[str, Any] = put_back(planner.rest, planner.sharded)
+        return rest
+
+    def _load_full(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        def read(file: Path, _: Restored) -> Any:
+            self._local_file = file
+            try:
+                # Lightning before 2.6 has no such argument.
+                options = {} if weights_only is None else {"weights_only": weights_only}
+                return super(TieredSharding, self).load_checkpoint(file, **options)
+            finally:
+                self._local_file = None
+
+        loaded: dict[str, Any] = self._tiered_io.checkpointer.load_by(path, read)
+        return loaded
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As upstream."""
+        # Where a full checkpoint lies on this node; it may be another place on each.
+        if obj is not None and obj is self._local_file:
+            return obj
+        return super().broadcast(obj, src)  # type: ignore[safe-super]
+
+
+class TieredFSDPStrategy(TieredSharding, FSDPStrategy):
+    """FSDPStrategy whose checkpoints, sharded or full, go through the tiers."""
+
+    _model_key = _MODEL_KEYS[1]
+
+    @property
+    def _saves_shards(self) -> bool:
+        return self._state_dict_type == "sharded"
+
+
+class TieredModelParallelStrategy(TieredSharding, ModelParallelStrategy):
+    """ModelParallelStrategy (FSDP2, tensor parallel) whose checkpoints, sharded or full, go through the tiers."""
+
+    @property
+    def _saves_shards(self) -> bool:
+        return self._save_distributed_checkpoint
+
+
+class _Writer(TieredStorageWriter):
+    """Writes one checkpoint of a strategy, through the session of its checkpoint IO."""
+
+    def __init__(self, shared: Shared, located: ids.Located, *, durable: bool, wait: bool) -> None:
+        super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
+        self._of_strategy = shared
+        self._located = located
+
+    @property
+    def _shared(self) -> Shared:
+        return self._of_strategy
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a writer of a strategy is used once."""
+
+
+class _Reader(TieredStorageReader):
+    """Reads what a strategy was asked for, through the session of its checkpoint IO."""
+
+    def __init__(self, shared: Shared, dirpath: str, selector: Selector) -> None:
+        self._of_strategy = shared
+        self._wanted = selector
+        super().__init__(shared.session.config)
+        self.settings = self._base.at(dirpath)
+        self._chosen: Metadata | None = None
+        #: Where this node had its bytes from.
+        self.tier: Tier = "durable"
+        self._started = time.monotonic()
+        self._asked = shared.session.asked.get("bytes.down", 0)
+
+    def choose(self) -> None:
+        """Chooses the checkpoint, with all ranks, before DCP is involved, which makes much of every error."""
+        self._chosen = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """As :meth:`TieredStorageReader.read_metadata`, of what was chosen."""
+        chosen, self._chosen = self._chosen, None
+        return chosen if chosen is not None else super().read_metadata(*args, **options)
+
+    @property
+    def seconds(self) -> float:
+        """How long ago this reader was made."""
+        return time.monotonic() - self._started
+
+    @property
+    def bytes_read(self) -> int:
+        """What this process has read from the durable tier since."""
+        return self.session.asked.get("bytes.down", 0) - self._asked
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As :meth:`TieredStorageReader.read_data`."""
+        if self.opened is not None and self.opened.files is not None and self.opened.files.in_memory:
+            self.tier = "memory"
+        return super().read_data(plan, planner)
+
+    @property
+    def _shared(self) -> Shared:
+        return self._of_strategy
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:  # noqa: ARG002
+        """Looks for the same again."""
+        self._selector = self._wanted
+
+
+class _Planner(DefaultLoadPlanner):
+    """Decides what to load when the checkpoint has been chosen: which model key, optimizers, and the rest."""
+
+    def __init__(
+        self,
+        reader: _Reader,
+        *,
+        model: dict[str, Any],
+        optimizers: list[dict[str, Any]],
+        mesh: Any,
+        strict: bool,
+        weights_only: bool | None,
+    ) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self._reader = reader
+        self._mesh = mesh
+        self._weights_only = weights_only
+        self.model = model
+        self.optimizers = optimizers
+        self.rest: dict[str, Any] = {}
+        self.sharded: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Completes the state to load.
+
+        Raises:
+            RestoreError: The checkpoint holds no model, or not the optimizers that are trained.
+        """
+        assert metadata is not None
+        opened = self._reader.opened
+        assert opened is not None
+        heads = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+        key = next((key for key in _MODEL_KEYS if key in heads), None)
+        missing = [f"optimizer_{i}" for i in range(len(self.optimizers)) if f"optimizer_{i}" not in heads]
+        if key is None or missing:
+            raise RestoreError(
+                f"{opened.name} holds no {'model' if key is None else ', '.join(missing)}",
+                operation="load",
+                key=str(self._reader.checkpoint_id),
+                step=opened.step,
+                hint="training can't go on from weights alone: load them into the model and fit without ckpt_path"
+                if key is not None
+                else "it was not saved by a strategy of Lightning's",
+            )
+        self.rest = self._read_rest(opened.small)
+        self.sharded = make_again(self.rest, self._mesh)
+        state_dict[key] = self.model
+        state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
+        state_dict.update({SHARDED: self.sharded} if self.sharded else {})
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _read_rest(self, small: Mapping[str, bytes]) -> dict[str, Any]:
+        stem, _, ending = _REST.partition(".")
+        data = next((d for n, d in small.items() if n.startswith(stem) and n.endswith(ending)), None)
+        if data is None:
+            raise RestoreError(
+                f"there is no {_REST} beside the shards",
+                operation="load",
+                key=str(self._reader.checkpoint_id),
+                hint="it was not saved by a strategy of Lightning's; load it by tiered_checkpoint_io.dcp",
+            )
+        try:
+            found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=self._weights_only)
+        except Exception as error:
+            raise RestoreError(
+                f"torch.load refused {_REST}: {error}",
+                operation="load",
+                key=str(self._reader.checkpoint_id),
+                hint="if it holds objects of yours and you trust it, set weights_only to false",
+            ) from error
+        return found
