@@ -50,7 +50,7 @@ class Ticket:
         step: The training step; -1 where nobody told.
         world_size: How many ranks contribute a part.
         durable: Whether it is to go to the durable tier.
-        suffix: What the files' names end in; empty where the checkpoint's name is new.
+        taken: Whether the checkpoint's name is, or may be, in use already.
         completed: The newest saves of this run that are complete, the oldest first.
         epoch: The epoch; -1 where nobody told.
         metric: What a ModelCheckpoint monitored.
@@ -61,7 +61,7 @@ class Ticket:
     step: int
     world_size: int
     durable: bool
-    suffix: str = ""
+    taken: bool = False
     completed: tuple[str, ...] = ()
     epoch: int = -1
     metric: Metric | None = None
@@ -69,9 +69,23 @@ class Ticket:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_arrive, tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
+    @property
+    def mark(self) -> str:
+        """What tells the files of this save from those of any other of the same name.
+
+        An overwrite must not touch the files that it replaces; nor may a drain that was left over on
+        another node, and comes late with an earlier save, touch the new ones.
+        """
+        return hash_bytes(self.save_id.encode())[:8]
+
     def file_name(self, rank: int) -> str:
         """The name of a rank's file."""
-        return f"__{rank}_0{self.suffix}.distcp"
+        return f"__{rank}_0-{self.mark}.distcp"
+
+    def name_beside(self, basename: str) -> str:
+        """The name of another file: its own, where no other save of this checkpoint's name can have it."""
+        stem, dot, ending = basename.partition(".")
+        return f"{stem}-{self.mark}{dot}{ending}" if self.taken else basename
 
 
 def _arrive(*fields: Any) -> Ticket:
@@ -153,16 +167,15 @@ class ShardSaver:
                 session.log.warning("Step %d: %s stays in memory: the durable tier is behind", step, name)
                 durable = False
         save_id = session.next_id()
-        suffix = f"-{hash_bytes(save_id.encode())[:8]}" if taken else ""
         rated = Metric(*metric) if metric is not None else None
-        return Ticket(name, save_id, step, world_size, durable, suffix, tuple(self._completed), epoch, rated)
+        return Ticket(name, save_id, step, world_size, durable, taken, tuple(self._completed), epoch, rated)
 
     def _is_taken(self, name: str) -> bool:
         try:
             return self._session.knows(name)
         except StoreError as error:
             self._session.log.warning(
-                "cannot ask whether %s exists, so its files get names of their own: %s", name, error
+                "cannot ask whether %s exists, so the files beside its shards get other names: %s", name, error
             )
             return True
 
@@ -175,7 +188,8 @@ class ShardSaver:
             save_id: Which save.
             metadata: The content of ``.metadata``.
             wait: Whether to return only when a durable save is committed there.
-            extra: The name and content of a small file that goes with it; its name gets the save's suffix.
+            extra: The name and content of a small file that goes with it; it gets another name where the
+                checkpoint's own is taken.
 
         Raises:
             SaveError: The save was given up, or did not reach the durable tier while we waited.
@@ -193,8 +207,7 @@ class ShardSaver:
         ticket, part = unsealed.ticket, unsealed.part
         small = {METADATA: metadata}
         if extra is not None:
-            stem, dot, ending = extra[0].partition(".")
-            small[f"{stem}{ticket.suffix}{dot}{ending}"] = extra[1]
+            small[ticket.name_beside(extra[0])] = extra[1]
         entries = [_small_entry(f"{ticket.name}/{basename}", data) for basename, data in small.items()]
         part = replace(part, content=replace(part.content, files=(*part.content.files, *entries)))
         self._commit(unsealed, part, small)
