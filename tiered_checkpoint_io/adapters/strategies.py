@@ -325,7 +325,7 @@ class _Reader(TieredStorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """As :meth:`TieredStorageReader.read_data`."""
-        if self.opened is not None and self.opened.files is not None and self.opened.files.in_memory:
+        if self.opened is not None and self.opened.files is not None and self.opened.files.held:
             self.tier = "memory"
         return super().read_data(plan, planner)
 
