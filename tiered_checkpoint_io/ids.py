@@ -37,6 +37,7 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DO
 _MANGLED_S3 = re.compile(r"s3:/(?!/)")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
+_COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
 _STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
 _LAST = re.compile(r"(?:^|[/_-])last(?:-v\d+)?(?:\.[^/.]*)?\Z")
 #: A file system allows 255 bytes for one component; the manifest's key adds its suffix.
@@ -209,6 +210,14 @@ def step_in_name(name: str) -> int | None:
     """The step that a name tells: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
     matches = list(_STEP_IN_NAME.finditer(name))
     return int(matches[-1]["step"]) if matches else None
+
+
+def series_of(name: str) -> str:
+    """What the names of one job's checkpoints have in common: all but the numbers of step and epoch.
+
+    Process groups that save side by side (``tp0/step_5``, ``tp1/step_5``) are series of their own.
+    """
+    return _COUNTED.sub(r"\g<what>#", name)
 
 
 class Located(NamedTuple):

@@ -282,7 +282,7 @@ class TieredStorageReader(StorageReader):
         session = self.session
         session.newest_seen = max(filter(None, (session.newest_seen, opened.newest_save_id)), default=None)
         if opened.save_id:
-            self._shared.saver.is_complete(opened.save_id)
+            self._shared.saver.is_complete(opened.name, opened.save_id)
         session.take_up()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
 import pickle
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -185,25 +186,22 @@ class TieredStorageWriter(StorageWriter):
                 hint="give the number of ranks of the process group that saves, or leave world_size out",
             )
         durable = self.settings.is_durable(located.step, self.save_to_s3)
-        ticket = self._shared.saver.issue(
-            located.name,
-            step=located.step,
-            world_size=len(plans),
-            durable=durable,
-            epoch=self.epoch,
-            metric=self.metric,
-        )
+        with self._counting("beginning"):
+            ticket = self._shared.saver.issue(
+                located.name,
+                step=located.step,
+                world_size=len(plans),
+                durable=durable,
+                epoch=self.epoch,
+                metric=self.metric,
+            )
         self._issued = ticket
         return [dataclasses.replace(plan, storage_data=ticket) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Puts this rank's items into memory."""
-        try:
+        with self._counting("saving"):
             results = self._write(plan, planner)
-        except Exception as error:
-            self.session.counts["failed"] += 1
-            self.session.log.error("Step %d: saving %s failed: %s", self._place().step, self._place().name, error)
-            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -214,12 +212,8 @@ class TieredStorageWriter(StorageWriter):
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._issued.save_id)
-        try:
+        with self._counting("committing"):
             self._shared.saver.finish(self._issued.save_id, pickle.dumps(metadata), wait=self._wait, extra=self.extra)
-        except Exception as error:
-            self.session.counts["failed"] += 1
-            self.session.log.error("Step %d: committing %s failed: %s", self._place().step, self._place().name, error)
-            raise
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -257,6 +251,16 @@ class TieredStorageWriter(StorageWriter):
         return {**self.__dict__, "_newest_seen": newest, "_issued": None}
 
     # ----------------------------------------------------------------------------------- inside
+    @contextlib.contextmanager
+    def _counting(self, what: str) -> Iterator[None]:
+        """Counts and logs a failure, which DCP then tells all ranks."""
+        try:
+            yield
+        except Exception as error:
+            self.session.counts["failed"] += 1
+            self.session.log.error("Step %d: %s %s failed: %s", self._place().step, what, self._place().name, error)
+            raise
+
     @property
     def _shared(self) -> Shared:
         shared = shared_of(self.settings)

@@ -129,7 +129,8 @@ class ShardSaver:
         self._session = session
         self._lock = threading.Lock()
         self._unsealed: _Unsealed | None = None
-        self._completed: list[str] = []
+        #: By series of names; the oldest first.
+        self._completed: dict[str, list[str]] = {}
 
     # ------------------------------------------------------------------------------- coordinator
     def issue(
@@ -168,7 +169,8 @@ class ShardSaver:
                 durable = False
         save_id = session.next_id()
         rated = Metric(*metric) if metric is not None else None
-        return Ticket(name, save_id, step, world_size, durable, taken, tuple(self._completed), epoch, rated)
+        completed = tuple(self._completed.get(ids.series_of(name), ()))
+        return Ticket(name, save_id, step, world_size, durable, taken, completed, epoch, rated)
 
     def _is_taken(self, name: str) -> bool:
         try:
@@ -211,8 +213,7 @@ class ShardSaver:
         entries = [_small_entry(f"{ticket.name}/{basename}", data) for basename, data in small.items()]
         part = replace(part, content=replace(part.content, files=(*part.content.files, *entries)))
         self._commit(unsealed, part, small)
-        keep = max(1, self._session.config.memory_keep_last)
-        self._completed = [*self._completed, save_id][-keep:]
+        self.is_complete(ticket.name, save_id)
         if ticket.durable:
             # It may have left while it had nothing to do.
             self._session.open().drain.start()
@@ -228,9 +229,11 @@ class ShardSaver:
                 )
         return self._report(ticket, part, unsealed.started)
 
-    def is_complete(self, save_id: str) -> None:
-        """Takes note that a checkpoint of an earlier run is whole: a restore has loaded it."""
-        self._completed = sorted({*self._completed, save_id})
+    def is_complete(self, name: str, save_id: str) -> None:
+        """Takes note that a checkpoint is whole: this process finished it, or a restore has loaded it."""
+        keep = max(1, self._session.config.memory_keep_last)
+        series = ids.series_of(name)
+        self._completed[series] = sorted({*self._completed.get(series, ()), save_id})[-keep:]
 
     # ------------------------------------------------------------------------------------- ranks
     def capture(
@@ -257,9 +260,8 @@ class ShardSaver:
         self.give_up()
         tier, saver, drain = self._session.open()
         mine = _Mine(rank, ids.run_id_of(ticket.save_id))
-        for stored in surplus(
-            [stored for stored in tier.parts() if mine(stored)], ticket, self._session.config.memory_keep_last
-        ):
+        held = [stored for stored in tier.parts() if mine(stored)]
+        for stored in surplus(held, ticket, self._session.config.memory_keep_last):
             tier.remove(stored)
         image, placed = plan_shard(items)
         slots: dict[str, Slot] = {}
@@ -352,12 +354,17 @@ def surplus(held: Iterable[StoredPart], ticket: Ticket, keep_last: int) -> list[
     With the new save, memory then holds ``keep_last`` checkpoints; two at least, because the new
     one may fail. Nothing is removed before this run has a complete save, since nobody knows which
     of the earlier ones are whole; nothing that waits for the durable tier is; and nothing that is
-    newer than the last complete save, because other ranks may be just finishing it.
+    newer than the last complete save, because other ranks may be just finishing it. Other series of
+    names may be those of another process group of this job.
     """
     if not ticket.completed:
         return []
-    newest = ticket.completed[-1]
-    older = [stored for stored in held if stored.save_id < newest and not stored.pending]
+    newest, series = ticket.completed[-1], ids.series_of(ticket.name)
+    older = [
+        stored
+        for stored in held
+        if stored.save_id < newest and not stored.pending and ids.series_of(stored.part.name) == series
+    ]
     keep = max(1, keep_last - 1)
     kept: Collection[str] = ticket.completed[-keep:]
     if len(kept) < keep:
