@@ -31,6 +31,13 @@ def test_a_job_goes_on_from_memory_after_all_its_processes_died(ranks):
         assert answer[0]["got"]["asked"].get("bytes.down", 0) == 0
 
 
+def test_an_fsdp2_model_and_its_optimizer_go_on_with_fewer_ranks(ranks):
+    saved = ranks(3, ["fsdp_save", 4])[0][0]["got"]
+    assert any("exp_avg" in key for key in saved)
+    for answer in ranks(2, ["fsdp_load", 4]):
+        assert answer[0].get("got", answer[0]) == pytest.approx(saved)
+
+
 def test_two_ranks_read_each_byte_of_four_once_and_list_once(ranks, s3_url, memory_dir):
     ranks(4, ["save", 3, {"rows": 120_000}], ["close"], dirpath=s3_url, save_to_s3=True)
     shutil.rmtree(memory_dir)

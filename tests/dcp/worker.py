@@ -240,6 +240,55 @@ def group_save(job, seed, ranks):
     return described(writer(job)) if dist.get_rank() in ranks else None
 
 
+def fsdp_job(seed):
+    """An FSDP2 model and its optimizer after one step; the same whole state on any number of ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(13, 29), torch.nn.ReLU(), torch.nn.Linear(29, 3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 13)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def totals(model, optimizer):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    found = {key: value.double().sum().item() for key, value in weights.items()}
+    for name, entries in states.get("state", {}).items():
+        found |= {f"{name}.{key}": float(torch.as_tensor(value).double().sum()) for key, value in entries.items()}
+    return found
+
+
+def fsdp_save(job, seed):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = fsdp_job(seed)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=f"step_{seed}", storage_writer=writer(job))
+    return totals(model, optimizer)
+
+
+def fsdp_load(job, seed):
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    from tiered_checkpoint_io import TieredStorageReader
+
+    model, optimizer = fsdp_job(seed + 1)
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optim": states}
+    dcp.load(state, storage_reader=TieredStorageReader(**reading(job)))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return totals(model, optimizer)
+
+
 def save_and_die(job, seed, rank):
     """One rank dies between its part and the commit."""
     mine = writer(job)

@@ -33,6 +33,8 @@ from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
 #: Below the memory tier's root: chunks that this node has fetched, a folder a save.
 READS = "reads"
 _POLL_S = 0.005
+#: A folder is removed within milliseconds; there is nothing to wait for beyond that.
+_JOIN_S = 60.0
 _PAGE = mmap.PAGESIZE
 _VERIFIED = 1
 
@@ -72,14 +74,22 @@ class SharedFolder:
         Args:
             root: The memory tier's.
             key: Which save.
+
+        Raises:
+            RestoreError: Another process has been removing it for too long.
         """
         self.path = root / READS / key
         self._descriptor: int | None = None
+        deadline = time.monotonic() + _JOIN_S
         while self._descriptor is None:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 self._descriptor = _hold(self.path, fcntl.LOCK_SH)
             if self._descriptor is None:
+                if time.monotonic() > deadline:
+                    raise RestoreError(
+                        "another process holds the folder of fetched chunks", operation="restore", key=str(self.path)
+                    )
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
