@@ -7,6 +7,7 @@ from tiered_checkpoint_io.engine.choice import Selector
 from tiered_checkpoint_io.engine.shard_choice import HeldPart, shard_candidates
 from tiered_checkpoint_io.engine.shard_exchange import Need, Transfer, transfers
 from tiered_checkpoint_io.engine.shards import Ticket, surplus
+from tiered_checkpoint_io.ids import series_of
 from tiered_checkpoint_io.manifest import Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.storage.memory import StoredPart
 
@@ -84,7 +85,8 @@ def stored(number, *, pending=False, name=None):
 
 
 def kept(held, completed, keep_last):
-    ticket = Ticket("step_99", save_id(99), 99, 2, durable=False, completed=tuple(save_id(n) for n in completed))
+    done = tuple(save_id(n) for n in completed)
+    ticket = Ticket("step_99", save_id(99), 99, 2, durable=False, completed=done, series=series_of("step_99"))
     gone = surplus(held, ticket, keep_last)
     return [each.part.content.step for each in held if each not in gone]
 

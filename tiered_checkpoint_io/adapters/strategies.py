@@ -106,7 +106,7 @@ class TieredSharding(_Base):
     def _shared(self) -> Shared:
         session = self._tiered_io.checkpointer.session
         if self._shard_saver is None:
-            self._shard_saver = ShardSaver(session)
+            self._shard_saver = ShardSaver(session, one_series=True)
         return Shared(session, self._shard_saver)
 
     # ------------------------------------------------------------------------------------ state

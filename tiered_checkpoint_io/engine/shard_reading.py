@@ -105,7 +105,7 @@ class ShardRestorer:
         self._bringer = Bringer(config, tier, store, logger, config.dirpath)
         #: All names on the durable tier, where this rank listed them.
         self.listed: set[str] | None = None
-        self._foreign_search = _Search(Selector("name"), [])
+        self._foreign_search = _Search(Selector("name"), [], {})
 
     def open(self, selector: Selector, group: Group, rejected: Collection[str] = ()) -> OpenShards:
         """Chooses a checkpoint; every rank of ``group`` calls this, and all get the same, or the same error.

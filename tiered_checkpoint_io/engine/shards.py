@@ -54,6 +54,8 @@ class Ticket:
         completed: The newest saves of this run that are complete, the oldest first.
         epoch: The epoch; -1 where nobody told.
         metric: What a ModelCheckpoint monitored.
+        series: To which names ``memory_keep_last`` applies together, see :func:`ids.series_of`; empty
+            for all names.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Ticket:
     completed: tuple[str, ...] = ()
     epoch: int = -1
     metric: Metric | None = None
+    series: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_arrive, tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
@@ -125,8 +128,16 @@ class _Unsealed:
 class ShardSaver:
     """Saves one process' parts of sharded checkpoints."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, one_series: bool = False) -> None:
+        """Takes the tiers.
+
+        Args:
+            session: Both tiers.
+            one_series: Whether all names are one job's, however they are made; by default process
+                groups that save side by side keep their own, by the form of their names.
+        """
         self._session = session
+        self._one_series = one_series
         self._lock = threading.Lock()
         self._unsealed: _Unsealed | None = None
         #: By series of names; the oldest first.
@@ -169,8 +180,9 @@ class ShardSaver:
                 durable = False
         save_id = session.next_id()
         rated = Metric(*metric) if metric is not None else None
-        completed = tuple(self._completed.get(ids.series_of(name), ()))
-        return Ticket(name, save_id, step, world_size, durable, taken, completed, epoch, rated)
+        series = self._series(name)
+        completed = tuple(self._completed.get(series, ()))
+        return Ticket(name, save_id, step, world_size, durable, taken, completed, epoch, rated, series)
 
     def _is_taken(self, name: str) -> bool:
         try:
@@ -232,8 +244,11 @@ class ShardSaver:
     def is_complete(self, name: str, save_id: str) -> None:
         """Takes note that a checkpoint is whole: this process finished it, or a restore has loaded it."""
         keep = max(1, self._session.config.memory_keep_last)
-        series = ids.series_of(name)
+        series = self._series(name)
         self._completed[series] = sorted({*self._completed.get(series, ()), save_id})[-keep:]
+
+    def _series(self, name: str) -> str:
+        return "" if self._one_series else ids.series_of(name)
 
     # ------------------------------------------------------------------------------------- ranks
     def capture(
@@ -359,11 +374,13 @@ def surplus(held: Iterable[StoredPart], ticket: Ticket, keep_last: int) -> list[
     """
     if not ticket.completed:
         return []
-    newest, series = ticket.completed[-1], ids.series_of(ticket.name)
+    newest = ticket.completed[-1]
     older = [
         stored
         for stored in held
-        if stored.save_id < newest and not stored.pending and ids.series_of(stored.part.name) == series
+        if stored.save_id < newest
+        and not stored.pending
+        and (not ticket.series or ids.series_of(stored.part.name) == ticket.series)
     ]
     keep = max(1, keep_last - 1)
     kept: Collection[str] = ticket.completed[-keep:]
