@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.bad_input import Kept
+from support.launch import zygote_pids
 
 from tiered_checkpoint_io.testing.servers import OutsideServer, RcloneServer
 
@@ -121,7 +122,7 @@ def _no_child_is_left():
 def left_behind(before):
     """Children that are new and will not go by themselves, as text."""
     left = []
-    for pid in set(children(os.getpid())) - before:
+    for pid in set(children(os.getpid())) - before - zygote_pids():
         line = command_line(pid)
         # The session's own server, and helpers of multiprocessing, stay for later tests.
         if line and "serve s3" not in line and "multiprocessing" not in line and "torch" not in line:

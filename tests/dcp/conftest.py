@@ -12,9 +12,8 @@ DEADLINE_S = 75.0
 
 
 @pytest.fixture
-def ranks(tmp_path, memory_dir, tmp_path_factory):
+def ranks(tmp_path, memory_dir):
     """Runs steps of ``worker.py`` on so many ranks; gives the answers, by rank and step."""
-    cache = tmp_path_factory.getbasetemp() / "bytecode"
 
     def run(count, *steps, nodes="", **options):
         options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False, **options}
@@ -26,6 +25,6 @@ def ranks(tmp_path, memory_dir, tmp_path_factory):
             jobs = [
                 {**job, "options": {**options, "memory_dir": f"{memory_dir}/{nodes[r]}"}} for r, job in enumerate(jobs)
             ]
-        return launch(tmp_path, jobs, cache=cache, deadline_s=DEADLINE_S, worker=WORKER)
+        return launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)
 
     return run

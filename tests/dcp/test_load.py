@@ -1,6 +1,7 @@
 """Sharded checkpoints read back by real ranks: from memory, from the durable tier, by other world sizes."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_nodes_give_each_other_what_only_one_of_them_holds(ranks):
 
 def test_what_another_node_sends_is_verified(ranks, memory_dir):
     ranks(2, ["save", 1], ["save", 2], nodes="ab")
-    (path,) = Path(memory_dir, "a").glob("tiered-*/default/saves/*-00000002/rank-00000/__0_0.distcp")
+    (path,) = Path(memory_dir, "a").glob("tiered-*/default/saves/*-00000002/rank-00000/__0_0-*.distcp")
     flip(path, at=path.stat().st_size - 200)
     for answer in ranks(2, ["load_ours", 1], nodes="ab"):
         assert answer[0].get("got", answer[0])["matches"]
@@ -118,11 +119,16 @@ def saved(config):
 
 def files_in_memory(config, save):
     folder = sorted(Path(config["memory_dir"]).glob("tiered-*/default/saves/*"))[save]
-    return {path.name: path for path in folder.glob("rank-*/*") if path.name.startswith((".metadata", "__"))}
+    return {role(path): path for path in folder.glob("rank-*/*") if path.name.startswith((".metadata", "__"))}
 
 
 def files_there(config, step):
-    return {path.name: path for path in Path(config["dirpath"], f"step_{step}").iterdir()}
+    return {role(path): path for path in Path(config["dirpath"], f"step_{step}").iterdir()}
+
+
+def role(path):
+    """The file's name without the mark of its save."""
+    return re.sub(r"-[0-9a-f]{8}\.", ".", path.name)
 
 
 def items_of(folder_file):
@@ -245,13 +251,13 @@ def test_plain_dcp_reads_the_folder_on_the_durable_tier(saved):
 
 
 def test_an_overwritten_checkpoint_holds_the_new_content(saved):
+    before = files_there(saved, 2)["__0_0.distcp"]
     writer = TieredStorageWriter(**saved, wait=True)
     other = {**state(2), "note": "again"}
     dcp.save(other, checkpoint_id="step_2", storage_writer=writer)
     writer.close()
-    names = sorted(files_there(saved, 2))
-    assert len(names) == 2
-    assert names[1] != "__0_0.distcp", "the old file was not written to"
+    assert len(list(before.parent.iterdir())) == 2
+    assert files_there(saved, 2)["__0_0.distcp"] != before, "the old file was not written to"
     shutil.rmtree(saved["memory_dir"])
     os.mkdir(saved["memory_dir"])
     loaded = blank()

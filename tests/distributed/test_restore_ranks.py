@@ -57,15 +57,10 @@ def got(answers):
     return [(answer.get("save_id"), answer.get("tier"), answer.get("digest")) for answer in answers]
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("bytecode")
-
-
 @pytest.fixture
-def run(tmp_path, cache):
+def run(tmp_path):
     def run(ranks, **options):
-        answers = launch(tmp_path, ranks, cache=cache, **options)
+        answers = launch(tmp_path, ranks, **options)
         for rank, (job, answer) in enumerate(zip(ranks, answers, strict=True)):
             assert answer is not None or job.get("die"), said(tmp_path, rank)
         return answers
