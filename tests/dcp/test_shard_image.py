@@ -56,6 +56,12 @@ def file_of(items):
     data = bytes(buffer[: image.size])
     ranges = chunk_ranges(image.size, image.chunk_size)
     assert hashes == tuple(hash_bytes(data[offset : offset + length]) for offset, length in ranges)
+    # Nothing of what was in the buffer before is left between the items.
+    end = 0
+    for each in placed:
+        assert not any(data[end : each.offset])
+        end = each.offset + each.length
+    assert not any(data[end:])
     return data, placed
 
 

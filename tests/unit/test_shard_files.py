@@ -1,0 +1,136 @@
+"""Chunks that a node fetches: each once, whoever needs it first, and none unverified."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from tiered_checkpoint_io.engine.shard_files import FetchedFile, SharedFolder, chunks_of, clear_reads
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
+from tiered_checkpoint_io.manifest import FileEntry, chunk_ranges, hash_bytes
+
+CHUNK = 1000
+DATA = os.urandom(10 * CHUNK + 7)
+ENTRY = FileEntry(
+    "step_1/file", len(DATA), CHUNK, tuple(hash_bytes(DATA[a : a + n]) for a, n in chunk_ranges(len(DATA), CHUNK))
+)
+
+
+class Durable:
+    """A store of one object: counts what is read, and is slow, broken or wrong where it is told to be."""
+
+    def __init__(self, data=DATA, *, wait_s=0.0):
+        self.data = data
+        self.wait_s = wait_s
+        self.asked = []
+        self.broken = False
+
+    def read_into(self, key, offset, buffer):
+        self.asked.append(offset)
+        time.sleep(self.wait_s)
+        if self.broken:
+            raise StoreUnavailableError("503", operation="get", tier="durable", key=key)
+        buffer[:] = self.data[offset : offset + len(buffer)]
+
+
+def opened(folder, store, *, timeout_s=10.0):
+    return FetchedFile(ENTRY, lambda: store, folder.path, concurrency=4, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = SharedFolder(tmp_path, "save")
+    yield folder
+    folder.close()
+
+
+def test_only_the_chunks_of_a_span_are_fetched(folder):
+    store = Durable()
+    file = opened(folder, store)
+    file.ensure([(1500, 600), (10 * CHUNK, 7)])
+    assert sorted(store.asked) == [1000, 2000, 10_000]
+    assert bytes(file.view[1500:2100]) == DATA[1500:2100]
+    file.ensure([(1000, 2000)])
+    assert len(store.asked) == 3, "what is here is not fetched again"
+    file.close()
+
+
+def test_readers_of_a_node_fetch_each_chunk_once(folder):
+    store = Durable(wait_s=0.01)
+    files = [opened(folder, store) for _ in range(4)]
+    threads = [threading.Thread(target=file.ensure, args=([(0, len(DATA))],)) for file in files]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(store.asked) == [offset for offset, _ in ENTRY.chunks]
+    assert all(bytes(file.view[: len(DATA)]) == DATA for file in files)
+    for file in files:
+        file.close()
+
+
+def test_a_chunk_that_differs_from_its_hash_is_refused_each_time(folder):
+    bad = bytearray(DATA)
+    bad[2500] ^= 1
+    file = opened(folder, Durable(bytes(bad)))
+    file.ensure([(0, 2000)])
+    for _ in range(2):
+        with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
+            file.ensure([(2400, 10)])
+    with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
+        file.put(2, bad[2000:3000])
+    file.put(2, DATA[2000:3000])
+    file.ensure([(2400, 10)])
+    file.close()
+
+
+def test_a_failed_fetch_leaves_the_chunk_to_the_next_reader(folder):
+    store = Durable()
+    store.broken = True
+    first, second = opened(folder, store), opened(folder, store)
+    with pytest.raises(StoreUnavailableError):
+        first.ensure([(0, 10)])
+    store.broken = False
+    second.ensure([(0, 10)])
+    assert bytes(second.view[:10]) == DATA[:10]
+    first.close()
+    second.close()
+
+
+def test_the_wait_for_another_reader_is_bounded(folder):
+    slow, quick = Durable(wait_s=1.0), Durable()
+    first, second = opened(folder, slow), opened(folder, quick, timeout_s=0.1)
+    thread = threading.Thread(target=first.ensure, args=([(0, 10)],))
+    thread.start()
+    while not slow.asked:
+        time.sleep(0.001)
+    with pytest.raises(RestoreError, match="has not fetched 1 chunks in time"):
+        second.ensure([(0, 10)])
+    thread.join(30)
+    second.ensure([(0, 10)])
+    assert quick.asked == []
+    first.close()
+    second.close()
+
+
+def test_a_span_beyond_the_file_is_damage(folder):
+    with pytest.raises(CorruptCheckpointError, match="names bytes up to"):
+        chunks_of(ENTRY, [(0, len(DATA) + 1)])
+
+
+def test_the_last_reader_removes_the_folder(tmp_path):
+    first, second = SharedFolder(tmp_path, "save"), SharedFolder(tmp_path, "save")
+    first.close()
+    assert second.path.exists()
+    clear_reads(tmp_path)
+    assert second.path.exists(), "somebody reads from it"
+    second.close()
+    assert not second.path.exists()
+
+
+def test_folders_of_the_dead_are_cleared(tmp_path):
+    folder = SharedFolder(tmp_path, "save")
+    os.close(folder._descriptor)
+    clear_reads(tmp_path)
+    assert not folder.path.exists()
