@@ -15,7 +15,7 @@ DEADLINE_S = 75.0
 def ranks(tmp_path, memory_dir):
     """Runs steps of ``worker.py`` on so many ranks; gives the answers, by rank and step."""
 
-    def run(count, *steps, nodes="", **options):
+    def run(count, *steps, nodes="", of_rank=None, **options):
         options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False, **options}
         jobs = [{"options": options, "steps": steps}] * count
         if nodes:
@@ -25,6 +25,8 @@ def ranks(tmp_path, memory_dir):
             jobs = [
                 {**job, "options": {**options, "memory_dir": f"{memory_dir}/{nodes[r]}"}} for r, job in enumerate(jobs)
             ]
+        for rank, more in (of_rank or {}).items():
+            jobs[rank] = {**jobs[rank], "options": {**jobs[rank]["options"], **more}}
         return launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)
 
     return run

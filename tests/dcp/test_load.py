@@ -1,5 +1,6 @@
 """Sharded checkpoints read back by real ranks: from memory, from the durable tier, by other world sizes."""
 
+import io
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.restoring import flip
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
@@ -265,13 +267,48 @@ def test_an_overwritten_checkpoint_holds_the_new_content(saved):
     assert loaded["note"] == "again"
 
 
-def test_transformed_items_are_read_back(config):
-    zstd = pytest.importorskip("torch.distributed.checkpoint._extension").ZStandard
-    if not zstd.is_available():
-        pytest.skip("no zstandard module")
-    writer = TieredStorageWriter(**config, step=1, save_to_s3=False, _extensions=[zstd()])
+class Inverted(StreamTransformExtension):
+    """Turns every bit around: what is written must not be what is read."""
+
+    @staticmethod
+    def registry_name():
+        return "test.inverted"
+
+    @staticmethod
+    def from_descriptor(version):
+        return Inverted()
+
+    def get_descriptor(self):
+        return "test.inverted/1"
+
+    def transform_to(self, output):
+        return Inverting(output)
+
+    def transform_from(self, stream):
+        return io.BytesIO(bytes(byte ^ 255 for byte in stream.read()))
+
+
+class Inverting(io.RawIOBase):
+    def __init__(self, output):
+        self.output = output
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        return self.output.write(bytes(byte ^ 255 for byte in bytes(data)))
+
+
+def test_transformed_items_are_read_back_by_us_and_by_plain_dcp(config):
+    writer = TieredStorageWriter(**config, step=1, wait=True, _extensions=[Inverted()])
     dcp.save(state(1), storage_writer=writer)
+    registry = ExtensionRegistry()
+    registry.register(Inverted)
     loaded = blank()
-    ours.load(loaded, **config)
+    ours.load(loaded, **config, _extension_registry=registry)
+    assert is_step(loaded, 1)
+    loaded = blank()
+    folder = Path(config["dirpath"], "step_1")
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder, _extension_registry=registry))
     assert is_step(loaded, 1)
     writer.close()

@@ -1,10 +1,19 @@
 """Sharded saves by real ranks over gloo; plain DCP reads what lies in memory."""
 
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.manifest import hash_bytes
+from tiered_checkpoint_io.storage import open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier
 
 from .worker import content
@@ -90,13 +99,33 @@ def test_a_rank_that_dies_before_the_commit_leaves_the_checkpoint_before_the_new
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_async_saves_reach_the_durable_tier(ranks, tmp_path, kind):
-    ranks(2, ["save_async", 3, kind], save_to_s3=True)
+    answers = ranks(2, ["save_async", 3, kind], save_to_s3=True)
+    assert all("error" not in answer[0] for answer in answers), answers
     assert plain(tmp_path / "durable" / "step_3", 3)
 
 
 def test_two_nodes_commit_one_durable_checkpoint(ranks, memory_dir, tmp_path):
     ranks(2, ["save", 3, {"wait": True}], ["close"], nodes="ab", save_to_s3=True)
     assert plain(tmp_path / "durable" / "step_3", 3)
+
+
+def test_a_node_that_cannot_reach_s3_leaves_no_checkpoint_there(ranks, memory_dir, s3_url):
+    ranks(2, ["save", 1], ["close"], nodes="ab", dirpath=s3_url, save_to_s3=True)
+    nowhere = {1: {"endpoint_url": "http://127.0.0.1:9"}}
+    try:
+        answers = ranks(2, ["save", 2], ["wait", 5], nodes="ab", of_rank=nowhere, dirpath=s3_url, save_to_s3=True)
+        assert all("error" not in answer[0] for answer in answers), "training goes on"
+        assert all(answer[1]["got"] for answer in answers), "both are told that it is not durable"
+    finally:
+        for status in Path(memory_dir).glob("*/tiered-*/default/status/drain.json"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(json.loads(status.read_text())["pid"], signal.SIGKILL)
+    store = open_store(TieredCheckpointConfig(dirpath=s3_url))
+    assert [entry.key for entry in store.list(ids.MANIFEST_PREFIX)] == [ids.manifest_key("step_1")]
+    store.close()
+    # Memory still has it whole.
+    for answer in ranks(2, ["load", 2], nodes="ab", dirpath=s3_url):
+        assert answer[0].get("got", answer[0])["matches"]
 
 
 def test_memory_keeps_as_many_checkpoints_as_it_is_told(ranks):

@@ -20,6 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tiered_checkpoint_io.errors import DrainError
+
 ROWS = 37
 WRITERS = {}
 
@@ -195,11 +197,15 @@ def told(reader, state, seed, rows=ROWS):
     }
 
 
-def wait(job):
-    """Until the durable tier has all."""
-    mine = writer(job)
-    mine.wait(60)
+def wait(job, timeout_s=60):
+    """Until the durable tier has all; what was said where it has not."""
+    said = ""
+    try:
+        writer(job).wait(timeout_s)
+    except DrainError as error:
+        said = str(error)
     dist.barrier()
+    return said
 
 
 def close(job):

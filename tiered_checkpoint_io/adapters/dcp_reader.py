@@ -91,7 +91,9 @@ class TieredStorageReader(StorageReader):
         self._path = path
         self._no_dist = no_dist
         self._process_group = process_group
-        self._transforms = filesystem._StorageReaderTransforms(_extension_registry)
+        # Not in torch 2.6, whose files need none.
+        known: Any = getattr(filesystem, "_StorageReaderTransforms", None)
+        self._transforms = known(_extension_registry) if known is not None else None
         self._selector = Selector("latest")
         self._rejected: set[str] = set()
         self._metadata: Metadata | None = None

@@ -64,7 +64,7 @@ class PlanReader:
         Args:
             metadata: What ``.metadata`` says.
             files: The bytes.
-            transforms: DCP's ``_StorageReaderTransforms``.
+            transforms: DCP's ``_StorageReaderTransforms``; None where torch has none.
         """
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._files = files
@@ -108,7 +108,7 @@ class PlanReader:
         return by_file
 
     def _layout(self, item: ReadItem, info: Any) -> _Layout | None:
-        if item.type == LoadItemType.BYTE_IO or info.transform_descriptors or item.storage_index.offset is None:
+        if item.type == LoadItemType.BYTE_IO or _descriptors(info) or item.storage_index.offset is None:
             return None
         known = self._tensors.get((item.storage_index.fqn, tuple(item.storage_index.offset)))
         if known is None:
@@ -119,7 +119,9 @@ class PlanReader:
     def _load(self, view: memoryview, item: ReadItem, info: Any, planner: LoadPlanner) -> None:
         """As FileSystemReader does it: for what others laid out, and for all that is no plain tensor."""
         raw = io.BytesIO(view[info.offset : info.offset + info.length])
-        stream = self._transforms.transform_load_stream(item, info.transform_descriptors or (), raw)
+        stream: Any = raw
+        if _descriptors(info):
+            stream = self._transforms.transform_load_stream(item, _descriptors(info), raw)
         if not stream.seekable() or item.type == LoadItemType.BYTE_IO:
             stream = io.BytesIO(stream.read(-1))
         if item.type == LoadItemType.BYTE_IO:
@@ -127,6 +129,11 @@ class PlanReader:
             return
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
         _into(planner, item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+
+
+def _descriptors(info: Any) -> Sequence[str]:
+    """What an item's bytes went through; files of older releases of torch do not have the field."""
+    return getattr(info, "transform_descriptors", None) or ()
 
 
 def _spans_of(wanted: list[_Wanted]) -> list[Span]:

@@ -99,7 +99,7 @@ class TieredStorageWriter(StorageWriter):
         if thread_count is not None and (not isinstance(thread_count, int) or thread_count < 1):
             raise ConfigError(f"thread_count is {thread_count!r}", hint="allowed: a whole number above 0")
         self._threads = thread_count
-        self._transforms = filesystem._StorageWriterTransforms(_extensions)
+        self._transforms = _transforms(_extensions)
         self._located: ids.Located | None = None
         self._rank = 0
         self._is_coordinator = False
@@ -209,7 +209,7 @@ class TieredStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the checkpoint, once all ranks have written; called on the coordinator."""
         assert self._issued is not None
-        metadata.version = filesystem.CURRENT_DCP_VERSION
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._issued.save_id)
         with self._counting("committing"):
@@ -310,7 +310,7 @@ class TieredStorageWriter(StorageWriter):
 
     def _item(self, item: WriteItem, planner: SavePlanner) -> tuple[Item, list[str]]:
         data = planner.resolve_data(item)
-        if not self._transforms.extensions:
+        if self._transforms is None:
             return (data.detach() if isinstance(data, torch.Tensor) else data.getvalue()), []
         buffer = io.BytesIO()
         stream, names = self._transforms.transform_save_stream(item, buffer)
@@ -320,3 +320,13 @@ class TieredStorageWriter(StorageWriter):
             stream.write(data.getbuffer())
         stream.close()
         return buffer.getvalue(), names
+
+
+def _transforms(extensions: Sequence[Any] | None) -> Any:
+    """DCP's own stream transformations; None where there are none."""
+    if not extensions:
+        return None
+    known: Any = getattr(filesystem, "_StorageWriterTransforms", None)
+    if known is None:
+        raise ConfigError("_extensions need torch 2.7", hint="upgrade torch, or leave them out")
+    return known(extensions)
