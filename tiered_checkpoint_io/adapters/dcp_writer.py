@@ -238,7 +238,9 @@ class TieredStorageWriter(StorageWriter):
         return ids.part_op_id(self._ticket.save_id, self._rank, commits=self._is_coordinator)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See :meth:`Session.wait`."""
+        """Waits until all that this node has queued is on the durable tier; see :meth:`Session.wait`."""
+        # Another process may have saved it: DCP's, for an async_save of its own.
+        self.session.open()
         self.session.wait(timeout_s)
 
     def close(self) -> None:
