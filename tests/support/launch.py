@@ -116,6 +116,8 @@ def launch(folder, jobs, *, deadline_s=DEADLINE_S, worker=WORKER):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "RANK": str(rank),
+            # By which Lightning knows that it need not start the others.
+            "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(len(jobs)),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",

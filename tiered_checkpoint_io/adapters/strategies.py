@@ -43,7 +43,14 @@ from tiered_checkpoint_io.engine.checkpointer import NoCheckpoint
 from tiered_checkpoint_io.engine.choice import Selector, Tier
 from tiered_checkpoint_io.engine.restore import Restored
 from tiered_checkpoint_io.engine.shards import ShardSaver
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, OtherKindError, RestoreError, SaveError, UsageError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    OtherKindError,
+    RestoreError,
+    SaveError,
+    TieredCheckpointError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -215,7 +222,19 @@ class TieredSharding(_Base):
             weights_only=reader.settings.config.weights_only if weights_only is None else weights_only,
         )
         # The planner puts in what to load, once it knows what the checkpoint holds.
-        dcp.load({}, storage_reader=reader, planner=planner)
+        try:
+            dcp.load({}, storage_reader=reader, planner=planner)
+        except CheckpointException as error:
+            # All ranks are told of all failures. DCP's exception is not one that Trainer handles.
+            ranks = sorted(error.failures)
+            first = error.failures[ranks[0]][0] if ranks else error
+            if isinstance(first, TieredCheckpointError):
+                raise first from error
+            raise RestoreError(
+                f"loading {reader.checkpoint_id} failed on ranks {ranks}: {first}",
+                operation="load",
+                key=str(reader.checkpoint_id),
+            ) from error
         options = StateDictOptions(strict=module.strict_loading)
         set_model_state_dict(self._wrapped, planner.model, options=options)
         for optimizer, state in zip(optimizers, planner.optimizers, strict=True):

@@ -1,0 +1,118 @@
+"""One rank of a training with a sharded strategy; is told what to do by a JSON object."""
+
+import json
+import os
+import sys
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
+
+
+class Toy(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.seen = {}
+
+    def configure_model(self):
+        if told["strategy"] == "fsdp2":
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(batch_idx))
+        loss = (self.net(inputs) - inputs).pow(2).mean()
+        self.seen[batch_idx] = loss.item()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(100, 1))
+
+
+class Average(Callback):
+    # A moving average of the weights, sharded as they are.
+    def on_fit_start(self, trainer, module):
+        if not hasattr(self, "mean"):
+            self.mean = {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    def on_train_batch_end(self, trainer, module, *_):
+        for name, value in module.named_parameters():
+            self.mean[name].mul_(0.9).add_(value.detach(), alpha=0.1)
+
+    def state_dict(self):
+        return {"mean": self.mean, "kind": "average"}
+
+    def load_state_dict(self, state):
+        self.mean = {name: value.clone() for name, value in state["mean"].items()}
+
+
+class FSDP1(TieredFSDPStrategy):
+    # Lightning's own takes GPUs alone.
+    def _setup_model(self, model):
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    seed_everything(1, verbose=False)
+    if told["strategy"] == "fsdp2":
+        strategy = TieredModelParallelStrategy(told["ranks"], 1, save_distributed_checkpoint=not told.get("full"))
+    else:
+        strategy = FSDP1(state_dict_type="sharded")
+    block = {
+        "dirpath": told["dirpath"],
+        "memory_dir": told["memory_dir"],
+        "wait_timeout_s": 60,
+        "enable_async_checkpointing": told.get("async", True),
+        "on_save_error": "raise",
+        "memory_every_n_train_steps": 2,
+        "s3_every_n_train_steps": 4,
+    }
+    io = TieredCheckpointIO.from_config(block)
+    average = Average()
+    callbacks = [
+        TieredModelCheckpoint.from_config(
+            block,
+            filename="{step}",
+            save_last=True,
+            save_top_k=2,
+            monitor="step",
+            mode="max",
+            save_weights_only=told.get("weights_only", False),
+        )
+    ]
+    trainer = Trainer(
+        plugins=[io],
+        strategy=strategy,
+        callbacks=callbacks + ([average] if told.get("average") else []),
+        max_steps=told["steps"],
+        accelerator="cpu",
+        devices=told["ranks"],
+        logger=False,
+        accumulate_grad_batches=told.get("accumulate", 1),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Toy()
+    try:
+        trainer.fit(model, ckpt_path=told.get("ckpt_path", "tiered:latest"))
+    except Exception as error:
+        with open(told["answer"], "w") as file:
+            json.dump({"error": str(error)}, file)
+        os._exit(1)
+    restored = io.checkpointer.restored
+    answer = {"from": restored and (restored.name, restored.tier), "losses": model.seen, "asked": io.checkpointer.asked}
+    if told.get("average"):
+        answer["mean"] = {name: value.full_tensor().sum().item() for name, value in average.mean.items()}
+    with open(told["answer"] + ".new", "w") as file:
+        json.dump(answer, file)
+    os.rename(told["answer"] + ".new", told["answer"])

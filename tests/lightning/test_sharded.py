@@ -1,0 +1,144 @@
+"""Sharded strategies through the tiers: real ranks, as Lightning launches them, on the CPU over gloo."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from support.launch import launch, said
+from support.training import Model, wipe
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
+
+WORKER = Path(__file__).with_name("sharded_worker.py")
+LAUNCH_TIMEOUT_S = 100
+pytestmark = pytest.mark.timeout(4 * LAUNCH_TIMEOUT_S)
+
+
+@pytest.fixture
+def fit(tmp_path, memory_dir, monkeypatch):
+    """Trains as told; the answers of the ranks."""
+    monkeypatch.chdir(tmp_path)
+
+    def fit(steps, *, strategy="fsdp2", ranks=2, dirpath=tmp_path / "durable", **more):
+        told = {"strategy": strategy, "ranks": ranks, "steps": steps, "dirpath": str(dirpath), **more}
+        jobs = [{**told, "memory_dir": memory_dir}] * ranks
+        answers = launch(tmp_path, jobs, worker=WORKER, deadline_s=LAUNCH_TIMEOUT_S)
+        for rank, answer in enumerate(answers):
+            assert answer is not None, said(tmp_path, rank)
+            assert "error" not in answer or "fails" in more, said(tmp_path, rank)
+            # JSON knows no numbers as keys.
+            answer["losses"] = {int(index): loss for index, loss in answer.get("losses", {}).items()}
+        return answers
+
+    return fit
+
+
+def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fit, s3_url, memory_dir):
+    """From memory, from S3, on fewer and on more ranks; with gradient accumulation and a sharded average."""
+    more = {"dirpath": s3_url, "accumulate": 2, "average": True}
+    (whole, _) = fit(12, **{**more, "dirpath": s3_url + "-whole"})
+    wipe(memory_dir)
+    fit(5, **more)
+    first, second = fit(7, **more)
+    assert first["from"] == ["step=4.ckpt", "memory"]
+    (alone,) = fit(9, ranks=1, **more)
+    assert alone["from"] == ["memory/epoch=0-step=6.ckpt", "memory"]
+    wipe(memory_dir)
+    last, other = fit(12, **more)
+    assert last["from"] == ["step=8.ckpt", "durable"]
+    # Rank 0 alone looks what is there; both read what they need.
+    assert last["asked"]["requests.list"] == 1
+    assert "requests.list" not in other["asked"]
+    for answer in (first, second, alone, last, other):
+        for index, loss in answer["losses"].items():
+            assert loss == pytest.approx(whole["losses"][index], rel=1e-5)
+    assert last["mean"] == pytest.approx(whole["mean"], rel=1e-4)
+    assert {index: whole["losses"][index] for index in first["losses"]} == first["losses"], "bit for bit"
+
+
+def test_full_checkpoints_of_a_sharded_model_and_sharded_ones_replace_each_other(fit, tmp_path, memory_dir):
+    (whole, _) = fit(12, dirpath=tmp_path / "whole")
+    wipe(memory_dir)
+    fit(4, full=True)
+    assert torch.load(tmp_path / "durable" / "step=4.ckpt")["global_step"] == 4
+    assert fit(8)[0]["from"][0] == "step=4.ckpt"
+    wipe(memory_dir)
+    first, _ = fit(12, full=True)
+    assert first["from"] == ["step=8.ckpt", "durable"]
+    assert first["losses"] == pytest.approx({i: whole["losses"][i] for i in first["losses"]}, rel=1e-5)
+
+
+def test_fsdp1_and_its_folder_for_others(fit, tmp_path, memory_dir):
+    more = {"strategy": "fsdp1", "async": False}
+    (whole, _) = fit(8, **more, dirpath=tmp_path / "whole")
+    wipe(memory_dir)
+    fit(4, **more)
+    wipe(memory_dir)
+    first, _ = fit(8, **more)
+    assert first["from"] == ["step=4.ckpt", "durable"]
+    assert first["losses"] == {index: whole["losses"][index] for index in first["losses"]}
+    # Plain DCP reads the folder, and Lightning's own strategies know it.
+    folder = tmp_path / "durable" / "step=8.ckpt"
+    loaded = {"model": {"net.0.bias": torch.zeros(32)}}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    assert loaded["model"]["net.0.bias"].abs().sum() > 0
+    assert torch.load(folder / "meta.pt", weights_only=False)["global_step"] == 8
+
+
+def test_weights_alone_are_no_place_to_resume_from(fit):
+    fit(4, weights_only=True, ranks=1)
+    (answer,) = fit(8, weights_only=True, ranks=1, ckpt_path="step=4.ckpt", fails=True)
+    assert "can't go on from weights alone" in answer["error"]
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
+@pytest.mark.parametrize("callback", [TieredModelCheckpoint, ModelCheckpoint, None])
+def test_a_stock_sharded_strategy_is_refused_before_it_writes_anything(
+    strategy, callback, memory_dir, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+
+    class Pretending(strategy):
+        """Passes Lightning's own check for a GPU, and goes no further than the hooks for setup."""
+
+        def setup_environment(self):
+            self._device_mesh = None
+
+        def barrier(self, *_, **__):
+            pass
+
+        broadcast = staticmethod(lambda value, src=0: value)
+
+        def reduce_boolean_decision(self, decision, *_, **__):
+            return decision
+
+    io = TieredCheckpointIO("s3://bucket/run", memory_dir=memory_dir)
+    trainer = Trainer(
+        plugins=[io],
+        strategy=Pretending(),
+        callbacks=[callback(dirpath="s3://bucket/run")] if callback is TieredModelCheckpoint else [],
+        enable_checkpointing=callback is not None,
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_steps=1,
+    )
+    with pytest.raises(UsageError, match=f"use tiered_checkpoint_io.strategies.Tiered{strategy.__name__}"):
+        trainer.fit(Model())
+    assert not Path("s3:").exists()
+
+
+@pytest.mark.parametrize("strategy", [TieredFSDPStrategy, TieredModelParallelStrategy])
+def test_ours_with_another_io_is_refused(strategy):
+    ours = strategy()
+    with pytest.raises(UsageError, match=r"plugins=\[TieredCheckpointIO"):
+        ours.setup(None)
