@@ -126,7 +126,8 @@ def test_a_stock_sharded_strategy_is_refused_before_it_writes_anything(
         callbacks=[callback(dirpath="s3://bucket/run")] if callback is TieredModelCheckpoint else [],
         enable_checkpointing=callback is not None,
         accelerator="cpu",
-        devices=2,
+        # Of more, Lightning would start the others by running this very test.
+        devices=1,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
