@@ -1,4 +1,4 @@
-"""The command line: run a drain, look at both tiers, verify, clean."""
+"""The command line: run a drain, look at both tiers, verify, export, clean."""
 
 from __future__ import annotations
 
@@ -138,6 +138,36 @@ def verify_durable(
             bad += 1
             typer.echo(f"DAMAGED  {each}: {error}")
     raise typer.Exit(1 if bad else 0)
+
+
+@app.command("export")
+def export_sharded(
+    dirpath: str,
+    name: str,
+    target: Path,
+    file_format: Annotated[str, typer.Option("--format", help="torch (one file) or safetensors (a folder).")] = "torch",
+    prefix: Annotated[
+        str | None, typer.Option(help="For safetensors: of the tensors' names; 'state_dict.' by default.")
+    ] = None,
+    max_shard_size: Annotated[int, typer.Option(help="For safetensors: bytes of one file.")] = 5 * 10**9,
+    trust: Annotated[bool, typer.Option(help="For torch: allow objects that may run code when loaded.")] = False,
+    endpoint_url: _Endpoint = None,
+) -> None:
+    """Writes a sharded checkpoint (its NAME, or tiered:latest) as files for others, in little memory."""
+    from tiered_checkpoint_io.adapters.export import export_checkpoint
+
+    written = export_checkpoint(
+        dirpath,
+        name,
+        target,
+        format=file_format,  # type: ignore[arg-type]
+        prefix=prefix,
+        max_shard_size=max_shard_size,
+        weights_only=not trust,
+        endpoint_url=endpoint_url,
+    )
+    for file in written:
+        typer.echo(f"{file}: {gib(file.stat().st_size)}")
 
 
 @app.command()

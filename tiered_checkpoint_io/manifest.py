@@ -84,13 +84,17 @@ class FileEntry:
         """``(offset, length)`` of each chunk, in the order of ``hashes``."""
         return chunk_ranges(self.size, self.chunk_size)
 
+    def matches(self, index: int, data: memoryview | bytes) -> bool:
+        """Whether these are the bytes of chunk ``index``."""
+        return hash_bytes(data) == self.hashes[index]
+
     def check_chunk(self, index: int, data: memoryview | bytes, *, tier: str, where: str) -> None:
         """Compares chunk ``index`` with its hash.
 
         Raises:
             CorruptCheckpointError: They differ.
         """
-        if hash_bytes(data) != self.hashes[index]:
+        if not self.matches(index, data):
             offset, length = self.chunks[index]
             raise CorruptCheckpointError(
                 f"bytes {offset}-{offset + length} of {self.path!r} differ from their hash",

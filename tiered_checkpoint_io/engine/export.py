@@ -47,7 +47,8 @@ _SAFETENSORS = {
 }
 #: Where Lightning's sharded strategies keep the model.
 _MODEL_PREFIX = "state_dict."
-_DEFAULT_SHARD_SIZE = 5 * 10**9
+#: As Hugging Face's libraries have it.
+DEFAULT_SHARD_SIZE = 5 * 10**9
 
 
 def open_items(folder: Folder) -> Items:
@@ -107,7 +108,7 @@ def to_safetensors(
     target: str | os.PathLike[str],
     *,
     prefix: str | None = None,
-    max_shard_size: int = _DEFAULT_SHARD_SIZE,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
 ) -> list[Path]:
     """Writes tensors as Hugging Face's libraries expect them: shards and an index, or one file.
 
