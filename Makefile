@@ -15,7 +15,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo test test-rgw test-lightning-min lint bench-stall clean
+.PHONY: venv demo demo-sharded test test-rgw test-lightning-min lint bench-stall bench-sharded clean
 
 venv: $(STAMP)
 
@@ -35,6 +35,10 @@ $(MIN_STAMP): pyproject.toml constraints-min.txt
 demo: venv
 	$(BIN)/python examples/demo.py $(if $(S3),--s3 '$(S3)')
 
+demo-sharded: venv
+	$(BIN)/python examples/fsdp2.py $(if $(S3),--s3 '$(S3)')
+	$(BIN)/python examples/fsdp2.py --fsdp1 $(if $(S3),--s3 '$(S3)')
+
 test: venv
 	$(BIN)/python -m pytest -n 2 tests
 
@@ -52,6 +56,9 @@ lint: venv
 
 bench-stall: venv
 	$(BIN)/python benchmarks/stall.py
+
+bench-sharded: venv
+	$(BIN)/python benchmarks/sharded.py
 
 clean:
 	rm -rf $(VENV) $(MIN_VENV) build dist *.egg-info

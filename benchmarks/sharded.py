@@ -1,0 +1,151 @@
+"""How long training waits for an asynchronous sharded checkpoint: ours beside DCP's own.
+
+Two ranks over gloo, each with 1 GiB of sharded state on the CPU, warm, all contenders in turn in every
+round; what a rank waits for is the slowest rank's time. DCP writes to the same tmpfs. Prints the
+median of each, and, last, ``sharded_stall_ratio_to_dcp_thread=X``: the median over rounds of ours
+divided by DCP's async_save with a thread in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+WARM_ROUNDS = 2
+NAMES = ("ours", "DCP async_save, thread", "DCP async_save, process, shared memory")
+
+
+def rank_main(folder: str, mebibytes: int, rounds: int) -> None:
+    """One rank: times each contender in each round; the first tells all."""
+    import logging
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from tiered_checkpoint_io import TieredStorageWriter
+    from tiered_checkpoint_io import dcp as ours
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = 16 << 20 >> 12
+    state = {
+        f"layer.{number}": DTensor.from_local(torch.randn(rows, 1024), mesh, [Shard(0)])
+        for number in range(mebibytes // 16)
+    }
+    writer = TieredStorageWriter(memory_dir=folder, require_step=False, save_to_s3=False)
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
+    )
+
+    def by_ours(step: int) -> Any:
+        return ours.async_save(state, checkpoint_id=f"step_{step}", storage_writer=writer)
+
+    def by_thread(step: int) -> Any:
+        return dcp.async_save(state, checkpoint_id=f"{folder}/thread-{step}")
+
+    def by_process(step: int) -> Any:
+        response = dcp.async_save(
+            state,
+            checkpoint_id=f"{folder}/process-{step}",
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=stager,
+        )
+        return getattr(response, "upload_completion", response)
+
+    contenders: dict[str, Callable[[int], Any]] = dict(zip(NAMES, (by_ours, by_thread, by_process), strict=True))
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    for number in range(rounds + WARM_ROUNDS):
+        for name, save in contenders.items():
+            dist.barrier()
+            began = time.perf_counter()
+            future = save(number)
+            mine = torch.tensor(time.perf_counter() - began)
+            future.result()
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+            if rank == 0:
+                for kind in ("thread", "process"):
+                    shutil.rmtree(f"{folder}/{kind}-{number}", ignore_errors=True)
+            if number >= WARM_ROUNDS:
+                times[name].append(float(mine))
+    writer.close()
+    if rank == 0:
+        print(json.dumps(times), flush=True)
+    dist.barrier()
+    # DCP's background process would be waited for.
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mebibytes", type=int, default=1024, help="of each rank; a multiple of 16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        rank_main(arguments.rank, arguments.mebibytes, arguments.rounds)
+        return
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        command = [sys.executable, __file__, "--rank", folder]
+        command += ["--mebibytes", str(arguments.mebibytes), "--rounds", str(arguments.rounds)]
+        ranks = []
+        for rank in range(2):
+            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+            stack.callback(ranks[-1].kill)
+        told, _ = ranks[0].communicate()
+        times: dict[str, list[float]] = json.loads(told.strip().splitlines()[-1])
+    thread = times[NAMES[1]]
+    ratios = {
+        name: statistics.median(mine / theirs for mine, theirs in zip(seconds, thread, strict=True))
+        for name, seconds in times.items()
+    }
+    show(times, ratios, arguments.mebibytes)
+    print(f"sharded_stall_ratio_to_dcp_thread={ratios[NAMES[0]]:.2f}")
+
+
+def show(times: dict[str, list[float]], ratios: dict[str, float], mebibytes: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"How long training waits: 2 ranks, {mebibytes} MiB each, median of {len(times[NAMES[0]])} rounds"
+    )
+    for column in ("", "seconds", "fastest", "slowest", "x DCP thread"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, seconds in times.items():
+        row = (f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}")
+        table.add_row(name, *row, f"{ratios[name]:.2f}")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
