@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +13,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,22 +21,25 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.futures import Future
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters import dcp
-from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
-from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
     TieredCheckpointIO,
     read_storage_options,
     tiered_io_of,
 )
-from tiered_checkpoint_io.adapters.sharded_state import SHARDED, make_again, part_off, put_back
+from tiered_checkpoint_io.adapters.sharded_state import SHARDED, part_off, put_back
+from tiered_checkpoint_io.adapters.strategy_io import (
+    MODEL_KEYS,
+    REST,
+    StrategyPlanner,
+    StrategyReader,
+    StrategyWriter,
+)
 from tiered_checkpoint_io.engine.checkpointer import NoCheckpoint
-from tiered_checkpoint_io.engine.choice import Selector, Tier
 from tiered_checkpoint_io.engine.restore import Restored
 from tiered_checkpoint_io.engine.shards import ShardSaver
 from tiered_checkpoint_io.errors import (
@@ -60,11 +59,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-#: The file beside the shards in which Lightning keeps loops, callbacks and hyperparameters.
-_REST = "meta.pt"
-#: What Lightning's strategies call the model in a sharded checkpoint: ModelParallel, and FSDP.
-_MODEL_KEYS = ("state_dict", "model")
-
 
 class TieredSharding(_Base):
     """What the sharded strategies have in common; stands before Lightning's own in the class order.
@@ -73,7 +67,7 @@ class TieredSharding(_Base):
     gathered or copied beforehand. Full checkpoints, made by any strategy, load as well.
     """
 
-    _model_key = _MODEL_KEYS[0]
+    _model_key = MODEL_KEYS[0]
     _shard_saver: ShardSaver | None = None
     _local_file: Path | None = None
 
@@ -161,12 +155,14 @@ class TieredSharding(_Base):
         state.update({SHARDED: sharded} if sharded else {})
         step = checkpoint.get("global_step", -1)
         wait = "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        writer = _Writer(self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait)
+        writer = StrategyWriter(
+            self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
+        )
         writer.epoch, writer.metric = checkpoint.get("epoch", -1), metric
         if self.is_global_zero:
             buffer = io.BytesIO()
             torch.save(rest, buffer)
-            writer.extra = (_REST, buffer.getvalue())
+            writer.extra = (REST, buffer.getvalue())
         try:
             state_dict_saver.save(state, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
         except CheckpointException as error:
@@ -193,7 +189,7 @@ class TieredSharding(_Base):
         engine = self._tiered_io.checkpointer
         dirpath, selector = engine.select(path)
         self._tiered_io.found_nothing = False
-        reader = _Reader(self._shared, dirpath, selector)
+        reader = StrategyReader(self._shared, dirpath, selector)
         try:
             reader.choose()
         except OtherKindError:
@@ -209,11 +205,11 @@ class TieredSharding(_Base):
             return NoCheckpoint({"pytorch-lightning_version": lightning_version})
         return self._load_shards(reader, weights_only)
 
-    def _load_shards(self, reader: _Reader, weights_only: bool | None) -> dict[str, Any]:
+    def _load_shards(self, reader: StrategyReader, weights_only: bool | None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
-        planner = _Planner(
+        planner = StrategyPlanner(
             reader,
             model=get_model_state_dict(self._wrapped),
             optimizers=[get_optimizer_state_dict(self._wrapped, optimizer) for optimizer in optimizers],
@@ -278,7 +274,7 @@ class TieredSharding(_Base):
 class TieredFSDPStrategy(TieredSharding, FSDPStrategy):
     """FSDPStrategy whose checkpoints, sharded or full, go through the tiers."""
 
-    _model_key = _MODEL_KEYS[1]
+    _model_key = MODEL_KEYS[1]
 
     @property
     def _saves_shards(self) -> bool:
@@ -291,142 +287,3 @@ class TieredModelParallelStrategy(TieredSharding, ModelParallelStrategy):
     @property
     def _saves_shards(self) -> bool:
         return self._save_distributed_checkpoint
-
-
-class _Writer(TieredStorageWriter):
-    """Writes one checkpoint of a strategy, through the session of its checkpoint IO."""
-
-    def __init__(self, shared: Shared, located: ids.Located, *, durable: bool, wait: bool) -> None:
-        super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
-        self._of_strategy = shared
-        self._located = located
-
-    @property
-    def _shared(self) -> Shared:
-        return self._of_strategy
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a writer of a strategy is used once."""
-
-
-class _Reader(TieredStorageReader):
-    """Reads what a strategy was asked for, through the session of its checkpoint IO."""
-
-    def __init__(self, shared: Shared, dirpath: str, selector: Selector) -> None:
-        self._of_strategy = shared
-        self._wanted = selector
-        super().__init__(shared.session.config)
-        self.settings = self._base.at(dirpath)
-        self._chosen: Metadata | None = None
-        #: Where this node had its bytes from.
-        self.tier: Tier = "durable"
-        self._started = time.monotonic()
-        self._asked = shared.session.asked.get("bytes.down", 0)
-
-    def choose(self) -> None:
-        """Chooses the checkpoint, with all ranks, before DCP is involved, which makes much of every error."""
-        self._chosen = super().read_metadata()
-
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """As :meth:`TieredStorageReader.read_metadata`, of what was chosen."""
-        chosen, self._chosen = self._chosen, None
-        return chosen if chosen is not None else super().read_metadata(*args, **options)
-
-    @property
-    def seconds(self) -> float:
-        """How long ago this reader was made."""
-        return time.monotonic() - self._started
-
-    @property
-    def bytes_read(self) -> int:
-        """What this process has read from the durable tier since."""
-        return self.session.asked.get("bytes.down", 0) - self._asked
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As :meth:`TieredStorageReader.read_data`."""
-        if self.opened is not None and self.opened.files is not None and self.opened.files.held:
-            self.tier = "memory"
-        return super().read_data(plan, planner)
-
-    @property
-    def _shared(self) -> Shared:
-        return self._of_strategy
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:  # noqa: ARG002
-        """Looks for the same again."""
-        self._selector = self._wanted
-
-
-class _Planner(DefaultLoadPlanner):
-    """Decides what to load when the checkpoint has been chosen: which model key, optimizers, and the rest."""
-
-    def __init__(
-        self,
-        reader: _Reader,
-        *,
-        model: dict[str, Any],
-        optimizers: list[dict[str, Any]],
-        mesh: Any,
-        strict: bool,
-        weights_only: bool | None,
-    ) -> None:
-        super().__init__(allow_partial_load=not strict)
-        self._reader = reader
-        self._mesh = mesh
-        self._weights_only = weights_only
-        self.model = model
-        self.optimizers = optimizers
-        self.rest: dict[str, Any] = {}
-        self.sharded: dict[str, Any] = {}
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Completes the state to load.
-
-        Raises:
-            RestoreError: The checkpoint holds no model, or not the optimizers that are trained.
-        """
-        assert metadata is not None
-        opened = self._reader.opened
-        assert opened is not None
-        heads = {name.partition(".")[0] for name in metadata.state_dict_metadata}
-        key = next((key for key in _MODEL_KEYS if key in heads), None)
-        missing = [f"optimizer_{i}" for i in range(len(self.optimizers)) if f"optimizer_{i}" not in heads]
-        if key is None or missing:
-            raise RestoreError(
-                f"{opened.name} holds no {'model' if key is None else ', '.join(missing)}",
-                operation="load",
-                key=str(self._reader.checkpoint_id),
-                step=opened.step,
-                hint="training can't go on from weights alone: load them into the model and fit without ckpt_path"
-                if key is not None
-                else "it was not saved by a strategy of Lightning's",
-            )
-        self.rest = self._read_rest(opened.small)
-        self.sharded = make_again(self.rest, self._mesh)
-        state_dict[key] = self.model
-        state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
-        state_dict.update({SHARDED: self.sharded} if self.sharded else {})
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-    def _read_rest(self, small: Mapping[str, bytes]) -> dict[str, Any]:
-        stem, _, ending = _REST.partition(".")
-        data = next((d for n, d in small.items() if n.startswith(stem) and n.endswith(ending)), None)
-        if data is None:
-            raise RestoreError(
-                f"there is no {_REST} beside the shards",
-                operation="load",
-                key=str(self._reader.checkpoint_id),
-                hint="it was not saved by a strategy of Lightning's; load it by tiered_checkpoint_io.dcp",
-            )
-        try:
-            found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=self._weights_only)
-        except Exception as error:
-            raise RestoreError(
-                f"torch.load refused {_REST}: {error}",
-                operation="load",
-                key=str(self._reader.checkpoint_id),
-                hint="if it holds objects of yours and you trust it, set weights_only to false",
-            ) from error
-        return found

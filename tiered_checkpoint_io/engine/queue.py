@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import InvalidNameError
-from tiered_checkpoint_io.storage.memory import write_atomic
+from tiered_checkpoint_io.storage.private import write_atomic
 
 Action = Literal["save", "part", "alias", "delete", "cancel", "unknown"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.

@@ -227,9 +227,10 @@ class Session:
         self.open().drain.submit(Request(self.next_id(), action, name, self.dirpath, target))
 
     def take_up(self) -> None:
-        """Starts the drain for what an earlier process left."""
+        """Starts the drain for what an earlier process left; one rank of each node does so."""
         tier, _, drain = self.open()
-        if any(stored.pending for stored in tier.parts()) and current_rank() == 0:
+        leads = os.environ.get("LOCAL_RANK", str(current_rank())) == "0"
+        if leads and any(stored.pending for stored in tier.parts()):
             drain.start()
 
     def surface(self) -> None:

@@ -18,7 +18,8 @@ from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Queue, Req
 from tiered_checkpoint_io.engine.stores import CONFIG_FILE
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.storage.memory import MemoryTier, write_atomic
+from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.storage.private import write_atomic
 
 _POLL_S = 0.02
 _LOCK_WAIT_S = 30.0

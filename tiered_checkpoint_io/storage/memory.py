@@ -19,7 +19,6 @@ import mmap
 import os
 import secrets
 import shutil
-import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,11 +32,11 @@ from tiered_checkpoint_io.errors import (
     ManifestError,
     MemoryFullError,
     MemoryTierError,
-    MemoryUnsafeError,
 )
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage.node import is_tmpfs, node_budget
-from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE, Slot, SlotPool, clean_dead
+from tiered_checkpoint_io.storage.private import private_folder, write_private
+from tiered_checkpoint_io.storage.slots import Slot, SlotPool, clean_dead
 
 __all__ = [
     "FOLDERS",
@@ -47,7 +46,6 @@ __all__ = [
     "is_tmpfs",
     "namespace_root",
     "node_budget",
-    "write_atomic",
 ]
 
 FOLDERS = ("saves", "slots", "trash", "quarantine", "requests", "status")
@@ -136,7 +134,7 @@ class MemoryTier:
                     "memory_dir does not exist", operation="open", tier="memory", key=memory_dir, hint="make it"
                 )
             for folder in (root.parent, root, *(root / name for name in FOLDERS)):
-                _private_folder(folder)
+                private_folder(folder)
         except MemoryTierError:
             raise
         except OSError as error:
@@ -257,14 +255,14 @@ class MemoryTier:
                 slot = slots[entry.basename]
                 target = fresh / entry.basename
                 if isinstance(slot, bytes):
-                    _write_private(target, slot)
+                    write_private(target, slot)
                     continue
                 os.rename(slot.path, target)
                 slot.path = str(target)
                 self._pool.committed(slot, entry.size)
             if drained:
-                _write_private(fresh / _DRAINED, b"")
-            _write_private(fresh / PART_FILE, part.to_json())
+                write_private(fresh / _DRAINED, b"")
+            write_private(fresh / PART_FILE, part.to_json())
         except MemoryFullError:
             # The files had their space, their description has none: what can't be whole gives all of it back.
             for slot in slots.values():
@@ -278,7 +276,7 @@ class MemoryTier:
     def mark_drained(self, stored: StoredPart) -> None:
         """Notes that the durable tier needs nothing more of a part."""
         with contextlib.suppress(FileNotFoundError):
-            _write_private(stored.folder / _DRAINED, b"")
+            write_private(stored.folder / _DRAINED, b"")
 
     def remove(self, stored: StoredPart) -> None:
         """Removes a part; its files become free slots where this process filled them."""
@@ -306,7 +304,7 @@ class MemoryTier:
             shutil.rmtree(target)
         with contextlib.suppress(FileNotFoundError):
             os.rename(folder, target)
-            _write_private(target / "reason.txt", reason.encode())
+            write_private(target / "reason.txt", reason.encode())
         with contextlib.suppress(OSError):
             os.rmdir(folder.parent)
         return target
@@ -367,7 +365,7 @@ class MemoryTier:
             # folder that is still in place now will not be reused behind our back.
             try:
                 if keep:
-                    _write_private(stored.folder / _PINNED, b"")
+                    write_private(stored.folder / _PINNED, b"")
                 elif not (stored.folder / PART_FILE).exists():
                     raise _gone(stored)
             except FileNotFoundError as error:
@@ -394,53 +392,6 @@ class MemoryTier:
                 if now - save.stat(follow_symlinks=False).st_mtime > _STALE_S:
                     # Succeeds only where nothing is left in it.
                     os.rmdir(save.path)
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Writes a small private file so that a reader sees the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    try:
-        _write_private(temporary, data)
-    except MemoryFullError:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, path)
-
-
-def _private_folder(folder: Path) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    facts = os.lstat(folder)
-    problem = None
-    if stat.S_ISLNK(facts.st_mode):
-        problem = "is a symbolic link"
-    elif not stat.S_ISDIR(facts.st_mode):
-        problem = "is not a folder"
-    elif facts.st_uid != os.getuid():
-        problem = f"belongs to user {facts.st_uid}, not to {os.getuid()}"
-    elif stat.S_IMODE(facts.st_mode) & 0o077:
-        problem = f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
-    if problem:
-        raise MemoryUnsafeError(
-            f"the memory tier's folder {problem}",
-            operation="open",
-            tier="memory",
-            key=str(folder),
-            hint="remove it, or name another memory_dir",
-        )
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        raise MemoryFullError(
-            "no space for a small file", operation="write", tier="memory", key=str(path), hint=FULL_HINT
-        ) from error
 
 
 def _gone(stored: StoredPart) -> CheckpointNotFoundError:
