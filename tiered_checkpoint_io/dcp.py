@@ -1,5 +1,23 @@
-"""Sharded checkpoints through torch.distributed.checkpoint (DCP): ``tiered_checkpoint_io.dcp.save`` and its kin."""
+"""Checkpoints of a job's ranks: ``tiered_checkpoint_io.dcp.save`` and its kin."""
 
-from tiered_checkpoint_io.adapters.dcp import TieredStorageReader, TieredStorageWriter, async_save, load, save
+from tiered_checkpoint_io.adapters.dcp import (
+    AsyncSave,
+    TieredStorageReader,
+    TieredStorageWriter,
+    async_save,
+    load,
+    maybe_finalize_async_calls,
+    save,
+    save_full,
+)
 
-__all__ = ["TieredStorageReader", "TieredStorageWriter", "async_save", "load", "save"]
+__all__ = [
+    "AsyncSave",
+    "TieredStorageReader",
+    "TieredStorageWriter",
+    "async_save",
+    "load",
+    "maybe_finalize_async_calls",
+    "save",
+    "save_full",
+]

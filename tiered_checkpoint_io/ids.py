@@ -5,6 +5,7 @@ No dependency beyond the standard library, so that ``is_s3_url`` and its kin can
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -340,6 +341,7 @@ def parse_part_key(key: str) -> PartKey | None:
 
 # -------------------------------------------------------------------------------------------- ids
 _TIME_FORMAT = "%Y%m%dT%H%M%S.%f"
+_COUNTER_DIGITS = 8
 _SAVE_ID = re.compile(r"(?P<time>\d{8}T\d{6}\.\d{6})-(?P<random>[0-9a-f]{8})-(?P<counter>\d{8})\Z")
 _RANK = re.compile(r"rank-(?P<rank>\d{5,9})\Z")
 _RUN_ID = re.compile(r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{8}\Z")
@@ -368,6 +370,26 @@ def save_id(run_id: str, counter: int) -> str:
     return f"{run_id}-{counter:08d}"
 
 
+def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
+    """The id of a save that ranks make without talking: all who know the same give the same id.
+
+    Within a series, ids sort by the repeat and then by the step. Those of another series differ, and so
+    do those of another run.
+
+    Args:
+        run_id: The run that the ranks agreed on.
+        series: Which of the run's saves belong together, see :func:`series_of`.
+        repeat: How often the series has gone back to a step that it had saved.
+        step: The training step; -1 where it is not known.
+    """
+    stamp, _, random = run_id.partition("-")
+    turn, counter = divmod(max(0, step), 10**_COUNTER_DIGITS)
+    began = datetime.strptime(stamp, _TIME_FORMAT).replace(tzinfo=timezone.utc)
+    moved = began + timedelta(milliseconds=repeat, microseconds=turn)
+    mark = hashlib.sha256(f"{random}/{series}".encode()).hexdigest()[: len(random)]
+    return save_id(f"{moved.strftime(_TIME_FORMAT)}-{mark}", counter)
+
+
 def validate_save_id(text: str) -> str:
     """Gives ``text`` back where it is a save id, which makes it safe as a file's name.
 
@@ -382,6 +404,11 @@ def validate_save_id(text: str) -> str:
 def run_id_of(save_id: str) -> str:
     """The run whose operation this is."""
     return save_id.rpartition("-")[0]
+
+
+def line_of(save_id: str) -> str:
+    """What ids have in common that one process gave out, or ranks for one series; they tell these saves' order."""
+    return run_id_of(save_id).rpartition("-")[2]
 
 
 def part_op_id(save_id: str, rank: int, *, commits: bool) -> str:

@@ -192,6 +192,11 @@ class TieredStorageReader(StorageReader):
         """Both tiers, as this process uses them."""
         return self._shared.session
 
+    @property
+    def selector(self) -> Selector:
+        """Which checkpoint is meant."""
+        return self._selector
+
     def reject(self) -> None:
         """Leaves the checkpoint that was loaded last out of account from now on."""
         if self.opened is not None and self.opened.save_id:

@@ -232,6 +232,21 @@ class TieredStorageWriter(StorageWriter):
         return self.session.last_save
 
     @property
+    def located(self) -> ids.Located:
+        """Which checkpoint is saved."""
+        return self._place()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a durable save returns only when it is committed there."""
+        return self._wait
+
+    @property
+    def threads(self) -> int | None:
+        """How many threads copy, where that was told."""
+        return self._threads
+
+    @property
     def op_id(self) -> str:
         """The operation that brings what this rank saved last to the durable tier."""
         assert self._ticket is not None

@@ -63,7 +63,21 @@ class Bringer:
         store: Callable[[], Store],
         logger: Logger,
         dirpath: str,
+        *,
+        part_rank: int | None = None,
     ) -> None:
+        """Takes the tiers.
+
+        Args:
+            config: For bounds and concurrency.
+            tier: This node's memory.
+            store: Opens the durable tier.
+            logger: Where to log.
+            dirpath: The durable tier.
+            part_rank: Which rank's part to bring, of a checkpoint where each has one file; None where
+                there is one file in all.
+        """
+        self._part_rank = part_rank
         self._config = config
         self._tier = tier
         self._store = store
@@ -124,14 +138,14 @@ class Bringer:
             except BaseException:
                 self._tier.give_back(slot)
                 raise
-            part = Part(candidate.name, 0, candidate.content, self._dirpath, durable=True)
+            part = Part(candidate.name, self._part_rank or 0, candidate.content, self._dirpath, durable=True)
             stored = self._tier.commit(part, {entry.basename: slot}, drained=True)
             result.path = str(stored.file(entry.basename))
         result.bytes_read = entry.size
         self._log.info("fetched %s: %s", candidate.name, rate(entry.size, time.monotonic() - started))
 
     def _room(self, save_id: str, size: int) -> Slot:
-        if self._tier.is_taken(save_id, 0):
+        if self._tier.is_taken(save_id, self._part_rank or 0):
             # A newer release's, for one: not ours to remove.
             raise MemoryTierError(
                 "memory holds something of this save that can't be used",
@@ -148,7 +162,7 @@ class Bringer:
             CheckpointNotFoundError: It is not there, or no longer.
         """
         for stored in self._tier.parts():
-            if stored.save_id == save_id:
+            if stored.save_id == save_id and self._part_rank in (None, stored.part.rank):
                 return stored
         raise CheckpointNotFoundError("no longer in memory", operation="restore", tier="memory", key=save_id)
 
@@ -159,7 +173,9 @@ class Bringer:
         Raises:
             RestoreError: Another process did not finish within ``wait_timeout_s``.
         """
-        path = self._tier.root / "restore.lock"
+        # Files of several ranks do not wait for each other.
+        which = "" if self._part_rank is None else f"-{self._part_rank}"
+        path = self._tier.root / f"restore{which}.lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         deadline = time.monotonic() + self._config.wait_timeout_s
         try:

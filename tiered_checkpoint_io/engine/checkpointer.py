@@ -52,10 +52,12 @@ class NoCheckpoint(dict[str, Any]):
 class Checkpointer:
     """Both tiers of one job, as one process uses them. Opens nothing before it is used."""
 
-    def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None) -> None:
+    def __init__(
+        self, config: TieredCheckpointConfig, *, logger: Logger | None = None, session: Session | None = None
+    ) -> None:
         self.config = config
         self.dirpath = config.dirpath
-        self.session = Session(config, logger=logger)
+        self.session = session or Session(config, logger=logger)
         self.restored: Restored | None = None
         self._warned_small = False
 

@@ -119,7 +119,7 @@ class Gathering:
         commit_sharded.commit_parts(store, part, files, journal=journal)
         for wait in self._waits.values():
             # Nodes send parts in the order of their saves: what was missing at this look is lost.
-            wait.overtaken |= fate == "sent" and self._is_older(wait, part)
+            wait.overtaken |= fate == "sent" and self._is_older(wait, part) and _in_one_order(wait.part, part)
         try:
             gone = commit_sharded.collect(store, part, parts, patience_s=timeout_s, busy=busy())
         except StoreError as error:
@@ -161,3 +161,10 @@ class Gathering:
     @staticmethod
     def _is_older(wait: _Wait, part: Part) -> bool:
         return wait.part.dirpath == part.dirpath and wait.part.save_id < part.save_id
+
+
+def _in_one_order(one: Part, other: Part) -> bool:
+    """Whether a rank that has a part of both made them one after the other."""
+    # Ranks that save without talking keep the order of each series alone.
+    local = "local" in (one.content.kind, other.content.kind)
+    return not local or ids.line_of(one.save_id) == ids.line_of(other.save_id)

@@ -159,6 +159,13 @@ class Session:
         self._counter += 1
         return ids.save_id(self._run_id, self._counter)
 
+    def follow(self, save_id: str) -> None:
+        """Makes this process' next ids sort behind one that it did not give out itself."""
+        self.newest_seen = max(self.newest_seen or save_id, save_id)
+        if self._run_id is not None and self._run_id < save_id:
+            self._run_id = None
+            self._counter = 0
+
     # ------------------------------------------------------------------------------- known names
     def remember(self, listed: set[str]) -> None:
         """Takes the names on the durable tier, as they were just listed."""

@@ -360,7 +360,7 @@ class _Mine:
     def __call__(self, stored: StoredPart) -> bool:
         part = stored.part
         own_run = ids.run_id_of(part.save_id) == self.run_id
-        return part.content.kind != "full" and (part.rank == self.rank or not own_run)
+        return part.content.kind == "sharded" and (part.rank == self.rank or not own_run)
 
 
 def surplus(held: Iterable[StoredPart], ticket: Ticket, keep_last: int) -> list[StoredPart]:

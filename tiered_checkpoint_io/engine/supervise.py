@@ -136,12 +136,16 @@ class DrainHandle:
         """Ids of the saves of which parts of this node wait for the drain, in order."""
         return sorted({stored.save_id for stored in self._tier.parts() if stored.pending})
 
-    def has_room(self, cancel_id: str) -> bool:
+    def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
         """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.
 
         Waits, where so configured, while the drain gets on. A drain that fails is not waited for:
         its oldest failed save is cancelled in favour of the new one, so that training goes on and
         the queue stays bounded.
+
+        Args:
+            cancel_id: The id of the request to cancel it.
+            besides: The save that is to be queued, of which other ranks of this node may have parts in it.
         """
         deadline = time.monotonic() + self._config.wait_timeout_s
         moved, moved_at = self._moved(), time.monotonic()
@@ -149,7 +153,8 @@ class DrainHandle:
         while True:
             requests = self.queue.requests()
             cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
-            waiting = [save_id for save_id in self.pending_saves() if save_id not in cancelled]
+            pending_saves = [save_id for save_id in self.pending_saves() if save_id != besides]
+            waiting = [save_id for save_id in pending_saves if save_id not in cancelled]
             if len(waiting) < self._config.max_pending:
                 return True
             self.ensure()

@@ -1,0 +1,244 @@
+"""One rank of a job that saves in the SageMaker library's style; steps as in ``worker.py``."""
+
+import contextlib
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+import worker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tiered_checkpoint_io import dcp
+
+COLLECTIVES = [
+    name
+    for name in dir(dist)
+    if name.startswith(
+        ("all_", "barrier", "broadcast", "gather", "monitored", "new_group", "recv", "reduce", "scatter")
+    )
+    or name in ("send", "isend", "irecv", "batch_isend_irecv", "new_subgroups")
+]
+
+
+@contextlib.contextmanager
+def counted(calls):
+    """Collects the names of collectives that anybody calls, and how many the process group itself carried out."""
+    kept = {name: getattr(dist, name) for name in COLLECTIVES}
+    modules = [dist, dist.distributed_c10d]
+
+    def counting(name, original):
+        def call(*arguments, **named):
+            calls.append(name)
+            return original(*arguments, **named)
+
+        return call
+
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    before = backend._get_sequence_number_for_group()
+    for name, original in kept.items():
+        for module in modules:
+            setattr(module, name, counting(name, original))
+    try:
+        yield
+    finally:
+        for name, original in kept.items():
+            for module in modules:
+                setattr(module, name, original)
+        done = backend._get_sequence_number_for_group() - before
+        calls.extend(["carried out"] * done)
+
+
+class Loader:
+    """Stateful, as DCP has it."""
+
+    def __init__(self, position=0):
+        self.position = position
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+@functools.cache
+def mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def state_of(shard, number, degree=2):
+    mine = torch.arange(8.0) + 1000 * number + 8 * shard
+    return {
+        "model": {
+            "weight": DTensor.from_local(mine, mesh(), [Shard(0)], run_check=False),
+            "local": torch.full((3 + shard,), 10.0 * number + shard),
+        },
+        "optimizer": {"state": {0: {"exp": torch.full((2,), float(number))}}, "param_groups": [{"lr": number / 10}]},
+        "loader": Loader(100 * number + shard),
+        "text": f"shard {shard} of {degree}, {number}",
+    }
+
+
+def blank(shard):
+    state = state_of(shard, 0)
+    state["model"]["weight"].to_local().zero_()
+    # As an optimizer before its first step has it.
+    return {**state, "optimizer": {"state": {}, "param_groups": [{"lr": 0.0}]}, "text": ""}
+
+
+def same(mine, theirs):
+    if isinstance(mine, DTensor):
+        return torch.equal(mine.to_local(), theirs.to_local())
+    if isinstance(mine, torch.Tensor):
+        return torch.equal(mine, theirs)
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, Loader):
+        return mine.position == theirs.position
+    return mine == theirs
+
+
+def save_local(job, number, step=None, content=None, only=None, fail=None, shard=None, **more):
+    """Saves a local checkpoint; the tensors change at once behind it."""
+    step, shard = step or number, dist.get_rank() if shard is None else shard
+    if only is not None and dist.get_rank() not in only:
+        return None
+    state = state_of(shard, content or number)
+    kept = [state["model"]["weight"].to_local(), state["model"]["local"]]
+    tier = worker.writer(job).session.open().tier
+    if fail == dist.get_rank():
+
+        def refuse(*_, **__):
+            raise OSError("this rank's memory is gone")
+
+        tier.commit = refuse
+    calls = []
+    try:
+        with counted(calls):
+            future = dcp.async_save(state, checkpoint_id=f"step_{step}", kind="local", **{**job["options"], **more})
+    finally:
+        if fail == dist.get_rank():
+            del tier.commit
+    for tensor in kept:
+        tensor.zero_()
+    ended = dcp.maybe_finalize_async_calls(blocking=True)
+    return {
+        "calls": calls,
+        "saved": future.result() is not None,
+        "ended": [save.name for save in ended],
+    }
+
+
+def load_local(job, number, checkpoint_id=None, shard=None, **more):
+    shard = dist.get_rank() if shard is None else shard
+    state, calls = blank(shard), []
+    with counted(calls):
+        reader = dcp.load(state, checkpoint_id=checkpoint_id, kind="local", **{**worker.reading(job), **more})
+    wanted = state_of(shard, number)
+    return {
+        "calls": calls,
+        "same": same(state, wanted),
+        "step": reader.opened.step,
+        "rejected": reader.opened.rejected,
+    }
+
+
+def save_replicated(job, number, groups):
+    """Each rank gives its own replication group, as global ranks."""
+    (index,) = [index for index, group in enumerate(groups) if dist.get_rank() in group]
+    return save_local(job, number, shard=index, replication_group=groups[index])
+
+
+def load_replicated(job, number, groups):
+    (index,) = [index for index, group in enumerate(groups) if dist.get_rank() in group]
+    return load_local(job, number, shard=index, replication_group=groups[index])
+
+
+def meet(job):
+    dist.barrier()
+
+
+def parts(job):
+    dist.barrier()
+    held = worker.writer(job).session.open().tier.parts()
+    found = [[stored.part.name, stored.part.rank, stored.save_id, stored.part.durable] for stored in held]
+    dist.barrier()
+    return found
+
+
+def damage(job, rank, name):
+    """Flips a byte in a rank's file in memory."""
+    if dist.get_rank() == rank:
+        for stored in worker.writer(job).session.open().tier.parts():
+            if stored.part.name == name and stored.part.rank == rank:
+                path = stored.file(stored.part.content.files[0].basename)
+                with open(path, "r+b") as file:
+                    file.seek(os.path.getsize(path) // 2)
+                    byte = file.read(1)
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([byte[0] ^ 1]))
+    dist.barrier()
+
+
+def save_by(job, number, ranks, coordinator, **more):
+    """A sharded save by a group, one of whose members coordinates; and its load."""
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return None
+    options = {**job["options"], **more}
+    state = {"t": torch.full((4,), float(number)), "loader": Loader(number)}
+    how = {"process_group": group, "coordinator_rank": coordinator}
+    future = dcp.async_save(state, checkpoint_id=f"step_{number}", **how, **options)
+    others = dist.new_group(ranks, use_local_synchronization=True)
+    early = [save.name for save in dcp.maybe_finalize_async_calls(blocking=True, process_group=others)]
+    ended = [save.name for save in dcp.maybe_finalize_async_calls(blocking=True, process_group=group)]
+    blank = {"t": torch.zeros(4), "loader": Loader()}
+    reader = dcp.load(blank, checkpoint_id=f"step_{number}", **how, **worker.reading(job))
+    held = reader.session.open().tier.parts()
+    return {
+        "early": early,
+        "ended": ended,
+        "metadata": future.result() is not None,
+        "loaded": [*blank["t"].tolist(), blank["loader"].position],
+        "coordinators": [stored.part.rank for stored in held if stored.part.commits],
+    }
+
+
+def save_whole(job, number, coordinator=None):
+    model, optimizer = worker.fsdp_job(number)
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, states = get_state_dict(model, optimizer)
+    report = dcp.save_full(
+        {"model": weights, "optim": states, "step": number},
+        checkpoint_id="export/model.pt",
+        coordinator_rank=coordinator,
+        **job["options"],
+    )
+    return {"saved": report is not None, "totals": worker.totals(model, optimizer)}
+
+
+def fsdp_local(job, number):
+    """An FSDP2 model and its optimizer, saved and loaded by each rank alone."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = worker.fsdp_job(number)
+    before = worker.totals(model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=f"step_{number}", kind="local", **job["options"])
+    dist.barrier()
+    other, fresh = worker.fsdp_job(number + 1)
+    weights, states = get_state_dict(other, fresh)
+    state = {"model": weights, "optim": states}
+    dcp.load(state, kind="local", **worker.reading(job))
+    set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return before == worker.totals(other, fresh)
+
+
+# Its loop finds steps by their names.
+vars(worker).update({name: value for name, value in list(globals().items()) if not name.startswith("__")})
+
+if __name__ == "__main__":
+    worker.main()

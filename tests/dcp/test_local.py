@@ -1,0 +1,195 @@
+"""Local checkpoints by real ranks: each its own state, and no collective on the way in or out."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import launch
+
+from tiered_checkpoint_io import dcp, ids
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, OtherKindError, RestoreError, UsageError
+from tiered_checkpoint_io.manifest import Manifest
+from tiered_checkpoint_io.storage.memory import MemoryTier
+
+from .conftest import DEADLINE_S
+
+WORKER = Path(__file__).with_name("smp_worker.py")
+
+
+@pytest.fixture
+def job(tmp_path, memory_dir, tmp_path_factory):
+    """Runs steps of ``smp_worker.py`` on so many ranks; each step's answers, by rank."""
+    cache = tmp_path_factory.getbasetemp() / "bytecode"
+
+    def run(count, *steps, nodes="", **options):
+        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", **options}
+        jobs = []
+        for rank in range(count):
+            node = f"{memory_dir}/{nodes[rank]}" if nodes else memory_dir
+            os.makedirs(node, exist_ok=True)
+            jobs.append({"options": {**options, "memory_dir": node}, "steps": steps})
+        answers = launch(tmp_path, jobs, cache=cache, deadline_s=DEADLINE_S, worker=WORKER)
+        return [[answers[rank][index] for rank in range(count)] for index in range(len(steps))]
+
+    return run
+
+
+def got(answers):
+    for answer in answers:
+        assert "got" in answer, answer
+    return [answer["got"] for answer in answers]
+
+
+def manifest(tmp_path, name):
+    path = tmp_path / "durable" / ids.manifest_key(name)
+    return Manifest.from_json(path.read_bytes(), where=str(path)) if path.exists() else None
+
+
+def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, memory_dir):
+    memory = {"save_to_s3": False}
+    saved_1, saved_2, failed, half, held, loaded, _, again, fsdp = job(
+        2,
+        ["save_local", 1, memory],
+        ["save_local", 2, memory],
+        ["save_local", 3, {"fail": 1, **memory}],
+        ["save_local", 4, {"only": [0], **memory}],
+        ["parts"],
+        ["load_local", 2],
+        ["meet"],
+        ["load_local", 1, {"checkpoint_id": "step_1"}],
+        ["fsdp_local", 30, {}],
+        memory_keep_last=3,
+        save_to_s3=False,
+    )
+    for answers in (saved_1, saved_2):
+        assert [answer["calls"] for answer in got(answers)] == [[], []]
+        assert [answer["saved"] for answer in got(answers)] == [True, True]
+    assert [answer["saved"] for answer in got(failed)] == [True, False]
+    assert got(half)[1] is None
+    by_name = {}
+    for name, rank, save_id, durable in got(held)[0]:
+        assert not durable
+        by_name.setdefault(name, {})[rank] = save_id
+    assert {name: sorted(of) for name, of in by_name.items()} == {
+        "step_1": [0, 1],
+        "step_2": [0, 1],
+        "step_3": [0],
+        "step_4": [0],
+    }
+    ordered = [max(by_name[f"step_{step}"].values()) for step in (1, 2, 3, 4)]
+    assert ordered == sorted(set(ordered)), "ids sort in the order of the saves"
+    assert all(len(set(of.values())) == 1 for of in by_name.values()), "one id for all ranks"
+    for answer in got(loaded):
+        assert (answer["calls"], answer["same"], answer["step"]) == ([], True, 2), "the newest that is whole"
+    assert [answer["same"] for answer in got(again)] == [True, True]
+    assert got(fsdp) == [True, True]
+
+    # A new start: what one rank alone had saved does not mix with what is saved under its name now.
+    loaded, redone, _, held, damaged, repaired, over, _, final = job(
+        2,
+        ["load_local", 2, {"checkpoint_id": "step_2"}],
+        ["save_local", 4, {"content": 7}],
+        ["meet"],
+        ["parts"],
+        ["damage", 1, "step_4"],
+        ["load_local", 7, {"checkpoint_id": "step_4"}],
+        ["save_local", 4, {"content": 8}],
+        ["meet"],
+        ["load_local", 8, {"checkpoint_id": "step_4"}],
+        memory_keep_last=3,
+    )
+    assert [answer["same"] for answer in got(loaded)] == [True, True]
+    assert [answer["ended"] for answer in got(redone)] == [["step_4"], ["step_4"]]
+    new = [(rank, save_id) for name, rank, save_id, durable in got(held)[0] if name == "step_4" and durable]
+    assert [rank for rank, _ in new] == [0, 1]
+    assert len({save_id for _, save_id in new}) == 1
+    assert new[0][1] > ordered[-1]
+    for answer in got(repaired):
+        assert (answer["same"], answer["step"], answer["calls"]) == (True, 4, [])
+    assert [bool(answer["rejected"]) for answer in got(repaired)] == [False, True], "the flipped byte was seen"
+    assert [answer["saved"] for answer in got(over)] == [True, True]
+    assert [(answer["same"], answer["rejected"]) for answer in got(final)] == [(True, []), (True, [])]
+    found = manifest(tmp_path, "step_4")
+    assert (found.content.kind, found.content.world_size, found.previous) == ("local", 2, ())
+    assert sorted(os.listdir(tmp_path / "durable" / "step_4")) == sorted(f.basename for f in found.content.files)
+    assert [f.basename.rpartition("-")[0] for f in found.content.files] == ["rank-00000", "rank-00001"]
+    plain = torch.load(tmp_path / "durable" / found.content.files[1].path)
+    assert plain["text"] == "shard 1 of 2, 8"
+    assert not list((tmp_path / "durable" / ids.PART_PREFIX).rglob("*.json"))
+
+    # Another number of shards, and another kind: refused, and said so.
+    state = {"text": ""}
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
+    with pytest.raises(RestoreError, match="of 2 shards, and 1 are to load it.*shard degree has to stay"):
+        dcp.load(state, kind="local", **options)
+    with pytest.raises(CheckpointNotFoundError, match="'step_9'"):
+        dcp.load(state, checkpoint_id="step_9", kind="local", **options)
+    dcp.save({"t": torch.ones(2)}, checkpoint_id="step_11", **options, save_to_s3=False)
+    with pytest.raises(OtherKindError, match="step_11 is a sharded checkpoint"):
+        dcp.load(state, checkpoint_id="step_11", kind="local", **options)
+    dcp.TieredStorageWriter(**options).close()
+
+
+def test_one_rank_of_each_replication_group_writes_and_all_load_its_file(job, tmp_path, memory_dir):
+    # Ranks 0 and 1 on node a, their replicas on node b.
+    saved, held, _, loaded, brought = job(
+        4,
+        ["save_replicated", 5, [[0, 2], [1, 3]]],
+        ["parts"],
+        ["meet"],
+        ["load_replicated", 5, [[0, 2], [1, 3]]],
+        ["parts"],
+        nodes="aabb",
+    )
+    assert [answer["saved"] for answer in got(saved)] == [True, True, False, False]
+    assert [answer["calls"] for answer in got(saved)] == [[]] * 4
+    assert [len(parts) for parts in got(held)] == [2, 2, 0, 0]
+    assert [answer["same"] for answer in got(loaded)] == [True] * 4
+    assert [answer["calls"] for answer in got(loaded)] == [[]] * 4
+    assert [[rank for _, rank, _, _ in parts] for parts in got(brought)] == [[0, 1]] * 4, "fetched once a node"
+    assert manifest(tmp_path, "step_5").content.world_size == 2
+    # Fewer replicas may go on with it: the shard degree is what counts.
+    shutil.rmtree(f"{memory_dir}/a")
+    os.makedirs(f"{memory_dir}/a")
+    (loaded,) = job(2, ["load_local", 5], nodes="aa")
+    assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 5)] * 2
+
+
+@pytest.mark.parametrize("kind", ["full", "Local"])
+def test_other_kinds_are_refused(kind, memory_dir):
+    with pytest.raises(UsageError, match="allowed: 'sharded', 'local'"):
+        dcp.async_save({}, checkpoint_id="step_1", kind=kind, memory_dir=memory_dir)
+
+
+def test_a_process_alone_overwrites_and_keeps_what_memory_keeps(memory_dir, tmp_path):
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False}
+    for number in range(1, 5):
+        report = dcp.save({"n": number}, checkpoint_id="latest", kind="local", require_step=False, **options)
+        assert report.name == "latest"
+    state = {"n": 0}
+    assert dcp.load(state, checkpoint_id="latest", kind="local", **options).opened.name == "latest"
+    assert state == {"n": 4}
+    tier = MemoryTier.open(memory_dir, "default")
+    assert len({stored.save_id for stored in tier.parts()}) == 2
+    for stored in tier.parts()[-1:]:
+        path = stored.file(stored.part.content.files[0].basename)
+        path.write_bytes(path.read_bytes()[:-4])
+    # Alone, there is nobody to agree with: the one before is taken.
+    reader = dcp.load(state, checkpoint_id="latest", kind="local", **options)
+    assert state == {"n": 3}
+    assert reader.opened.rejected
+    reader.close()
+
+
+def test_ids_that_ranks_make_alone_sort_as_their_saves():
+    run = ids.new_run_id(now=1_700_000_000)
+    saves = [(0, -1), (0, 0), (0, 7), (0, 10**8 + 7), (1, 3), (1, 4), (2, 0)]
+    made = [ids.save_id_of_ranks(run, "job/step_#", repeat, step) for repeat, step in saves]
+    assert made[1:] == sorted(set(made[1:]))
+    assert all(ids.validate_save_id(each) for each in made)
+    assert len({ids.line_of(each) for each in made}) == 1
+    assert ids.save_id_of_ranks(run, "job/tp0/step_#", 0, 7) not in made
+    later = ids.new_run_id(after=made[-1], now=1_600_000_000)
+    assert ids.save_id_of_ranks(later, "job/step_#", 0, 0) > made[-1]

@@ -1,0 +1,145 @@
+"""The asynchronous saves of this process: what became of each, shown once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.errors import DrainError, SaveError
+
+#: Saves that have ended, and that nobody has asked for.
+_KEPT = 32
+#: A save that follows the durable tier ends by its own bound; this is for what it does behind that.
+_SLACK_S = 5.0
+
+
+class AsyncSave(Future[Any]):
+    """A future of one save: done once it is on the durable tier, if it is to go there.
+
+    Attributes:
+        name: The checkpoint's name.
+        step: Its training step; -1 where it is not known.
+        shown: Whether its failure, where it has one, was logged, raised, or asked for.
+    """
+
+    def __init__(self, session: Session, name: str, step: int, groups: tuple[Any, ...] = ()) -> None:
+        super().__init__()
+        self.name = name
+        self.step = step
+        self.shown = False
+        self._session = session
+        self._groups = groups
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As ``Future`` has it."""
+        self.shown |= self.exception(timeout) is not None
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As ``Future`` has it."""
+        error = super().exception(timeout)
+        self.shown |= error is not None
+        return error
+
+    def concerns(self, process_group: Any) -> bool:
+        """Whether a process group took part in it."""
+        return any(group is process_group for group in self._groups)
+
+    def follow(self, op_id: str, value: Any) -> None:
+        """Ends, with ``value`` or an error, when an operation of this node's drain does."""
+        session = self._session
+        drain, timeout_s = session.open().drain, float(session.config.wait_timeout_s)
+
+        def wait() -> None:
+            try:
+                outcome = drain.wait(op_id, timeout_s)
+                if outcome.state != "committed":
+                    raise SaveError(
+                        f"{self.name} did not reach the durable tier: {outcome.error}",
+                        operation="save",
+                        tier="durable",
+                        key=session.dirpath,
+                        step=self.step if self.step >= 0 else None,
+                        hint="it stays in node memory and is tried again",
+                    )
+                self.set_result(value)
+            except BaseException as error:
+                self.set_exception(error)
+
+        threading.Thread(target=wait, name="tiered-async-save", daemon=True).start()
+
+    def show(self) -> SaveError | None:
+        """Logs and counts a failure that nobody has seen; gives it where ``on_save_error`` is ``raise``."""
+        error = super().exception(0) if self.done() and not self.shown else None
+        if error is None:
+            return None
+        self.shown = True
+        failure = error if isinstance(error, Exception) else SaveError(str(error), operation="save")
+        try:
+            self._session.failed(self.name, self.step, failure)
+        except SaveError as raised:
+            return raised
+        return None
+
+
+_lock = threading.Lock()
+_saves: list[AsyncSave] = []
+
+
+def register(save: AsyncSave) -> AsyncSave:
+    """Takes note of a save that has begun."""
+    with _lock:
+        _saves.append(save)
+        ended = [each for each in _saves if each.done()]
+        for each in ended[: max(0, len(ended) - _KEPT)]:
+            _saves.remove(each)
+    return save
+
+
+def show_failures() -> None:
+    """Shows failures of saves that have ended, each once.
+
+    Raises:
+        SaveError: There is one, and ``on_save_error`` is ``raise``.
+    """
+    with _lock:
+        saves = list(_saves)
+    failures = [failure for save in saves if (failure := save.show()) is not None]
+    if failures:
+        raise failures[0]
+
+
+def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None) -> list[AsyncSave]:
+    """Collects the asynchronous saves of this process that have ended, and shows each failure once.
+
+    Args:
+        blocking: Whether to wait for those that have not, each within the ``wait_timeout_s`` of its
+            configuration.
+        process_group: Only saves that this group, as a process group or replication group, took part in;
+            all where it is None.
+
+    Returns:
+        Those that have ended since the last call, in the order of their beginning.
+
+    Raises:
+        SaveError: One of them failed, and ``on_save_error`` is ``raise``.
+        DrainError: One has not ended in time.
+    """
+    with _lock:
+        mine = [save for save in _saves if process_group is None or save.concerns(process_group)]
+    if blocking and mine:
+        bound = max(float(save._session.config.wait_timeout_s) for save in mine) + _SLACK_S
+        _, late = concurrent.futures.wait(mine, bound)
+        if late:
+            names = ", ".join(sorted(save.name for save in mine if save in late))
+            raise DrainError(f"saves have not ended within {bound:.0f} s: {names}", operation="finalize")
+    ended = [save for save in mine if save.done()]
+    with _lock:
+        _saves[:] = [save for save in _saves if save not in ended]
+    failures = [failure for save in ended if (failure := save.show()) is not None]
+    if failures:
+        raise failures[0]
+    return ended
