@@ -87,7 +87,7 @@ def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, m
     assert got(fsdp) == [True, True]
 
     # A new start: what one rank alone had saved does not mix with what is saved under its name now.
-    loaded, redone, _, held, damaged, repaired, over, _, final = job(
+    loaded, redone, _, held, _, repaired, over, _, final = job(
         2,
         ["load_local", 2, {"checkpoint_id": "step_2"}],
         ["save_local", 4, {"content": 7}],

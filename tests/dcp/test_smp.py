@@ -1,0 +1,80 @@
+"""The calls of the SageMaker library's users: coordinators, finalizing, and the full checkpoint at the end."""
+
+import concurrent.futures
+
+import pytest
+import torch
+
+from tiered_checkpoint_io import TieredCheckpointIO, dcp
+from tiered_checkpoint_io.errors import SaveError
+
+from .test_local import got, job  # noqa: F401
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_any_rank_coordinates_and_a_full_checkpoint_ends_the_training(job, tmp_path, memory_dir):  # noqa: F811
+    by_last, by_global, local, whole = job(
+        3,
+        ["save_by", 1, [0, 1, 2], 2],
+        # SMP names the coordinator by its global rank.
+        ["save_by", 2, [1, 2], 2],
+        ["save_local", 3],
+        ["save_whole", 5, 1],
+    )
+    for answers, number, coordinator in ((by_last, 1, 2), (by_global[1:], 2, 1)):
+        for answer in got(answers):
+            assert answer["early"] == [], "saves of another group are not waited for"
+            assert answer["ended"] == [f"step_{number}"]
+            assert answer["metadata"]
+            assert answer["loaded"] == [float(number)] * 4 + [number]
+            assert coordinator in answer["coordinators"]
+        assert (tmp_path / "durable" / f"step_{number}" / ".metadata").exists()
+    assert by_global[0]["got"] is None
+    assert [answer["ended"] for answer in got(local)] == [["step_3"]] * 3
+    assert [answer["saved"] for answer in got(whole)] == [False, True, False]
+    io = TieredCheckpointIO(dirpath=str(tmp_path / "durable"), memory_dir=memory_dir)
+    # It is the newest of all, behind the local ones.
+    for loaded in (torch.load(tmp_path / "durable" / "export" / "model.pt"), io.load_checkpoint("tiered:latest")):
+        assert loaded["step"] == 5
+        found = {key: value.double().sum().item() for key, value in loaded["model"].items()}
+        assert found.items() <= got(whole)[0]["totals"].items()
+        assert all(type(value) is torch.Tensor for value in loaded["model"].values())
+    io.teardown()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+@pytest.mark.parametrize("shown_by", ["finalize", "next save", "future"])
+def test_a_failed_upload_is_shown_once(kind, shown_by, memory_dir, tmp_path):
+    options = {
+        "dirpath": str(tmp_path / "durable"),
+        "memory_dir": memory_dir,
+        "drain": "thread",
+        "on_save_error": "raise",
+        "kind": kind,
+    }
+    state = {"t": torch.ones(3)}
+    future = dcp.async_save(state, checkpoint_id="step_1", **options)
+    (ended,) = dcp.maybe_finalize_async_calls(blocking=True)
+    assert (ended is future, ended.name, ended.step) == (True, "step_1", 1)
+    assert dcp.maybe_finalize_async_calls(blocking=True) == []
+    # Something is in the way where the folder of the next one is to be.
+    (tmp_path / "durable" / "step_2").write_text("a file")
+    future = dcp.async_save(state, checkpoint_id="step_2", **options)
+    if shown_by == "finalize":
+        with pytest.raises(SaveError, match="step_2 did not reach the durable tier"):
+            dcp.maybe_finalize_async_calls(blocking=True)
+    elif shown_by == "future":
+        assert "step_2 did not reach" in str(future.exception(60))
+        assert dcp.maybe_finalize_async_calls(blocking=True) == [future]
+    else:
+        concurrent.futures.wait([future], 60)
+        with pytest.raises(SaveError, match="step_2 did not reach the durable tier"):
+            dcp.async_save(state, checkpoint_id="step_3", **options)
+    assert [save.name for save in dcp.maybe_finalize_async_calls() if not save.shown] == []
+    (tmp_path / "durable" / "step_2").unlink()
+    dcp.async_save(state, checkpoint_id="step_4", **options).result(60)
+    dcp.maybe_finalize_async_calls(blocking=True)
+    writer = dcp.TieredStorageWriter(**{key: value for key, value in options.items() if key != "kind"})
+    assert writer.session.counts["failed"] == (0 if shown_by == "future" else 1)
+    writer.close()
