@@ -151,9 +151,18 @@ def save_replicated(job, number, groups):
     return save_local(job, number, shard=index, replication_group=groups[index])
 
 
-def load_replicated(job, number, groups):
+def save_told(job, number, groups, sharding, writers):
+    """With the sharding groups as process groups, and the rank of each replication group that saves."""
+    made = [dist.new_group(ranks) for ranks in sharding]
     (index,) = [index for index, group in enumerate(groups) if dist.get_rank() in group]
-    return load_local(job, number, shard=index, replication_group=groups[index])
+    (mine,) = [group for group, ranks in zip(made, sharding, strict=True) if dist.get_rank() in ranks]
+    how = {"process_group": mine, "replication_group": groups[index], "coordinator_rank": writers[index]}
+    return save_local(job, number, shard=index, **how)
+
+
+def load_replicated(job, number, groups, **more):
+    (index,) = [index for index, group in enumerate(groups) if dist.get_rank() in group]
+    return load_local(job, number, shard=index, replication_group=groups[index], **more)
 
 
 def meet(job):

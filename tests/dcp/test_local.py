@@ -49,10 +49,13 @@ def manifest(tmp_path, name):
 
 def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, memory_dir):
     memory = {"save_to_s3": False}
-    saved_1, saved_2, failed, half, held, loaded, _, again, fsdp = job(
+    # Ranks that train together are never more than one save apart.
+    saved_1, _, saved_2, _, failed, half, held, loaded, _, again, fsdp = job(
         2,
         ["save_local", 1, memory],
+        ["meet"],
         ["save_local", 2, memory],
+        ["meet"],
         ["save_local", 3, {"fail": 1, **memory}],
         ["save_local", 4, {"only": [0], **memory}],
         ["parts"],
@@ -134,13 +137,16 @@ def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, m
 
 def test_one_rank_of_each_replication_group_writes_and_all_load_its_file(job, tmp_path, memory_dir):
     # Ranks 0 and 1 on node a, their replicas on node b.
-    saved, held, _, loaded, brought = job(
+    saved, held, _, loaded, brought, told, _, named = job(
         4,
         ["save_replicated", 5, [[0, 2], [1, 3]]],
         ["parts"],
         ["meet"],
         ["load_replicated", 5, [[0, 2], [1, 3]]],
         ["parts"],
+        ["save_told", 6, [[0, 2], [1, 3]], [[0, 1], [2, 3]], [2, 1]],
+        ["meet"],
+        ["load_replicated", 6, [[0, 2], [1, 3]], {"checkpoint_id": "step_6"}],
         nodes="aabb",
     )
     assert [answer["saved"] for answer in got(saved)] == [True, True, False, False]
@@ -150,11 +156,13 @@ def test_one_rank_of_each_replication_group_writes_and_all_load_its_file(job, tm
     assert [answer["calls"] for answer in got(loaded)] == [[]] * 4
     assert [[rank for _, rank, _, _ in parts] for parts in got(brought)] == [[0, 1]] * 4, "fetched once a node"
     assert manifest(tmp_path, "step_5").content.world_size == 2
+    assert [answer["saved"] for answer in got(told)] == [False, True, True, False]
+    assert [(answer["same"], answer["calls"]) for answer in got(named)] == [(True, [])] * 4
     # Fewer replicas may go on with it: the shard degree is what counts.
     shutil.rmtree(f"{memory_dir}/a")
     os.makedirs(f"{memory_dir}/a")
-    (loaded,) = job(2, ["load_local", 5], nodes="aa")
-    assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 5)] * 2
+    (loaded,) = job(2, ["load_local", 6], nodes="aa")
+    assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 6)] * 2
 
 
 @pytest.mark.parametrize("kind", ["full", "Local"])

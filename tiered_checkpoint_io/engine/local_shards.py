@@ -172,6 +172,7 @@ class _Mine:
 def surplus(held: Collection[StoredPart], mine: _Mine, keep_last: int) -> list[StoredPart]:
     """The parts that a rank removes before it captures a save.
 
+    Ranks that train together are never more than one save apart, since each step needs all of them.
     With the new save, memory then holds ``keep_last`` checkpoints; two at least, because the new one may
     fail. Nothing goes before a newer one is whole, as far as one node can tell, and nothing of earlier
     starts before two of this one are; nor what waits for the durable tier.
