@@ -19,9 +19,8 @@ WORKER = Path(__file__).with_name("smp_worker.py")
 
 
 @pytest.fixture
-def job(tmp_path, memory_dir, tmp_path_factory):
+def job(tmp_path, memory_dir):
     """Runs steps of ``smp_worker.py`` on so many ranks; each step's answers, by rank."""
-    cache = tmp_path_factory.getbasetemp() / "bytecode"
 
     def run(count, *steps, nodes="", **options):
         options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", **options}
@@ -30,7 +29,7 @@ def job(tmp_path, memory_dir, tmp_path_factory):
             node = f"{memory_dir}/{nodes[rank]}" if nodes else memory_dir
             os.makedirs(node, exist_ok=True)
             jobs.append({"options": {**options, "memory_dir": node}, "steps": steps})
-        answers = launch(tmp_path, jobs, cache=cache, deadline_s=DEADLINE_S, worker=WORKER)
+        answers = launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)
         return [[answers[rank][index] for rank in range(count)] for index in range(len(steps))]
 
     return run
