@@ -47,12 +47,13 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fit, s3_url, memory_dir)
     wipe(memory_dir)
     fit(5, **more)
     first, second = fit(7, **more)
-    assert first["from"] == ["step=4.ckpt", "memory"]
+    # Some releases of Lightning save the last step once more when training ends.
+    assert first["from"] in (["step=4.ckpt", 4, "memory"], ["last.ckpt", 5, "memory"])
     (alone,) = fit(9, ranks=1, **more)
-    assert alone["from"] == ["memory/epoch=0-step=6.ckpt", "memory"]
+    assert alone["from"] in (["memory/epoch=0-step=6.ckpt", 6, "memory"], ["last.ckpt", 7, "memory"])
     wipe(memory_dir)
     last, other = fit(12, **more)
-    assert last["from"] == ["step=8.ckpt", "durable"]
+    assert last["from"] in (["step=8.ckpt", 8, "durable"], ["last.ckpt", 9, "durable"])
     # Rank 0 alone looks what is there; both read what they need.
     assert last["asked"]["requests.list"] == 1
     assert "requests.list" not in other["asked"]
@@ -71,7 +72,7 @@ def test_full_checkpoints_of_a_sharded_model_and_sharded_ones_replace_each_other
     assert fit(8)[0]["from"][0] == "step=4.ckpt"
     wipe(memory_dir)
     first, _ = fit(12, full=True)
-    assert first["from"] == ["step=8.ckpt", "durable"]
+    assert first["from"] == ["step=8.ckpt", 8, "durable"]
     assert first["losses"] == pytest.approx({i: whole["losses"][i] for i in first["losses"]}, rel=1e-5)
 
 
@@ -82,7 +83,7 @@ def test_fsdp1_and_its_folder_for_others(fit, tmp_path, memory_dir):
     fit(4, **more)
     wipe(memory_dir)
     first, _ = fit(8, **more)
-    assert first["from"] == ["step=4.ckpt", "durable"]
+    assert first["from"] == ["step=4.ckpt", 4, "durable"]
     assert first["losses"] == {index: whole["losses"][index] for index in first["losses"]}
     # Plain DCP reads the folder, and Lightning's own strategies know it.
     folder = tmp_path / "durable" / "step=8.ckpt"
