@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint: ours beside a plain copy and what others do.
 
-One process, one state of 1 GiB on the CPU, warm, all contenders in turn in every round. Prints the
+One process, one state of 1 GiB on the CPU, warm: ours and the copy in turn, then the others in turn. Prints the
 median of each, how much resident memory ours adds to the training process, and, last,
 ``stall_ratio_to_memcpy=X``: the median over rounds of ours divided by the copy of the same round.
 """
@@ -182,25 +182,29 @@ def main() -> None:
         state = make_state(arguments.mebibytes)
         size = sum(tensor.nbytes for tensor in all_tensors(state)) / (1 << 30)
         runs = contenders(state, folder, stack)
+        first, second, *others = runs
         times: dict[str, list[float]] = {name: [] for name in runs}
-        for number in range(arguments.rounds + 2):
-            for name, (call, end) in runs.items():
-                seconds = timed(call)
-                end()
-                # The first two rounds make everybody's memory warm.
-                if number >= 2:
-                    times[name].append(seconds)
-        # Round by round, because the machine's speed drifts: each against the copy of its own round.
-        copies = next(iter(times.values()))
-        ratios = {
-            name: statistics.median(mine / copy for mine, copy in zip(seconds, copies, strict=True))
-            for name, seconds in times.items()
-        }
+        ratios: dict[str, float] = {first: 1.0}
+        # Ours beside the copy first, and then the others, which leave memory in disorder behind them.
+        for group in ([second], others):
+            copies: list[float] = []
+            for number in range(arguments.rounds + 2):
+                for name in (first, *group):
+                    call, end = runs[name]
+                    seconds = timed(call)
+                    end()
+                    # The first two rounds make everybody's memory warm.
+                    if number >= 2:
+                        (copies if name == first else times[name]).append(seconds)
+            # Round by round, because the machine's speed drifts: each against the copy of its own round.
+            for name in group:
+                ratios[name] = statistics.median(mine / copy for mine, copy in zip(times[name], copies, strict=True))
+            times[first] = times[first] or copies
         show(times, ratios, size)
         command = [sys.executable, __file__, "--memory", "--mebibytes", str(arguments.mebibytes)]
         extra = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
         print(f"extra_resident_MiB={extra}")
-        print(f"stall_ratio_to_memcpy={ratios[list(runs)[1]]:.2f}")
+        print(f"stall_ratio_to_memcpy={ratios[second]:.2f}")
 
 
 def show(times: dict[str, list[float]], ratios: dict[str, float], size: float) -> None:
