@@ -157,7 +157,7 @@ class Saver:
             return self._tier.acquire(size)
 
     def _retain(self, protect: Collection[str]) -> None:
-        # Of a sharded checkpoint each rank keeps its own part; see engine/shards.py.
+        # Of a sharded checkpoint each rank keeps its own part; see engine/shard_retention.py.
         surplus = retention.surplus(self._held(_is_full), keep_last=self._keep_last, protect=protect)
         self._remove(surplus, _is_full)
 

@@ -8,16 +8,16 @@ checkpoint, and nobody takes them for one.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.saver import versions
 from tiered_checkpoint_io.engine.session import SaveReport, Session
+from tiered_checkpoint_io.engine.shard_retention import Mine, surplus
+from tiered_checkpoint_io.engine.tickets import Ticket
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
 from tiered_checkpoint_io.filling import Segment
 from tiered_checkpoint_io.image import Image
@@ -33,86 +33,7 @@ from tiered_checkpoint_io.manifest import (
     hash_bytes,
 )
 from tiered_checkpoint_io.shard_image import Item, Placed, plan_shard
-from tiered_checkpoint_io.storage.memory import StoredPart
 from tiered_checkpoint_io.storage.slots import Slot
-
-#: Where the newest ticket that this thread has unpickled lies; see :func:`arrived`.
-_arrivals = threading.local()
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What all ranks of one save agree on.
-
-    Attributes:
-        name: The checkpoint's name.
-        save_id: The save's id.
-        step: The training step; -1 where nobody told.
-        world_size: How many ranks contribute a part.
-        durable: Whether it is to go to the durable tier.
-        taken: Whether the checkpoint's name is, or may be, in use already.
-        completed: The newest saves of this run that are complete, the oldest first.
-        epoch: The epoch; -1 where nobody told.
-        metric: What a ModelCheckpoint monitored.
-        series: To which names ``memory_keep_last`` applies together, see :func:`ids.series_of`; empty
-            for all names.
-    """
-
-    name: str
-    save_id: str
-    step: int
-    world_size: int
-    durable: bool
-    taken: bool = False
-    completed: tuple[str, ...] = ()
-    epoch: int = -1
-    metric: Metric | None = None
-    series: str = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_arrive, tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
-
-    @property
-    def mark(self) -> str:
-        """What tells the files of this save from those of any other of the same name.
-
-        An overwrite must not touch the files that it replaces; nor may a drain that was left over on
-        another node, and comes late with an earlier save, touch the new ones.
-        """
-        return hash_bytes(self.save_id.encode())[:8]
-
-    def file_name(self, rank: int) -> str:
-        """The name of a rank's file."""
-        return f"__{rank}_0-{self.mark}.distcp"
-
-    def name_beside(self, basename: str) -> str:
-        """The name of another file: its own, where no other save of this checkpoint's name can have it."""
-        stem, dot, ending = basename.partition(".")
-        return f"{stem}-{self.mark}{dot}{ending}" if self.taken else basename
-
-
-def _arrive(*fields: Any) -> Ticket:
-    ticket = Ticket(*fields)
-    _arrivals.ticket = ticket
-    return ticket
-
-
-def expect_ticket() -> None:
-    """Forgets which ticket this thread has received."""
-    _arrivals.ticket = None
-
-
-def arrived() -> Ticket | None:
-    """The ticket that this thread has received since :func:`expect_ticket`.
-
-    With ``enable_plan_caching``, DCP's planner receives the coordinator's new plan, ticket and all,
-    finds it empty, and hands the writer the plan of an earlier save in its place. Counting saves
-    on each rank would agree only until one of them misses a save, and could not tell whether
-    *this* save goes to the durable tier. But the ticket did reach every rank, in the thread that
-    saves: so it is noted when it is unpickled.
-    """
-    ticket: Ticket | None = getattr(_arrivals, "ticket", None)
-    return ticket
 
 
 @dataclass(slots=True)
@@ -274,7 +195,7 @@ class ShardSaver:
         started = time.monotonic()
         self.give_up()
         tier, saver, drain = self._session.open()
-        mine = _Mine(rank, ids.run_id_of(ticket.save_id))
+        mine = Mine(rank, ids.run_id_of(ticket.save_id))
         held = [stored for stored in tier.parts() if mine(stored)]
         for stored in surplus(held, ticket, self._session.config.memory_keep_last):
             tier.remove(stored)
@@ -348,46 +269,6 @@ class ShardSaver:
             "Step %d: saved %s to %s: %s", ticket.step, ticket.name, "+".join(sorted(tiers)), rate(size, stall)
         )
         return report
-
-
-@dataclass(frozen=True, slots=True)
-class _Mine:
-    """Which parts in this node's memory this rank may remove: its own, and those of earlier runs."""
-
-    rank: int
-    run_id: str
-
-    def __call__(self, stored: StoredPart) -> bool:
-        part = stored.part
-        own_run = ids.run_id_of(part.save_id) == self.run_id
-        return part.content.kind == "sharded" and (part.rank == self.rank or not own_run)
-
-
-def surplus(held: Iterable[StoredPart], ticket: Ticket, keep_last: int) -> list[StoredPart]:
-    """The parts that a rank removes before it captures a save.
-
-    With the new save, memory then holds ``keep_last`` checkpoints; two at least, because the new
-    one may fail. Nothing is removed before this run has a complete save, since nobody knows which
-    of the earlier ones are whole; nothing that waits for the durable tier is; and nothing that is
-    newer than the last complete save, because other ranks may be just finishing it. Other series of
-    names may be those of another process group of this job.
-    """
-    if not ticket.completed:
-        return []
-    newest = ticket.completed[-1]
-    older = [
-        stored
-        for stored in held
-        if stored.save_id < newest
-        and not stored.pending
-        and (not ticket.series or ids.series_of(stored.part.name) == ticket.series)
-    ]
-    keep = max(1, keep_last - 1)
-    kept: Collection[str] = ticket.completed[-keep:]
-    if len(kept) < keep:
-        others = sorted({stored.save_id for stored in older} - set(kept))
-        kept = {*kept, *others[len(kept) - keep :]}
-    return [stored for stored in older if stored.save_id not in kept]
 
 
 def _one_byte() -> Image:
