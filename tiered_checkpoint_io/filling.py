@@ -1,4 +1,4 @@
-"""How a planned file is put together in a buffer: copied in parallel, and hashed on the way."""
+"""How a planned file is put together in a buffer: copied in parallel, and hashed on the way or later."""
 
 from __future__ import annotations
 
@@ -99,17 +99,15 @@ class _Source:
 class Filling:
     """One filling of a buffer: which threads share the chunks of the file."""
 
-    def __init__(self, view: memoryview, segments: tuple[Segment, ...]) -> None:
+    def __init__(self, view: memoryview, segments: tuple[Segment, ...], *, hashed: bool = True) -> None:
         self._view = view
+        self._hashed = hashed
         self._anchor = (ctypes.c_char * len(view)).from_buffer(view)
         self._base = ctypes.addressof(self._anchor)
         self._sources = [_Source(segment.offset, len(segment.data), data=segment.data) for segment in segments]
         self._ends: list[int] = []
         self._chunks = chunk_ranges(len(view), chunk_size_for(len(view)))
         self._digests = [""] * len(self._chunks)
-        self._next: Iterator[int] = iter(range(len(self._chunks)))
-        self._lock = threading.Lock()
-        self._failed = False
 
     def add(self, regions: tuple[Region, ...]) -> None:
         """Begins the copies from devices, and notes where the others come from."""
@@ -130,43 +128,24 @@ class Filling:
             self._view.release()
 
     def run(self, threads: int) -> tuple[str, ...]:
-        helpers: list[Future[None]] = []
-        count = min(threads, len(self._chunks)) - 1
-        if count > 0:
-            helpers = _submit(self._work, count)
-        try:
-            self._work()
-        finally:
-            errors = [helper.exception() for helper in helpers]
-        for error in errors:
-            if error is not None:
-                raise error
-        return tuple(self._digests)
+        """Copies everything; gives the hashes of the chunks, or nothing where they are made later."""
+        _Shares(len(self._chunks), self._fill_chunk).run(threads)
+        return tuple(self._digests) if self._hashed else ()
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                index = None if self._failed else next(self._next, None)
-            if index is None:
-                return
-            try:
-                self._digests[index] = self._fill_chunk(*self._chunks[index])
-            except BaseException:
-                self._failed = True
-                raise
-
-    def _fill_chunk(self, start: int, length: int) -> str:
-        """Copies and hashes one chunk.
+    def _fill_chunk(self, number: int) -> None:
+        """Copies one chunk, and hashes it.
 
         What is hashed is the destination: it holds the skeleton and many small tensors as one
         run of bytes, and it is what a reader will see. Hashing the source instead saves a twentieth
         of the time for large tensors, and cannot be done for those on a device.
         """
+        start, length = self._chunks[number]
         hasher = xxhash.xxh3_128()
         index = bisect.bisect_right(self._ends, start)
         sources, view, base = self._sources, self._view, self._base
-        for piece in range(start, start + length, _PIECE):
-            end = min(piece + _PIECE, start + length)
+        size = _PIECE if self._hashed else length
+        for piece in range(start, start + length, size):
+            end = min(piece + size, start + length)
             while index < len(sources) and (source := sources[index]).offset < end:
                 low = max(source.offset, piece)
                 high = min(source.offset + source.nbytes, end)
@@ -180,8 +159,9 @@ class Filling:
                 if source.offset + source.nbytes > end:
                     break
                 index += 1
-            hasher.update(view[piece:end])
-        return hasher.hexdigest()
+            if self._hashed:
+                hasher.update(view[piece:end])
+        self._digests[number] = hasher.hexdigest()
 
     def _source(self, region: Region) -> _Source:
         if isinstance(region, TensorRegion):
@@ -214,6 +194,57 @@ class Filling:
             )
             target.as_strided(tensor.shape, region.stride).copy_(tensor)
         return _Source(region.offset, region.nbytes)
+
+
+def hash_chunks(view: memoryview, threads: int) -> tuple[str, ...]:
+    """The hashes of a filled file's chunks, as :meth:`Filling.run` gives them."""
+    chunks = chunk_ranges(len(view), chunk_size_for(len(view)))
+    digests = [""] * len(chunks)
+
+    def hash_chunk(number: int) -> None:
+        start, length = chunks[number]
+        hasher = xxhash.xxh3_128()
+        # Lets go of the interpreter lock, which training needs meanwhile.
+        hasher.update(view[start : start + length])
+        digests[number] = hasher.hexdigest()
+
+    _Shares(len(chunks), hash_chunk).run(threads)
+    return tuple(digests)
+
+
+class _Shares:
+    """Numbered pieces of work that threads take one by one, until all is done or one has failed."""
+
+    def __init__(self, count: int, work: Callable[[int], None]) -> None:
+        self._count = count
+        self._work = work
+        self._next: Iterator[int] = iter(range(count))
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def run(self, threads: int) -> None:
+        """Works with the caller's thread and ``threads - 1`` more; raises what one of them raised."""
+        count = min(threads, self._count) - 1
+        helpers = _submit(self._take, count) if count > 0 else []
+        try:
+            self._take()
+        finally:
+            errors = [helper.exception() for helper in helpers]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _take(self) -> None:
+        while True:
+            with self._lock:
+                number = None if self._failed else next(self._next, None)
+            if number is None:
+                return
+            try:
+                self._work(number)
+            except BaseException:
+                self._failed = True
+                raise
 
 
 _pools: dict[int, tuple[int, ThreadPoolExecutor]] = {}

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from tiered_checkpoint_io.errors import UsageError
-from tiered_checkpoint_io.filling import Filling, Region, Segment, StorageRegion, default_threads
+from tiered_checkpoint_io.filling import Filling, Region, Segment, StorageRegion, default_threads, hash_chunks
 from tiered_checkpoint_io.manifest import chunk_size_for
 
 
@@ -64,7 +64,12 @@ class Image:
         return chunk_size_for(self.size)
 
     def fill(
-        self, view: memoryview, *, threads: int | None = None, pin: Callable[[memoryview], None] | None = None
+        self,
+        view: memoryview,
+        *,
+        threads: int | None = None,
+        pin: Callable[[memoryview], None] | None = None,
+        hashed: bool = True,
     ) -> tuple[str, ...]:
         """Writes the whole file, and hashes it.
 
@@ -74,9 +79,10 @@ class Image:
                 node's cores.
             pin: Called with the buffer before bytes are copied from a CUDA device, so that its
                 owner can register it as pinned memory.
+            hashed: Whether to hash it on the way; see :meth:`hashes` for later.
 
         Returns:
-            xxh3-128 of each chunk of ``chunk_size`` bytes, as hexadecimal digits.
+            xxh3-128 of each chunk of ``chunk_size`` bytes, as hexadecimal digits; nothing where not ``hashed``.
 
         Raises:
             UsageError: A storage has become smaller since the file was planned.
@@ -94,12 +100,19 @@ class Image:
         target = target[: self.size]
         if pin is not None and any(region.storage.is_cuda for region in self.regions):
             pin(target)
-        filling = Filling(target, self.segments)
+        filling = Filling(target, self.segments, hashed=hashed)
         try:
             filling.add(self.regions)
             return filling.run(threads or default_threads())
         finally:
             filling.close()
+
+    def hashes(self, view: memoryview, *, threads: int | None = None) -> tuple[str, ...]:
+        """The hashes of the file that was written to ``view``, as :meth:`fill` gives them.
+
+        Hashing on the way costs less in all. Hashing later costs the caller of :meth:`fill` less.
+        """
+        return hash_chunks(view[: self.size], threads or default_threads())
 
 
 # ---------------------------------------------------------------------------------------- planning

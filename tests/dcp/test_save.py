@@ -97,6 +97,30 @@ def test_a_rank_that_dies_before_the_commit_leaves_the_checkpoint_before_the_new
         assert answer[0]["got"]["matches"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_behind_a_save_fails_the_next_on_all_ranks(ranks, memory_dir, tmp_path, rank):
+    steps = [["save_behind", 1], ["save_behind", 2, {"fails": rank}], ["save_behind", 3], ["save_behind", 4]]
+    answers = ranks(2, *steps, ["load", 4], on_save_error="raise", memory_keep_last=1)
+    for each, answer in enumerate(answers):
+        ended = [step["got"]["ended"] if "got" in step else step["error"] for step in answer[:4]]
+        assert ended[0] == ended[3] == "None"
+        assert ("memory is gone" in ended[1]) == (each == rank)
+        assert ended[2] == "SaveError"
+        assert "did not become whole in memory" in answer[2]["message"]
+        assert {part[0] for part in answer[3]["got"]["parts"]} >= {"step_1", "step_4"}, "step_1 was the last whole one"
+        assert answer[4]["got"]["matches"]
+    assert plain(gathered(memory_dir, "step_4", tmp_path / "read"), 4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_behind_a_save_leaves_the_checkpoint_before(ranks, rank):
+    answers = ranks(2, ["save_behind", 1], ["save_behind", 2], ["save_behind", 3, {"dies": rank}], memory_keep_last=1)
+    assert answers[rank] is None
+    for answer in ranks(2, ["load", 2]):
+        assert answer[0].get("got", answer[0])["name"] == "step_2"
+        assert answer[0]["got"]["matches"]
+
+
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_async_saves_reach_the_durable_tier(ranks, tmp_path, kind):
     answers = ranks(2, ["save_async", 3, kind], save_to_s3=True)

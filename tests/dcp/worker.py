@@ -320,6 +320,36 @@ def die(job, rank):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def save_behind(job, seed, fails=None, dies=None, **more):
+    """Our ``async_save``; a rank may fail, or be killed, while it seals behind that."""
+    from tiered_checkpoint_io import dcp as ours
+
+    mine, state = writer(job, **more), sharded(seed)
+    rank = dist.get_rank()
+    commit = mine._shared.session.open().tier.commit
+
+    def sealed(*args, **kwargs):
+        # Training has gone on since, and another save may not have begun.
+        if rank == fails:
+            raise OSError("this rank's memory is gone")
+        if rank == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return commit(*args, **kwargs)
+
+    mine._shared.session.open().tier.commit = sealed
+    try:
+        future = ours.async_save(state, checkpoint_id=f"step_{seed}", storage_writer=mine)
+        with torch.no_grad():
+            for value in state["model"].values():
+                (value.to_local() if isinstance(value, DTensor) else value).zero_()
+        ended = None if dies is not None else repr(future.exception(60))
+    finally:
+        del mine._shared.session.open().tier.commit
+    if dies is None:
+        dist.barrier()
+    return {"ended": ended, "parts": described(mine)}
+
+
 def main():
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(60)

@@ -44,18 +44,34 @@ class AsyncSave(Future[Any]):
         self.shown |= error is not None
         return error
 
+    def ended_by(self, error: BaseException) -> bool:
+        """Whether it failed with this very exception."""
+        return self.done() and super().exception(0) is error
+
     def concerns(self, process_group: Any) -> bool:
         """Whether a process group took part in it."""
         return any(group is process_group for group in self._groups)
 
-    def follow(self, op_id: str, value: Any) -> None:
-        """Ends, with ``value`` or an error, when an operation of this node's drain does."""
+    def follow(self, sealing: Future[None] | None, op_id: str | None, value: Any) -> None:
+        """Ends, with ``value`` or an error, once this rank's part is where it is to go.
+
+        Args:
+            sealing: Its way into memory, where that goes on still.
+            op_id: The operation of this node's drain that brings it to the durable tier, where one does.
+            value: The result.
+        """
         session = self._session
-        drain, timeout_s = session.open().drain, float(session.config.wait_timeout_s)
+        timeout_s = float(session.config.wait_timeout_s)
+        if op_id is None:
+            assert sealing is not None
+            sealing.add_done_callback(lambda sealed: self._end(sealed.exception(), value))
+            return
 
         def wait() -> None:
             try:
-                outcome = drain.wait(op_id, timeout_s)
+                if sealing is not None:
+                    sealing.result(timeout_s)
+                outcome = session.open().drain.wait(op_id, timeout_s)
                 if outcome.state != "committed":
                     raise SaveError(
                         f"{self.name} did not reach the durable tier: {outcome.error}",
@@ -65,11 +81,17 @@ class AsyncSave(Future[Any]):
                         step=self.step if self.step >= 0 else None,
                         hint="it stays in node memory and is tried again",
                     )
-                self.set_result(value)
+                self._end(None, value)
             except BaseException as error:
-                self.set_exception(error)
+                self._end(error, None)
 
         threading.Thread(target=wait, name="tiered-async-save", daemon=True).start()
+
+    def _end(self, error: BaseException | None, value: Any) -> None:
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(value)
 
     def show(self) -> SaveError | None:
         """Logs and counts a failure that nobody has seen; gives it where ``on_save_error`` is ``raise``."""
@@ -110,6 +132,13 @@ def show_failures() -> None:
     failures = [failure for save in saves if (failure := save.show()) is not None]
     if failures:
         raise failures[0]
+
+
+def was_shown(error: BaseException | None) -> None:
+    """Takes note that somebody has shown this failure."""
+    with _lock:
+        for save in _saves:
+            save.shown |= error is not None and save.ended_by(error)
 
 
 def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None) -> list[AsyncSave]:

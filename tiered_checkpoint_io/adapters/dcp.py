@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -87,13 +88,15 @@ def save(
         and ``on_save_error`` is ``warn``, and where another rank of the replication group saves.
 
     Raises:
-        CheckpointException: A ``sharded`` save failed, and ``on_save_error`` is ``raise``; on all ranks.
-        SaveError: A ``local`` save failed on this rank, or an earlier asynchronous one did, likewise.
+        TieredCheckpointError: The save failed, or an earlier asynchronous one did, and ``on_save_error`` is
+            ``raise``: of kind ``sharded`` the lowest failing rank's error, on all ranks; of kind ``local`` on
+            this rank alone.
+        CheckpointException: A ``sharded`` save failed in DCP itself or in the user's own code, likewise.
         UsageError: Arguments that do not go together.
     """
-    show_failures()
     writer = storage_writer or TieredStorageWriter(**options)
     if _is_local(kind, planner, replication_group):
+        show_failures()
         return _save_local(
             state_dict, writer, _place(process_group, replication_group, coordinator_rank, no_dist), checkpoint_id
         )
@@ -112,8 +115,12 @@ def save(
                 no_dist=no_dist,
             )
         return metadata
-    except CheckpointException:
+    except CheckpointException as error:
         if writer.settings.config.on_save_error == "raise":
+            # All ranks are told of the same failures. DCP's exception is not one that `except Exception` handles.
+            first = error.failures[min(error.failures)][0] if error.failures else None
+            if isinstance(first, TieredCheckpointError):
+                raise first from error
             raise
         writer.session.log.exception("training goes on without checkpoint %s", checkpoint_id or writer.checkpoint_id)
         return None
@@ -135,7 +142,9 @@ def async_save(
     """Saves as :func:`save` does, and returns once the state is captured in node memory.
 
     That takes hardly longer than copying the tensors once, because they go straight to where the
-    upload reads them: nothing is staged, and no thread or process competes with training.
+    upload reads them. Of kind ``sharded``, each rank hashes its part behind that, at several gigabytes a
+    second and thread, and then commits it in memory; a process that is killed meanwhile leaves the
+    checkpoint before as the newest.
 
     A failure on the way to the durable tier is shown once: by the future, where it is asked, by
     :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
@@ -154,34 +163,44 @@ def async_save(
 
     Returns:
         A future of what :func:`save` gives: done once the checkpoint is on the durable tier, if it is to go
-        there; on ranks other than the coordinator (``local``: shard 0), once this rank's part is. It
-        holds the exception of a save that did not get there, whatever ``on_save_error`` says.
+        there, else once it is whole in memory; on ranks other than the coordinator (``local``: shard 0), once
+        this rank's part is. It holds the exception of a save that did not get there, whatever
+        ``on_save_error`` says.
     """
-    show_failures()
     writer = storage_writer or TieredStorageWriter(**options)
-    place = None
-    if _is_local(kind, planner, replication_group):
+    is_local = _is_local(kind, planner, replication_group)
+    sealing: Future[None] | None = None
+    way: str | None = None
+    if is_local:
+        show_failures()
         place = _place(process_group, replication_group, coordinator_rank, no_dist)
         saved: Any = _save_local(state_dict, writer, place, checkpoint_id)
+        if saved is not None and "durable" in saved.tiers:
+            way = op_id(saved.save_id, place)
     else:
-        saved = save(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_writer=writer,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            coordinator_rank=coordinator_rank,
-        )
+        writer.seals_behind, told = True, writer.seals_behind
+        try:
+            saved = save(
+                state_dict,
+                checkpoint_id=checkpoint_id,
+                storage_writer=writer,
+                planner=planner,
+                process_group=process_group,
+                no_dist=no_dist,
+                coordinator_rank=coordinator_rank,
+            )
+        finally:
+            writer.seals_behind = told
+        if saved is not None:
+            sealing, way = writer.sealing, writer.op_id
     located, session = writer.located, writer.session
     groups = (process_group or _world(), replication_group)
     future = AsyncSave(session, located.name, located.step, tuple(group for group in groups if group is not None))
     register(future)
-    report = writer.last_save
-    if saved is None or report is None or "durable" not in report.tiers:
+    if sealing is None and way is None:
         future.set_result(saved)
     else:
-        future.follow(writer.op_id if place is None else op_id(report.save_id, place), saved)
+        future.follow(sealing, way, saved)
     return future
 
 

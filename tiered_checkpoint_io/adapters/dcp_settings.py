@@ -169,8 +169,10 @@ def close_shared(settings: Settings) -> None:
     """Waits for queued work of a configuration, shows background errors once, and frees everything."""
     shared = _shared.pop((os.getpid(), settings.config), None)
     if shared is not None:
-        shared.saver.give_up()
-        shared.session.close()
+        try:
+            shared.saver.close()
+        finally:
+            shared.session.close()
 
 
 def _release() -> None:

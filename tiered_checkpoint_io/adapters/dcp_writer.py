@@ -9,6 +9,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.futures import Future as TorchFuture
 
 from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.engine.session import SaveReport, Session, current_rank
 from tiered_checkpoint_io.engine.tickets import Ticket, arrived, expect_ticket
@@ -93,6 +95,8 @@ class TieredStorageWriter(StorageWriter):
         self.epoch = -1
         self.metric: tuple[str, float] | None = None
         self.extra: tuple[str, bytes] | None = None
+        #: Whether a save returns once all ranks have captured the state, and hashes and commits it behind that.
+        self.seals_behind = False
         self._path = path
         self._wait = wait
         self._require_step = require_step
@@ -164,14 +168,20 @@ class TieredStorageWriter(StorageWriter):
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Shows failures of earlier saves on their way to the durable tier.
+        """Shows failures of earlier saves, which DCP then tells all ranks.
 
         Raises:
-            SaveError: There is one, and ``on_save_error`` is ``raise``.
+            SaveError: The last save did not become whole in memory; or did not reach the durable tier,
+                and ``on_save_error`` is ``raise``.
         """
         expect_ticket()
         self._issued = None
-        self._shared.saver.give_up()
+        try:
+            self._shared.saver.begin()
+        except SaveError as error:
+            was_shown(error.__cause__)
+            raise
+        show_failures()
         self.session.surface()
         return plan
 
@@ -198,11 +208,11 @@ class TieredStorageWriter(StorageWriter):
         self._issued = ticket
         return [dataclasses.replace(plan, storage_data=ticket) for plan in plans]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Puts this rank's items into memory."""
         with self._counting("saving"):
             results = self._write(plan, planner)
-        future: Future[list[WriteResult]] = Future()
+        future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
         return future
 
@@ -247,9 +257,16 @@ class TieredStorageWriter(StorageWriter):
         return self._threads
 
     @property
-    def op_id(self) -> str:
-        """The operation that brings what this rank saved last to the durable tier."""
+    def sealing(self) -> Future[None] | None:
+        """How the part ends that this rank seals behind its last save; None where it is sealed."""
+        return self._shared.saver.sealing
+
+    @property
+    def op_id(self) -> str | None:
+        """The operation that brings what this rank saved last to the durable tier; None where none does."""
         assert self._ticket is not None
+        if not self._ticket.durable:
+            return None
         return ids.part_op_id(self._ticket.save_id, self._rank, commits=self._is_coordinator)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -313,7 +330,12 @@ class TieredStorageWriter(StorageWriter):
             items.append(data)
             descriptors.append(transformed)
         placed = self._shared.saver.capture(
-            ticket, self._rank, items, coordinator=self._is_coordinator, threads=self._threads
+            ticket,
+            self._rank,
+            items,
+            coordinator=self._is_coordinator,
+            threads=self._threads,
+            behind=self.seals_behind and not self._wait,
         )
         path = ticket.file_name(self._rank)
         return [

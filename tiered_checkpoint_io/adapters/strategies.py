@@ -88,9 +88,13 @@ class TieredSharding(_Base):
     def teardown(self) -> None:
         """As upstream, which forgets the checkpoint IO."""
         try:
-            self.checkpoint_io.teardown()
+            if self._shard_saver is not None:
+                self._shard_saver.close()
         finally:
-            super().teardown()
+            try:
+                self.checkpoint_io.teardown()
+            finally:
+                super().teardown()
 
     @property
     def _tiered_io(self) -> TieredCheckpointIO:
@@ -158,6 +162,7 @@ class TieredSharding(_Base):
         writer = StrategyWriter(
             self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
         )
+        writer.seals_behind = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer.epoch, writer.metric = checkpoint.get("epoch", -1), metric
         if self.is_global_zero:
             buffer = io.BytesIO()

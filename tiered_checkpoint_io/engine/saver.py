@@ -107,6 +107,7 @@ class Saver:
         protect: Collection[str] = (),
         mine: Callable[[StoredPart], bool] | None = None,
         threads: int | None = None,
+        hashed: bool = True,
     ) -> tuple[Slot, tuple[str, ...]]:
         """Fills a slot with a planned file.
 
@@ -115,9 +116,10 @@ class Saver:
             protect: Save ids that must not make room for it.
             mine: Which parts may make room; any by default.
             threads: How many threads copy; see :meth:`Image.fill`.
+            hashed: Whether to hash it on the way.
 
         Returns:
-            The slot, which is the caller's to commit or to give back, and the hashes of its chunks.
+            The slot, which is the caller's to commit or to give back, and the hashes of its chunks, or none.
 
         Raises:
             MemoryFullError: As :meth:`save`.
@@ -125,7 +127,7 @@ class Saver:
         self._finish_preparing()
         slot = self._acquire(image.size, protect, mine or _any)
         try:
-            return slot, image.fill(slot.view, threads=threads, pin=self._pins.pin)
+            return slot, image.fill(slot.view, threads=threads, pin=self._pins.pin, hashed=hashed)
         except BaseException:
             self._tier.give_back(slot)
             raise

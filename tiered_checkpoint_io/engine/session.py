@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
 from tiered_checkpoint_io.engine.supervise import DrainHandle
-from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.storage import Store, open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier, node_budget
@@ -56,6 +59,17 @@ class Progress:
     counters: dict[str, int] = field(default_factory=dict)
 
 
+T = TypeVar("T")
+
+
+class _Behind(NamedTuple):
+    """The end of a save that runs while training goes on."""
+
+    name: str
+    thread: threading.Thread
+    future: Future[object]
+
+
 class Opened(NamedTuple):
     """What is open while a session is in use."""
 
@@ -91,15 +105,18 @@ class Session:
         self._known: set[str] | None = None
         self._asked: Counter[str] = Counter()
         self._outcomes: list[Outcome] = []
+        self._behind: _Behind | None = None
 
     # ------------------------------------------------------------------------------------- tiers
     def open(self) -> Opened:
-        """The memory tier, the saver and the drain's handle.
+        """The memory tier, the saver and the drain's handle, behind what :meth:`run_behind` still runs.
 
         Raises:
+            DrainError: That has not ended within ``wait_timeout_s``.
             MemoryUnsafeError: The memory tier's folder is not safe to use.
             MemoryTierError: memory_dir is missing or can't be written.
         """
+        self.settle()
         if self._opened is None:
             config = self.config
             budget = None
@@ -122,7 +139,7 @@ class Session:
         """Waits for queued work, shows background errors once, and frees everything."""
         if self._opened is None:
             return
-        tier, saver, drain = self._opened
+        tier, saver, drain = self.open()
         try:
             if drain.pending():
                 try:
@@ -144,9 +161,55 @@ class Session:
     def release(self) -> None:
         """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
         if self._opened is not None:
-            tier, saver, _ = self._opened
+            tier, saver, _ = self.open()
             saver.close()
             tier.close()
+
+    def run_behind(self, name: str, work: Callable[[], T]) -> Future[T]:
+        """Runs the end of a save while training goes on.
+
+        Whoever opens the session next waits for it: there is no second order of operations to think
+        about, and no part that is missing where the next restore, delete or save looks for it. A
+        process that ends waits for it too.
+
+        Args:
+            name: The checkpoint's name.
+            work: What is left to do.
+
+        Returns:
+            Its result, or the exception that it raised, which is for the caller to show.
+        """
+        self.settle()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="tiered-seal")
+        self._behind = _Behind(name, thread, future)  # type: ignore[arg-type]
+        thread.start()
+        return future
+
+    def settle(self) -> None:
+        """Waits for what :meth:`run_behind` runs, however it ends.
+
+        Raises:
+            DrainError: It has not ended within ``wait_timeout_s``.
+        """
+        behind = self._behind
+        if behind is None or threading.current_thread() is behind.thread:
+            return
+        behind.thread.join(float(self.config.wait_timeout_s))
+        if behind.thread.is_alive():
+            raise DrainError(
+                f"{behind.name} is not whole in memory after {self.config.wait_timeout_s} s",
+                operation="save",
+                tier="memory",
+                hint="see whether the node is out of memory or of processor time",
+            )
 
     # --------------------------------------------------------------------------------------- ids
     def next_id(self) -> str:
@@ -209,6 +272,8 @@ class Session:
         """Whether a save or alias of this name is still on its way to the durable tier."""
         if self._opened is None:
             return False
+        if self._behind is not None and self._behind.name == name and not self._behind.future.done():
+            return True
         if any(request.name == name for request in self._opened.drain.queue.requests()):
             return True
         return any(stored.pending and stored.part.name == name for stored in self._opened.tier.parts())
@@ -227,7 +292,7 @@ class Session:
             DrainError: It is not, after ``timeout_s`` (by default ``wait_timeout_s``) seconds.
         """
         if self._opened is not None:
-            self._opened.drain.flush(self.config.wait_timeout_s if timeout_s is None else timeout_s)
+            self.open().drain.flush(self.config.wait_timeout_s if timeout_s is None else timeout_s)
 
     def submit(self, action: Literal["alias", "delete"], name: str, target: str = "") -> None:
         """Queues an alias or a delete behind what was saved before it."""

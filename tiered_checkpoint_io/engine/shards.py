@@ -2,8 +2,13 @@
 
 One rank, the coordinator, issues a :class:`Ticket`, which reaches the others by whatever carries the
 plan of the save. Each rank then captures its own file. The coordinator's part, with ``.metadata``,
-is committed last, once every rank has reported success; without it the other parts are no
-checkpoint, and nobody takes them for one.
+is committed once every rank has reported that it has captured its own; without it the other parts
+are no checkpoint, and nobody takes them for one.
+
+A part is hashed while it is captured, or *behind* its save: the ranks then go on as soon as all
+have captured, and each hashes and commits its part while training goes on. A checkpoint counts as
+whole, and lets older ones go from memory, once all ranks have said so, which they do when they
+begin the next save.
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.saver import versions
@@ -38,12 +44,30 @@ from tiered_checkpoint_io.storage.slots import Slot
 
 @dataclass(slots=True)
 class _Unsealed:
-    """The coordinator's part, until the other ranks have reported."""
+    """A part that is captured, but not committed; the coordinator's, until the other ranks have reported.
+
+    Attributes:
+        ticket: Of the save.
+        rank: Whose part it is.
+        image: Its file; of no bytes where the rank has none.
+        slot: Where that lies.
+        hashes: Of its chunks; None where they are made behind the save.
+        started: When the save began, by the monotonic clock.
+        threads: How many hash.
+    """
 
     ticket: Ticket
-    part: Part
-    slots: dict[str, Slot]
+    rank: int
+    image: Image | None
+    slot: Slot | None
+    hashes: tuple[str, ...] | None
     started: float
+    threads: int | None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it is hashed and committed behind its save."""
+        return self.hashes is None
 
 
 class ShardSaver:
@@ -63,6 +87,47 @@ class ShardSaver:
         self._unsealed: _Unsealed | None = None
         #: By series of names; the oldest first.
         self._completed: dict[str, list[str]] = {}
+        #: The save that this process finished behind, and that the other ranks may still be sealing.
+        self._finished: Ticket | None = None
+        self._agreeing: Ticket | None = None
+        #: How what this process seals behind a save ends.
+        self.sealing: Future[None] | None = None
+
+    # -------------------------------------------------------------------------------- every rank
+    def begin(self) -> None:
+        """Waits until this rank's part of the save before is whole; each rank calls this before the next save.
+
+        Raises:
+            SaveError: It failed behind its save. All ranks have to hear of it, and save nothing: nobody
+                knows by then that there is a newer checkpoint than those that memory would let go.
+        """
+        self.give_up()
+        self._session.settle()
+        # Who issues the next ticket knows then that all ranks have come past here.
+        self._agreeing, self._finished = self._finished, None
+        sealing, self.sealing = self.sealing, None
+        error = sealing.exception(0) if sealing is not None else None
+        if error is not None:
+            self._session.counts["failed"] += 1
+            raise SaveError(
+                f"the save before was captured, but did not become whole in memory: {error}",
+                operation="save",
+                tier="memory",
+                hint="this one is not made; the next one is",
+            ) from error
+
+    def close(self) -> None:
+        """Waits for this rank's part of the last save, and shows its failure.
+
+        Raises:
+            SaveError: There is one, and ``on_save_error`` is ``raise``.
+        """
+        try:
+            self.begin()
+        except SaveError as error:
+            self._session.counts["failed"] -= 1
+            last = self._session.last_save
+            self._session.failed(last.name if last else "", last.step if last else -1, error)
 
     # ------------------------------------------------------------------------------- coordinator
     def issue(
@@ -89,6 +154,9 @@ class ShardSaver:
         """
         session = self._session
         drain = session.open().drain
+        if self._agreeing is not None:
+            self.is_complete(self._agreeing.name, self._agreeing.save_id)
+            self._agreeing = None
         taken = False
         if durable:
             drain.start()
@@ -114,15 +182,15 @@ class ShardSaver:
             )
             return True
 
-    def finish(
-        self, save_id: str, metadata: bytes, *, wait: bool, extra: tuple[str, bytes] | None = None
-    ) -> SaveReport:
+    def finish(self, save_id: str, metadata: bytes, *, wait: bool, extra: tuple[str, bytes] | None = None) -> None:
         """Makes the checkpoint exist; called by the coordinator once every rank has reported.
+
+        Where it was captured with ``behind``, that goes on behind the caller's back: see :attr:`sealing`.
 
         Args:
             save_id: Which save.
             metadata: The content of ``.metadata``.
-            wait: Whether to return only when a durable save is committed there.
+            wait: Whether to return only when a durable save is committed there; not with ``behind``.
             extra: The name and content of a small file that goes with it; it gets another name where the
                 checkpoint's own is taken.
 
@@ -139,17 +207,15 @@ class ShardSaver:
                 key=save_id,
                 hint="wait for one save to end before the next",
             )
-        ticket, part = unsealed.ticket, unsealed.part
+        ticket = unsealed.ticket
         small = {METADATA: metadata}
         if extra is not None:
             small[ticket.name_beside(extra[0])] = extra[1]
-        entries = [_small_entry(f"{ticket.name}/{basename}", data) for basename, data in small.items()]
-        part = replace(part, content=replace(part.content, files=(*part.content.files, *entries)))
-        self._commit(unsealed, part, small)
+        self._end(unsealed, small)
+        if unsealed.is_behind:
+            self._finished = ticket
+            return
         self.is_complete(ticket.name, save_id)
-        if ticket.durable:
-            # It may have left while it had nothing to do.
-            self._session.open().drain.start()
         if ticket.durable and wait:
             outcome = self._session.open().drain.wait(save_id, self._session.config.wait_timeout_s)
             if outcome.state != "committed":
@@ -160,7 +226,6 @@ class ShardSaver:
                     key=ids.join_url(self._session.dirpath, ticket.name),
                     step=ticket.step,
                 )
-        return self._report(ticket, part, unsealed.started)
 
     def is_complete(self, name: str, save_id: str) -> None:
         """Takes note that a checkpoint is whole: this process finished it, or a restore has loaded it."""
@@ -173,7 +238,14 @@ class ShardSaver:
 
     # ------------------------------------------------------------------------------------- ranks
     def capture(
-        self, ticket: Ticket, rank: int, items: Sequence[Item], *, coordinator: bool, threads: int | None = None
+        self,
+        ticket: Ticket,
+        rank: int,
+        items: Sequence[Item],
+        *,
+        coordinator: bool,
+        threads: int | None = None,
+        behind: bool = False,
     ) -> list[Placed]:
         """Puts this rank's items into memory. When it returns, later changes of them are not in it.
 
@@ -185,6 +257,7 @@ class ShardSaver:
             items: What it contributes; it has no file where there is nothing.
             coordinator: Whether it is the coordinator.
             threads: How many threads copy.
+            behind: Whether the part is hashed and committed behind the caller's back: see :attr:`sealing`.
 
         Returns:
             Where each item lies in ``ticket.file_name(rank)``.
@@ -194,43 +267,24 @@ class ShardSaver:
         """
         started = time.monotonic()
         self.give_up()
-        tier, saver, drain = self._session.open()
+        tier, saver, _ = self._session.open()
         mine = Mine(rank, ids.run_id_of(ticket.save_id))
         held = [stored for stored in tier.parts() if mine(stored)]
         for stored in surplus(held, ticket, self._session.config.memory_keep_last):
             tier.remove(stored)
         image, placed = plan_shard(items)
-        slots: dict[str, Slot] = {}
-        files: tuple[FileEntry, ...] = ()
+        unsealed = _Unsealed(ticket, rank, None, None, None if behind else (), started, threads)
         if placed:
-            image = image if image.size else _one_byte()
-            slot, hashes = saver.capture(image, protect=ticket.completed[-1:], mine=mine, threads=threads)
-            name = ticket.file_name(rank)
-            slots[name] = slot
-            files = (FileEntry(f"{ticket.name}/{name}", image.size, image.chunk_size, hashes),)
-        content = Content(
-            save_id=ticket.save_id,
-            step=ticket.step,
-            epoch=ticket.epoch,
-            kind="sharded",
-            created=time.time(),
-            world_size=ticket.world_size,
-            writer=versions(),
-            files=files,
-            metric=ticket.metric,
-        )
-        part = Part(ticket.name, rank, content, self._session.dirpath, ticket.durable)
-        unsealed = _Unsealed(ticket, part, slots, started)
+            image = unsealed.image = image if image.size else _one_byte()
+            unsealed.slot, hashes = saver.capture(
+                image, protect=ticket.completed[-1:], mine=mine, threads=threads, hashed=not behind
+            )
+            unsealed.hashes = None if behind else hashes
         if coordinator:
             with self._lock:
                 self._unsealed = unsealed
         else:
-            self._commit(unsealed, part, {})
-            if ticket.durable:
-                drain.start()
-            self._report(ticket, part, started)
-        if slots:
-            saver.prepare(image.size)
+            self._end(unsealed, {})
         return placed
 
     def give_up(self) -> None:
@@ -245,30 +299,62 @@ class ShardSaver:
             self._give_back(unsealed)
 
     # ------------------------------------------------------------------------------------ inside
-    def _commit(self, unsealed: _Unsealed, part: Part, small: dict[str, bytes]) -> None:
+    def _end(self, unsealed: _Unsealed, small: dict[str, bytes]) -> None:
+        """Seals a part, here and now or behind the caller's back."""
+        ticket = unsealed.ticket
+        size = (unsealed.image.size if unsealed.image is not None else 0) + sum(map(len, small.values()))
+        if not unsealed.is_behind:
+            self._seal(unsealed, small)
+        tiers = frozenset({"memory", "durable"} if ticket.durable else {"memory"})
+        stall = time.monotonic() - unsealed.started
+        self._session.last_save = SaveReport(ticket.name, ticket.step, ticket.save_id, size, stall, tiers)
+        if unsealed.is_behind:
+            self.sealing = self._session.run_behind(ticket.name, lambda: self._seal(unsealed, small))
+        self._session.counts["saved"] += 1
+        self._session.log.info(
+            "Step %d: saved %s to %s: %s", ticket.step, ticket.name, "+".join(sorted(tiers)), rate(size, stall)
+        )
+
+    def _seal(self, unsealed: _Unsealed, small: dict[str, bytes]) -> None:
+        """Hashes what is not, and makes the part exist."""
+        tier, saver, drain = self._session.open()
+        ticket, slots = unsealed.ticket, {}
         try:
-            self._session.open().tier.commit(part, {**unsealed.slots, **small})
+            files = [_small_entry(f"{ticket.name}/{basename}", data) for basename, data in small.items()]
+            image, slot = unsealed.image, unsealed.slot
+            if image is not None and slot is not None:
+                hashes = unsealed.hashes or image.hashes(slot.view, threads=unsealed.threads)
+                name = ticket.file_name(unsealed.rank)
+                slots[name] = slot
+                files.insert(0, FileEntry(f"{ticket.name}/{name}", image.size, image.chunk_size, hashes))
+            content = Content(
+                save_id=ticket.save_id,
+                step=ticket.step,
+                epoch=ticket.epoch,
+                kind="sharded",
+                created=time.time(),
+                world_size=ticket.world_size,
+                writer=versions(),
+                files=tuple(files),
+                metric=ticket.metric,
+            )
+            part = Part(ticket.name, unsealed.rank, content, self._session.dirpath, ticket.durable)
+            tier.commit(part, {**slots, **small})
         except MemoryFullError:
             # The tier has given up the slots as well.
             raise
         except BaseException:
             self._give_back(unsealed)
             raise
+        if ticket.durable:
+            # It may have left while it had nothing to do.
+            drain.start()
+        if image is not None:
+            saver.prepare(image.size)
 
     def _give_back(self, unsealed: _Unsealed) -> None:
-        for slot in unsealed.slots.values():
-            self._session.open().tier.give_back(slot)
-
-    def _report(self, ticket: Ticket, part: Part, started: float) -> SaveReport:
-        stall, size = time.monotonic() - started, part.content.size
-        tiers = frozenset({"memory", "durable"} if ticket.durable else {"memory"})
-        report = SaveReport(ticket.name, ticket.step, ticket.save_id, size, stall, tiers)
-        self._session.counts["saved"] += 1
-        self._session.last_save = report
-        self._session.log.info(
-            "Step %d: saved %s to %s: %s", ticket.step, ticket.name, "+".join(sorted(tiers)), rate(size, stall)
-        )
-        return report
+        if unsealed.slot is not None:
+            self._session.open().tier.give_back(unsealed.slot)
 
 
 def _one_byte() -> Image:
