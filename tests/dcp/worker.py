@@ -324,7 +324,8 @@ def save_behind(job, seed, fails=None, dies=None, **more):
     """Our ``async_save``; a rank may fail, or be killed, while it seals behind that."""
     from tiered_checkpoint_io import dcp as ours
 
-    mine, state = writer(job, **more), sharded(seed)
+    rows = more.pop("rows", ROWS)
+    mine, state = writer(job, **more), sharded(seed, rows)
     rank = dist.get_rank()
     commit = mine._shared.session.open().tier.commit
 

@@ -10,7 +10,7 @@ import pickle
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -27,6 +27,13 @@ from tiered_checkpoint_io.engine.tickets import Ticket, arrived, expect_ticket
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.shard_image import Item
+
+
+class _Written(NamedTuple):
+    """Where a rank wrote an item, as it tells the coordinator."""
+
+    info: Any
+    in_memory: bool
 
 
 class TieredStorageWriter(StorageWriter):
@@ -220,10 +227,17 @@ class TieredStorageWriter(StorageWriter):
         """Commits the checkpoint, once all ranks have written; called on the coordinator."""
         assert self._issued is not None
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
+        written = [each for rank in results for each in rank]
+        metadata.storage_data = {each.index: each.storage_data.info for each in written}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._issued.save_id)
         with self._counting("committing"):
-            self._shared.saver.finish(self._issued.save_id, pickle.dumps(metadata), wait=self._wait, extra=self.extra)
+            self._shared.saver.finish(
+                self._issued.save_id,
+                pickle.dumps(metadata),
+                wait=self._wait,
+                extra=self.extra,
+                in_memory=all(each.storage_data.in_memory for each in written),
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -265,7 +279,7 @@ class TieredStorageWriter(StorageWriter):
     def op_id(self) -> str | None:
         """The operation that brings what this rank saved last to the durable tier; None where none does."""
         assert self._ticket is not None
-        if not self._ticket.durable:
+        if not self._ticket.durable or not self._shared.saver.is_drained:
             return None
         return ids.part_op_id(self._ticket.save_id, self._rank, commits=self._is_coordinator)
 
@@ -329,7 +343,7 @@ class TieredStorageWriter(StorageWriter):
             data, transformed = self._item(item, planner)
             items.append(data)
             descriptors.append(transformed)
-        placed = self._shared.saver.capture(
+        placed, in_memory = self._shared.saver.capture(
             ticket,
             self._rank,
             items,
@@ -342,7 +356,9 @@ class TieredStorageWriter(StorageWriter):
             WriteResult(
                 index=item.index,
                 size_in_bytes=where.length,
-                storage_data=filesystem._StorageInfo(path, where.offset, where.length, *([names] if names else [])),
+                storage_data=_Written(
+                    filesystem._StorageInfo(path, where.offset, where.length, *([names] if names else [])), in_memory
+                ),
             )
             for item, where, names in zip(ordered, placed, descriptors, strict=True)
         ]

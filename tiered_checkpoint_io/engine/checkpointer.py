@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import time
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +58,6 @@ class Checkpointer:
         self.dirpath = config.dirpath
         self.session = session or Session(config, logger=logger)
         self.restored: Restored | None = None
-        self._warned_small = False
 
     # ------------------------------------------------------------------------------------- save
     def save(
@@ -161,11 +159,7 @@ class Checkpointer:
 
     def _save_direct(self, image: Image, facts: Facts, reason: MemoryFullError) -> None:
         """Writes straight to the durable tier, where memory can't hold the checkpoint."""
-        if not self._warned_small:
-            self._warned_small = True
-            warnings.warn(
-                f"the memory tier can't hold this checkpoint, so durable saves block training: {reason}", stacklevel=5
-            )
+        self.session.warn_small(reason)
         with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
             hashes = image.fill(view)
             with view.toreadonly() as data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -106,6 +107,7 @@ class Session:
         self._asked: Counter[str] = Counter()
         self._outcomes: list[Outcome] = []
         self._behind: _Behind | None = None
+        self._warned_small = False
 
     # ------------------------------------------------------------------------------------- tiers
     def open(self) -> Opened:
@@ -327,6 +329,14 @@ class Session:
                 hint="it stays in node memory and is tried again",
             )
             self.failed(outcome.name, outcome.step, error)
+
+    def warn_small(self, reason: Exception) -> None:
+        """Warns, once, that memory can't hold the checkpoints of this job, and of what that means."""
+        if not self._warned_small:
+            self._warned_small = True
+            warnings.warn(
+                f"the memory tier can't hold this checkpoint, so durable saves block training: {reason}", stacklevel=6
+            )
 
     def failed(self, name: str, step: int, error: Exception) -> None:
         """Counts and logs a failure.

@@ -2,7 +2,8 @@
 
 A file lies in this node's memory as a rank's part, or is fetched from the durable tier, a hashed
 chunk at a time, into a file that all ranks of the node map: whichever rank needs a chunk first
-fetches it, under a lock on one byte that dies with its process; the others find it there.
+fetches it, under a lock on one byte that dies with its process; the others find it there. A rank for
+whose chunks memory has no room has them in a private folder for temporary files.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import mmap
 import os
 import shutil
 import struct
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -216,7 +218,7 @@ class FetchedFile:
                     time.sleep(_POLL_S)
 
     def put(self, index: int, data: bytes | bytearray) -> None:
-        """Takes a chunk that came from elsewhere.
+        """Takes a chunk that did not come from the durable tier.
 
         Raises:
             CorruptCheckpointError: It differs from its hash.
@@ -227,6 +229,12 @@ class FetchedFile:
         self._take(offset, length)
         self.view[offset : offset + length] = data
         self._mapping[self._table + index] = _VERIFIED
+
+    def here(self) -> Iterator[tuple[int, bytes]]:
+        """The chunks that this node has, and their numbers."""
+        for index, (offset, length) in enumerate(self._ranges):
+            if self._is_here(index):
+                yield index, bytes(self.view[offset : offset + length])
 
     def close(self) -> None:
         """Unmaps the file; tensors that were copied from it are not concerned."""
@@ -270,7 +278,8 @@ class FetchedFile:
                 operation="restore",
                 tier="memory",
                 key=self._where,
-                hint="memory_dir is full: give it more space (docker: --shm-size), or lower memory_keep_last",
+                hint="memory_dir is full, or the folder for temporary files where that was full before: give"
+                " either more space (docker: --shm-size)",
             ) from error
 
 
@@ -343,6 +352,7 @@ class ShardFiles:
         self._held = ExitStack()
         self._parts: dict[str, tuple[StoredPart, PartFile]] = {}
         self._fetched: dict[str, FetchedFile] = {}
+        self._private: Path | None = None
         self._folder = SharedFolder(tier.root, key)
         self._held.callback(self._folder.close)
 
@@ -377,7 +387,11 @@ class ShardFiles:
 
     def put(self, basename: str, index: int, data: bytes | bytearray) -> None:
         """Takes a chunk of an adopted file; see :meth:`FetchedFile.put`."""
-        self._fetch_file(basename).put(index, data)
+        try:
+            self._fetch_file(basename).put(index, data)
+        except MemoryFullError as error:
+            self._leave_memory(error)
+            self._fetch_file(basename).put(index, data)
 
     def ensure(self, basename: str, spans: Iterable[Span]) -> memoryview:
         """The file, of which at least ``(offset, length)`` spans are here and verified.
@@ -398,9 +412,29 @@ class ShardFiles:
                 self._on_damage(stored, error)
                 if basename not in self._durable:
                     raise
-        fetched = self._fetch_file(basename)
-        fetched.ensure(spans)
+        try:
+            fetched = self._fetch_file(basename)
+            fetched.ensure(spans)
+        except MemoryFullError as error:
+            self._leave_memory(error)
+            fetched = self._fetch_file(basename)
+            fetched.ensure(spans)
         return fetched.view
+
+    def _leave_memory(self, error: MemoryFullError) -> None:
+        """Goes on in a private folder for temporary files, with what is here.
+
+        Raises:
+            MemoryFullError: It was that folder that had no space.
+        """
+        if self._private is not None:
+            raise error
+        self._private = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="tiered-reads-")))
+        # Whoever reads from the earlier files goes on to do so: they are closed at the end.
+        earlier, self._fetched = self._fetched, {}
+        for basename, file in earlier.items():
+            for index, data in file.here():
+                self._fetch_file(basename).put(index, data)
 
     def _fetch_file(self, basename: str) -> FetchedFile:
         fetched = self._fetched.get(basename)
@@ -413,7 +447,11 @@ class ShardFiles:
                     key=basename,
                 )
             fetched = self._fetched[basename] = FetchedFile(
-                entry, self._store, self._folder.path, concurrency=self._concurrency, timeout_s=self._timeout_s
+                entry,
+                self._store,
+                self._private or self._folder.path,
+                concurrency=self._concurrency,
+                timeout_s=self._timeout_s,
             )
             self._held.callback(fetched.close)
         return fetched

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.engine.direct_shards import DirectFile
 from tiered_checkpoint_io.engine.saver import versions
 from tiered_checkpoint_io.engine.session import SaveReport, Session
 from tiered_checkpoint_io.engine.shard_retention import Mine, surplus
@@ -54,6 +55,7 @@ class _Unsealed:
         hashes: Of its chunks; None where they are made behind the save.
         started: When the save began, by the monotonic clock.
         threads: How many hash.
+        direct: Its file, where memory has no room for it.
     """
 
     ticket: Ticket
@@ -63,6 +65,7 @@ class _Unsealed:
     hashes: tuple[str, ...] | None
     started: float
     threads: int | None
+    direct: DirectFile | None = None
 
     @property
     def is_behind(self) -> bool:
@@ -92,6 +95,8 @@ class ShardSaver:
         self._agreeing: Ticket | None = None
         #: How what this process seals behind a save ends.
         self.sealing: Future[None] | None = None
+        #: Whether this rank's part of the last save is on its way from memory to the durable tier, or was.
+        self.is_drained = False
 
     # -------------------------------------------------------------------------------- every rank
     def begin(self) -> None:
@@ -182,7 +187,15 @@ class ShardSaver:
             )
             return True
 
-    def finish(self, save_id: str, metadata: bytes, *, wait: bool, extra: tuple[str, bytes] | None = None) -> None:
+    def finish(
+        self,
+        save_id: str,
+        metadata: bytes,
+        *,
+        wait: bool,
+        extra: tuple[str, bytes] | None = None,
+        in_memory: bool = True,
+    ) -> None:
         """Makes the checkpoint exist; called by the coordinator once every rank has reported.
 
         Where it was captured with ``behind``, that goes on behind the caller's back: see :attr:`sealing`.
@@ -193,6 +206,7 @@ class ShardSaver:
             wait: Whether to return only when a durable save is committed there; not with ``behind``.
             extra: The name and content of a small file that goes with it; it gets another name where the
                 checkpoint's own is taken.
+            in_memory: Whether all other ranks have their parts in memory.
 
         Raises:
             SaveError: The save was given up, or did not reach the durable tier while we waited.
@@ -212,11 +226,14 @@ class ShardSaver:
         if extra is not None:
             small[ticket.name_beside(extra[0])] = extra[1]
         self._end(unsealed, small)
-        if unsealed.is_behind:
+        if not in_memory or unsealed.direct is not None:
+            # Not whole there, it lets no older one go.
+            pass
+        elif unsealed.is_behind:
             self._finished = ticket
-            return
-        self.is_complete(ticket.name, save_id)
-        if ticket.durable and wait:
+        else:
+            self.is_complete(ticket.name, save_id)
+        if self.is_drained and wait:
             outcome = self._session.open().drain.wait(save_id, self._session.config.wait_timeout_s)
             if outcome.state != "committed":
                 raise SaveError(
@@ -246,10 +263,11 @@ class ShardSaver:
         coordinator: bool,
         threads: int | None = None,
         behind: bool = False,
-    ) -> list[Placed]:
+    ) -> tuple[list[Placed], bool]:
         """Puts this rank's items into memory. When it returns, later changes of them are not in it.
 
-        The part is committed, but for the coordinator's, which :meth:`finish` commits.
+        The part is committed, but for the coordinator's, which :meth:`finish` commits. Where memory has no
+        room for a durable save, the part goes straight to the durable tier, with one warning.
 
         Args:
             ticket: From the coordinator.
@@ -260,10 +278,10 @@ class ShardSaver:
             behind: Whether the part is hashed and committed behind the caller's back: see :attr:`sealing`.
 
         Returns:
-            Where each item lies in ``ticket.file_name(rank)``.
+            Where each item lies in ``ticket.file_name(rank)``; and whether that is in memory.
 
         Raises:
-            MemoryFullError: No room, even after older checkpoints made some.
+            MemoryFullError: No room, even after older checkpoints made some; and the save is of memory alone.
         """
         started = time.monotonic()
         self.give_up()
@@ -276,16 +294,23 @@ class ShardSaver:
         unsealed = _Unsealed(ticket, rank, None, None, None if behind else (), started, threads)
         if placed:
             image = unsealed.image = image if image.size else _one_byte()
-            unsealed.slot, hashes = saver.capture(
-                image, protect=ticket.completed[-1:], mine=mine, threads=threads, hashed=not behind
-            )
-            unsealed.hashes = None if behind else hashes
+            try:
+                unsealed.slot, hashes = saver.capture(
+                    image, protect=ticket.completed[-1:], mine=mine, threads=threads, hashed=not behind
+                )
+                unsealed.hashes = None if behind else hashes
+            except MemoryFullError as error:
+                if not ticket.durable:
+                    raise
+                self._session.warn_small(error)
+                unsealed.direct = DirectFile(image, threads=threads)
+                unsealed.hashes = unsealed.direct.hashes
         if coordinator:
             with self._lock:
                 self._unsealed = unsealed
         else:
             self._end(unsealed, {})
-        return placed
+        return placed, unsealed.direct is None
 
     def give_up(self) -> None:
         """Frees what a save left that did not finish: some other rank failed, and DCP has told all."""
@@ -305,7 +330,10 @@ class ShardSaver:
         size = (unsealed.image.size if unsealed.image is not None else 0) + sum(map(len, small.values()))
         if not unsealed.is_behind:
             self._seal(unsealed, small)
-        tiers = frozenset({"memory", "durable"} if ticket.durable else {"memory"})
+        self.is_drained = ticket.durable and unsealed.direct is None
+        tiers = frozenset(
+            ({"durable"} if ticket.durable else set()) | ({"memory"} if unsealed.direct is None else set())
+        )
         stall = time.monotonic() - unsealed.started
         self._session.last_save = SaveReport(ticket.name, ticket.step, ticket.save_id, size, stall, tiers)
         if unsealed.is_behind:
@@ -321,11 +349,12 @@ class ShardSaver:
         ticket, slots = unsealed.ticket, {}
         try:
             files = [_small_entry(f"{ticket.name}/{basename}", data) for basename, data in small.items()]
-            image, slot = unsealed.image, unsealed.slot
-            if image is not None and slot is not None:
-                hashes = unsealed.hashes or image.hashes(slot.view, threads=unsealed.threads)
-                name = ticket.file_name(unsealed.rank)
-                slots[name] = slot
+            image, slot, name = unsealed.image, unsealed.slot, ticket.file_name(unsealed.rank)
+            if image is not None:
+                hashes = unsealed.hashes or ()
+                if slot is not None:
+                    slots[name] = slot
+                    hashes = hashes or image.hashes(slot.view, threads=unsealed.threads)
                 files.insert(0, FileEntry(f"{ticket.name}/{name}", image.size, image.chunk_size, hashes))
             content = Content(
                 save_id=ticket.save_id,
@@ -339,6 +368,10 @@ class ShardSaver:
                 metric=ticket.metric,
             )
             part = Part(ticket.name, unsealed.rank, content, self._session.dirpath, ticket.durable)
+            if unsealed.direct is not None:
+                timeout_s = float(self._session.config.wait_timeout_s)
+                unsealed.direct.put(self._session.durable(), part, name, small, timeout_s=timeout_s)
+                return
             tier.commit(part, {**slots, **small})
         except MemoryFullError:
             # The tier has given up the slots as well.
@@ -355,6 +388,8 @@ class ShardSaver:
     def _give_back(self, unsealed: _Unsealed) -> None:
         if unsealed.slot is not None:
             self._session.open().tier.give_back(unsealed.slot)
+        if unsealed.direct is not None:
+            unsealed.direct.close()
 
 
 def _one_byte() -> Image:

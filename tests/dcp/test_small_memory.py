@@ -1,0 +1,76 @@
+"""Ranks whose node memory has no room for their shards: durable saves block, and are whole all the same."""
+
+import subprocess
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from .worker import content
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+MIB = 1 << 20
+#: About 11.5 MiB in all.
+LARGE = {"rows": 120_000}
+
+
+@pytest.fixture
+def small(memory_dir, tmp_path):
+    """Makes a node of the simulated ones a real tmpfs of 3 MiB."""
+    mounted = []
+
+    def mount(node):
+        folder = f"{memory_dir}/{node}"
+        subprocess.run(["mkdir", "-p", folder], check=True, timeout=20)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={3 * MIB},mode=0700", "tmpfs", folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        if done.returncode != 0:
+            pytest.skip(f"a tmpfs can't be mounted here: {done.stderr.strip()}")
+        mounted.append(folder)
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
+
+
+@pytest.mark.parametrize("nodes", ["a", "b", "ab"], ids=["coordinator", "other rank", "both"])
+def test_a_durable_save_goes_past_memory_that_is_too_small(ranks, small, tmp_path, nodes):
+    for node in nodes:
+        small(node)
+    answers = ranks(
+        2,
+        ["save", 1, {"save_to_s3": True, "wait": True}],
+        ["save", 2, {"save_to_s3": True, "wait": True, **LARGE}],
+        ["save", 3, LARGE],
+        ["save_behind", 4, {"save_to_s3": True, **LARGE}],
+        ["wait"],
+        ["load", 4, LARGE],
+        ["load", 2, {**LARGE, "step": 2}],
+        nodes="ab",
+        on_save_error="raise",
+    )
+    for answer in answers:
+        said = [step.get("message", "fine") for step in answer]
+        assert [step.get("error") for step in answer] == [None, None, "CheckpointException", None, None, None, None], (
+            said
+        )
+        assert "give it more space" in said[2] or "does not fit" in said[2], "of memory alone, it has nowhere to go"
+        assert answer[3]["got"]["ended"] == "None"
+        assert answer[5]["got"]["matches"]
+        assert answer[6]["got"]["matches"]
+    whole = content(4, **LARGE)
+    state = {"model": {key: torch.zeros_like(value) for key, value in whole.items()}}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "durable" / "step_4"))
+    assert all(torch.equal(state["model"][key], value) for key, value in whole.items())
+
+
+def test_the_wait_for_the_other_ranks_is_bounded(ranks, small, tmp_path):
+    small("a")
+    nowhere = {1: {"dirpath": str(tmp_path / "elsewhere")}}
+    step = ["save", 1, {"save_to_s3": True, "wait_timeout_s": 5, **LARGE}]
+    answers = ranks(2, step, nodes="ab", of_rank=nowhere)
+    for answer in answers:
+        assert "the parts of 1 of 2 ranks have not come within 5 s: 1" in answer[0]["message"]
+        assert answer[0]["seconds"] < 30
+    assert not (tmp_path / "durable" / ".tiered" / "manifests").exists()
