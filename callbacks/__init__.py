@@ -1,6 +1,7 @@
 """Lightning callbacks over the tiers."""
 
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.preemption import Preempted, PreemptionCheckpoint
 from tiered_checkpoint_io.callbacks.steps import tiers_for_step
 
-__all__ = ["TieredModelCheckpoint", "tiers_for_step"]
+__all__ = ["Preempted", "PreemptionCheckpoint", "TieredModelCheckpoint", "tiers_for_step"]

@@ -12,10 +12,10 @@ _LENGTH = re.compile(rb"^content-length:\s*(\d+)", re.IGNORECASE | re.MULTILINE)
 class CountingProxy:
     """A context manager; ``requests`` holds ``(method, target)``, ``bytes_down`` counts answers whole."""
 
-    def __init__(self, endpoint_url):
+    def __init__(self, endpoint_url, port=0):
         parts = urlsplit(endpoint_url)
         self._server = (parts.hostname, parts.port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self._lock = threading.Lock()
         self._sockets = []
         self._threads = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning import __version__ as lightning_version
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
@@ -81,7 +81,8 @@ class TieredCheckpointIO(CheckpointIO):
             checkpoint: The state.
             path: Below dirpath, or relative to it.
             storage_options: ``{"tiers": ["memory"]}`` for memory alone; both tiers by default.
-                ``"metric"`` may hold what a ModelCheckpoint monitored, and its value.
+                ``"metric"`` may hold what a ModelCheckpoint monitored, and its value; ``"wait": False``
+                lets a durable save return as :class:`AsyncCheckpointIO` does.
 
         Raises:
             UsageError: storage_options are not understood, or Lightning's AsyncCheckpointIO calls.
@@ -94,8 +95,8 @@ class TieredCheckpointIO(CheckpointIO):
             return
         if sys._getframe(2).f_globals.get("__name__", "").endswith("plugins.io.async_plugin"):
             raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="save", hint=USE_OURS)
-        tiers, metric = read_storage_options(storage_options)
-        self.checkpointer.save(checkpoint, path, tiers=tiers, wait=wait, metric=metric)
+        asked = read_storage_options(storage_options)
+        self.checkpointer.save(checkpoint, path, tiers=asked.tiers, wait=wait and asked.wait, metric=asked.metric)
 
     def load_checkpoint(
         self,
@@ -214,17 +215,28 @@ def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
     return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
 
 
-def read_storage_options(options: Any) -> tuple[Collection[str], tuple[str, float] | None]:
-    """The tiers and the metric that ``storage_options`` name.
+class StorageOptions(NamedTuple):
+    """What ``storage_options`` of a save say."""
+
+    tiers: Collection[str] = TIERS
+    metric: tuple[str, float] | None = None
+    wait: bool = True
+
+
+def read_storage_options(options: Any) -> StorageOptions:
+    """Validates ``storage_options``.
 
     Raises:
-        UsageError: They are not ``{"tiers": [...], "metric": (name, value)}``, or a part of that.
+        UsageError: They are not ``{"tiers": [...], "metric": (name, value), "wait": bool}``, or a part of that.
     """
-    allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value)}"
+    allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value), 'wait': bool}"
     if options is None:
-        return TIERS, None
-    if not isinstance(options, Mapping) or set(options) - {"tiers", "metric"}:
+        return StorageOptions()
+    if not isinstance(options, Mapping) or set(options) - {"tiers", "metric", "wait"}:
         raise UsageError(f"storage_options is {options!r}", operation="save", hint=allowed)
+    wait = options.get("wait", True)
+    if not isinstance(wait, bool):
+        raise UsageError(f"storage_options['wait'] is {wait!r}", operation="save", hint=allowed)
     tiers = options.get("tiers", TIERS)
     if isinstance(tiers, str):
         tiers = [tiers]
@@ -232,12 +244,12 @@ def read_storage_options(options: Any) -> tuple[Collection[str], tuple[str, floa
         raise UsageError(f"storage_options['tiers'] is {tiers!r}", operation="save", hint=allowed)
     metric = options.get("metric")
     if metric is None:
-        return tiers, None
+        return StorageOptions(tiers, None, wait)
     try:
         name, value = metric
         if not isinstance(name, str):
             raise TypeError(name)
-        return tiers, (name, float(value))
+        return StorageOptions(tiers, (name, float(value)), wait)
     except (TypeError, ValueError) as error:
         raise UsageError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
 

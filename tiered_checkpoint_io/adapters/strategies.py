@@ -148,7 +148,7 @@ class TieredSharding(_Base):
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        tiers, metric = read_storage_options(storage_options)
+        tiers, metric, may_wait = read_storage_options(storage_options)
         session = self._tiered_io.checkpointer.session
         name = ids.name_in(session.dirpath, path)
         rest, sharded = part_off(
@@ -158,7 +158,7 @@ class TieredSharding(_Base):
         state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
         state.update({SHARDED: sharded} if sharded else {})
         step = checkpoint.get("global_step", -1)
-        wait = "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        wait = may_wait and "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer = StrategyWriter(
             self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -108,6 +109,7 @@ class Session:
         self._outcomes: list[Outcome] = []
         self._behind: _Behind | None = None
         self._warned_small = False
+        self._leave_by: float | None = None
 
     # ------------------------------------------------------------------------------------- tiers
     def open(self) -> Opened:
@@ -127,6 +129,7 @@ class Session:
             tier = MemoryTier.open(config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin)
             saver = Saver(tier, keep_last=config.memory_keep_last, pins=self._pins)
             self._opened = Opened(tier, saver, DrainHandle(tier, config, self.log))
+            self._opened.drain.leave_by = self._leave_by
         return self._opened
 
     def durable(self, dirpath: str | None = None) -> Store:
@@ -148,7 +151,12 @@ class Session:
                     drain.start()
                     self.wait()
                 except Exception as error:
-                    self.failed("queued checkpoints", -1, error)
+                    if self._is_leaving and isinstance(error, DrainError):
+                        self.log.warning(
+                            "what is queued is left to the drain and the next start on this node: %s", error
+                        )
+                    else:
+                        self.failed("queued checkpoints", -1, error)
             self.surface()
         finally:
             self._opened = None
@@ -295,6 +303,19 @@ class Session:
         """
         if self._opened is not None:
             self.open().drain.flush(self.config.wait_timeout_s if timeout_s is None else timeout_s)
+
+    def leave_by(self, deadline: float) -> None:
+        """Waits for nothing beyond ``deadline``, by the monotonic clock: the process is told to end.
+
+        What is queued then is no failure: it stays queued. May be called from a signal handler.
+        """
+        self._leave_by = deadline
+        if self._opened is not None:
+            self._opened.drain.leave_by = deadline
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self._leave_by is not None and time.monotonic() >= self._leave_by
 
     def submit(self, action: Literal["alias", "delete"], name: str, target: str = "") -> None:
         """Queues an alias or a delete behind what was saved before it."""

@@ -47,6 +47,8 @@ class DrainHandle:
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        #: Nothing is waited for beyond this, by the monotonic clock: the process is told to end.
+        self.leave_by: float | None = None
         self._spawned_at = 0.0
         self._respawn_wait = _RESPAWN_WAIT_S
         outcomes = self.queue.outcomes()
@@ -104,6 +106,8 @@ class DrainHandle:
             with contextlib.suppress(DrainError):
                 self.flush(timeout_s)
             self._stop.set()
+            if self.leave_by is not None:
+                timeout_s = min(timeout_s, max(0.0, self.leave_by - time.monotonic()))
             self._thread.join(timeout_s)
             self._thread = None
         if self._trainer_lock is not None:
@@ -174,7 +178,7 @@ class DrainHandle:
             now = time.monotonic()
             if self._moved() != moved:
                 moved, moved_at = self._moved(), now
-            if now > deadline or now - moved_at > _STALLED_S:
+            if self._is_late(deadline) or now - moved_at > _STALLED_S:
                 return False
             time.sleep(_POLL_S)
 
@@ -192,7 +196,7 @@ class DrainHandle:
                 self._seen.add((op_id, outcome.state))
                 return outcome
             self.ensure()
-            if time.monotonic() > deadline:
+            if self._is_late(deadline):
                 raise self._too_slow(f"operation {op_id}", timeout_s)
             time.sleep(_POLL_S)
 
@@ -216,7 +220,7 @@ class DrainHandle:
                     key=failed[0].name,
                     hint="they stay in node memory and are tried again",
                 )
-            if time.monotonic() > deadline:
+            if self._is_late(deadline):
                 raise self._too_slow(f"{len(left)} operations", timeout_s)
             time.sleep(_POLL_S)
 
@@ -231,6 +235,9 @@ class DrainHandle:
         return self.queue.progress()
 
     # ---------------------------------------------------------------------------------- inside
+    def _is_late(self, deadline: float) -> bool:
+        return time.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
+
     def _doable(self) -> list[str]:
         left = self.pending()
         requests = self.queue.requests()

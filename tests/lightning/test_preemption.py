@@ -1,0 +1,154 @@
+"""Jobs that are told to end, rank by rank: each ends within its grace time, and the next goes on where it stopped."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from support.counting_proxy import CountingProxy
+from support.launch import free_port, launch, said
+from support.training import durable, wipe
+
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+
+WORKER = Path(__file__).with_name("preemption_worker.py")
+GRACE_S = 20.0
+
+
+@pytest.fixture
+def job(tmp_path, memory_dir):
+    """Runs a training on so many ranks until it ends or is told to."""
+
+    def run(ranks=2, signals=(), **told):
+        told = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "strategy": "ddp", **told}
+        answers = launch(tmp_path, [{**told, "signals": signals}] * ranks, deadline_s=100, worker=WORKER)
+        assert None not in answers, said(tmp_path, answers.index(None))
+        return answers
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def known():
+    """Weights at the end of undisturbed trainings, by what those were told."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(tmp_path, known):
+    """The weights at the end of a training that nobody disturbs."""
+
+    def run(job, **told):
+        key = json.dumps(told, sort_keys=True)
+        if key not in known:
+            elsewhere = {"dirpath": str(tmp_path / "undisturbed"), "block": {"namespace": "undisturbed"}}
+            known[key] = [answer["weight"] for answer in job(**elsewhere, **told)]
+        return known[key]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("told", "signals"),
+    [
+        ({}, [[0, "train", 5]]),
+        ({}, [[1, "train", 5]]),
+        ({}, [[0, "train", 5], [1, "train", 5]]),
+        ({}, [[0, "train", 5], [1, "train", 6], [0, "train", 6]]),
+        ({"signal": "SIGUSR1"}, [[1, "train", 5]]),
+        ({"async": False}, [[1, "train", 5]]),
+        ({"accumulate": 3}, [[1, "train", 5]]),
+        ({"strategy": "fsdp2"}, [[1, "train", 5]]),
+        ({"strategy": "auto", "ranks": 1}, [[0, "train", 5]]),
+    ],
+    ids=["rank 0", "rank 1", "both", "again", "SIGUSR1", "synchronous", "accumulating", "fsdp2", "one process"],
+)
+def test_all_ranks_stop_together_and_the_next_start_goes_on_from_there(job, undisturbed, tmp_path, told, signals):
+    answers = job(signals=signals, **told)
+    first = answers[0]
+    assert first["step"] in (6, 7), "the step that was under way, and at most one more"
+    for answer in answers:
+        assert answer["ended"] == "preempted"
+        assert answer["step"] == first["step"]
+        assert answer["after"] is None or answer["after"] < GRACE_S
+    assert first["code"] - 128 in (15, 10)
+    assert durable(str(tmp_path / "durable")) == ["preempted.ckpt"]
+    # What changes nothing about the weights.
+    told = {key: value for key, value in told.items() if key not in ("signal", "async")}
+    again = job(**told)
+    assert [answer["from"][:2] for answer in again] == [["preempted.ckpt", first["step"]]] * len(again)
+    assert again[0]["from"][2] == "memory"
+    assert [answer["weight"] for answer in again] == undisturbed(job, **told)
+
+
+def test_a_long_validation_is_not_waited_for(job, undisturbed):
+    told = {"validation": 200, "slow_validation": True}
+    for answer in job(signals=[[1, "validation", 2]], **told):
+        assert answer["ended"] == "preempted"
+        assert answer["step"] == 6
+        assert answer["after"] is None or answer["after"] < GRACE_S
+    again = job()
+    assert [answer["from"][:2] for answer in again] == [["preempted.ckpt", 6]] * 2
+    assert [answer["weight"] for answer in again] == undisturbed(job)
+
+
+def test_a_signal_before_the_first_batch_or_at_the_end_hangs_nobody(job):
+    for answer in job(signals=[[0, "start", 0]]):
+        assert answer["ended"] == "preempted"
+        assert answer["step"] <= 2
+    for answer in job(signals=[[1, "end", 0]], steps=8):
+        assert (answer["ended"], answer["step"]) == ("fit", 8)
+        assert answer["after"] is None or answer["after"] < GRACE_S
+
+
+def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reaches_s3_later(
+    job, tmp_path, memory_dir, s3_url, s3_server
+):
+    port = free_port()
+    told = {"dirpath": s3_url, "block": {"endpoint_url": f"http://127.0.0.1:{port}"}}
+    answers = job(signals=[[0, "train", 5]], grace=8.0, ckpt_path=None, **told)
+    step = answers[0]["step"]
+    for answer in answers:
+        assert answer["ended"] == "preempted"
+        assert answer["after"] is None or answer["after"] < 8.0
+    assert "goes on with it" in said(tmp_path, 0)
+    with CountingProxy(s3_server.endpoint_url, port):
+        again = job(steps=step + 1, **told)
+        assert again[0]["from"] == ["preempted.ckpt", step, "memory"]
+        assert durable(s3_url) == ["preempted.ckpt"]
+        wipe(memory_dir)
+        assert job(steps=step + 1, **told)[1]["from"] == ["preempted.ckpt", step, "durable"]
+
+
+def test_slurm_is_asked_to_queue_the_job_again(job, tmp_path, monkeypatch):
+    # There is no Slurm here; what is called in its place notes how.
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(
+        f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'asked')!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    job(signals=[[1, "train", 5]], signal="SIGUSR1", requeue=True)
+    assert (tmp_path / "asked").read_text() == "requeue 77_3\n", "by one rank, once"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"grace_seconds": 0}, ConfigError, "grace_seconds is 0"),
+        ({"grace_seconds": float("nan")}, ConfigError, "grace_seconds is nan"),
+        ({"signals": ["SIGHELLO"]}, ConfigError, "there is no signal 'SIGHELLO'"),
+        ({"signals": ["SIGKILL"]}, ConfigError, "nobody can handle SIGKILL"),
+        ({"signals": []}, ConfigError, "signals is empty"),
+        ({"name": "../up"}, InvalidNameError, "up"),
+        ({"requeue": "yes"}, ConfigError, "requeue is 'yes'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        PreemptionCheckpoint(**options)
