@@ -1,8 +1,8 @@
 """Manifests, parts and hashes: what a checkpoint is made of, as data. Pure; no input or output.
 
 A *part* says what one rank contributed to one save. A *manifest* says that a checkpoint exists and
-what its bytes are. Both are versioned JSON. A reader of this version reads every older version,
-and refuses a newer one by :class:`FormatVersionError`.
+what its bytes are. Both are versioned JSON, and end with a digest of all that stands before it. A reader
+of this version reads every older version, and refuses a newer one by :class:`FormatVersionError`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ _MAX_CHUNKS = 16_384
 _MAX_FILE_SIZE = 5 << 40
 _MAX_FILES = 1_000_000
 _DIGEST_LENGTH = 32
+#: How a document of any version ends, around the digest of what stands before.
+_DIGEST = "digest"
+_SEAL = f',\n "{_DIGEST}": "'.encode()
+_END = b'"\n}'
 
 #: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
 METADATA = ".metadata"
@@ -375,7 +379,16 @@ class _located:  # noqa: N801 - reads as a clause: "with _located(where)"
 
 def _dump(body: dict[str, Any]) -> bytes:
     document = {"format": FORMAT, "version": FORMAT_VERSION, **body}
-    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=True).encode("utf-8")
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=True).encode("utf-8")
+    text = text.removesuffix(b"\n}")
+    return text + _SEAL + hash_bytes(text).encode() + _END
+
+
+def _check_seal(data: bytes, where: str) -> None:
+    """Compares a document with its digest, byte by byte: what JSON makes of a damaged one may look well."""
+    text, seal, end = data.rpartition(_SEAL)
+    if not seal or end != hash_bytes(text).encode() + _END:
+        raise ManifestError("it differs from its digest", operation="parse", key=where)
 
 
 def _load(data: bytes, where: str) -> Mapping[str, Any]:
@@ -385,6 +398,9 @@ def _load(data: bytes, where: str) -> Mapping[str, Any]:
         raise ManifestError("not JSON, or cut short", operation="parse", key=where) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ManifestError(f"not a {FORMAT} document", operation="parse", key=where)
+    if _DIGEST in raw:
+        # Documents of earlier releases have none.
+        _check_seal(data, where)
     version = raw.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ManifestError(f"version is {version!r}", operation="parse", key=where)

@@ -1,11 +1,12 @@
 """Checkpoints made by hand, and ranks as threads, for tests of restore."""
 
+import json
 import pickle
 import threading
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine import commit
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part, chunk_ranges, hash_bytes
+from tiered_checkpoint_io.manifest import Content, FileEntry, Part, _dump, chunk_ranges, hash_bytes
 
 RUN = ids.new_run_id(now=1_700_000_000.0)
 CHUNK = 1 << 16
@@ -34,6 +35,13 @@ def into_memory(tier, dirpath, name, data, number, *, chunk=CHUNK):
 def into_durable(store, name, data, number, *, chunk=CHUNK):
     part = Part(name, 0, make_content(name, data, number, chunk=chunk), store.url, durable=True)
     commit.commit_full(store, part, memoryview(data))
+
+
+def of_a_newer_release(document, version=2):
+    """A stored manifest or part, as a release would write it whose format is newer than ours."""
+    raw = json.loads(document)
+    del raw["digest"]
+    return _dump({**raw, "version": version})
 
 
 def flip(path, at=100):

@@ -9,6 +9,7 @@ import torch
 from support.bad_input import KEPT, Kept, state
 from support.fault_proxy import FaultProxy
 from support.refusing import BUCKET, ServerWithRights, in_region
+from support.restoring import of_a_newer_release
 from support.training import Model, Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -187,8 +188,7 @@ def test_the_durable_copy_of_what_a_newer_release_left_in_memory(kept):
 
 
 def as_of_version_7(text):
-    assert b'"version": 1' in text
-    return text.replace(b'"version": 1', b'"version": 7')
+    return of_a_newer_release(text, version=7)
 
 
 # ------------------------------------------------------------------------------ empty and unreachable

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 
 import pytest
+from support.restoring import of_a_newer_release
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine import commit
@@ -214,7 +215,7 @@ def test_what_a_newer_release_wrote_is_left_alone(tmp_path):
     store = DirectoryStore(str(tmp_path))
     save(store, "a.ckpt", b"x", 1)
     key = ids.manifest_key("a.ckpt")
-    newer = store.get(key).replace(b'"version": 1', b'"version": 2')
+    newer = of_a_newer_release(store.get(key))
     store.put(key, newer)
     for act in (
         lambda: save(store, "a.ckpt", b"y", 2),

@@ -74,6 +74,20 @@ def test_damaged_manifests_raise_our_errors_only(content, data):
             assert "x" in str(error)
 
 
+@given(contents, st.data())
+def test_one_changed_byte_of_a_manifest_is_found_or_changes_nothing(content, data):
+    written = Manifest("x.ckpt", content)
+    document = bytearray(written.to_json())
+    document[data.draw(st.integers(0, len(document) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        read = Manifest.from_json(bytes(document), where="x")
+    except TieredCheckpointError:
+        return
+    # The name of the digest itself was hit: the document then passes for one of an earlier release.
+    assert b'"digest"' not in document
+    assert read.to_json() == written.to_json()
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -88,6 +102,8 @@ json_values = st.recursive(
 )
 def test_hostile_values_raise_our_errors_only(content, key, value):
     document = json.loads(Manifest("x.ckpt", content).to_json())
+    # Documents of earlier releases have no digest that would tell at once.
+    del document["digest"]
     document[key] = value
     try:
         Manifest.from_json(json.dumps(document).encode(), where="x")

@@ -10,7 +10,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.restoring import CHUNK, flip, in_ranks, into_durable, into_memory, make_content, save_id
+from support.restoring import (
+    CHUNK,
+    flip,
+    in_ranks,
+    into_durable,
+    into_memory,
+    make_content,
+    of_a_newer_release,
+    save_id,
+)
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit
@@ -271,7 +280,7 @@ def test_what_a_newer_release_wrote_is_never_passed_over(world, where):
         file = Path(world.store.url, manifest_key("new.ckpt"))
     else:
         file = into_memory(world.tier(), world.store.url, "new.ckpt", NEW, 2).parent / "part.json"
-    file.write_bytes(file.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    file.write_bytes(of_a_newer_release(file.read_bytes()))
     for _ in range(2):
         with pytest.raises(FormatVersionError, match="upgrade"):
             world.restore()

@@ -172,6 +172,8 @@ class TieredStorageReader(StorageReader):
             reader.read(plan, planner)
         except TieredCheckpointError as error:
             self.error = error
+            if isinstance(error, DAMAGE):
+                self.session.log.at_step(opened.step).error("%s is damaged: %s", opened.name, error)
             raise
         finally:
             self._leave()

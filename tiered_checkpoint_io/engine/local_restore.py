@@ -182,6 +182,8 @@ class LocalRestorer:
         known: Known = discover(self._store, selector, {})
         tried: set[str] = set()
         while True:
+            for note in known.rejected:
+                self._log.error("not restored, looking further: %s", note)
             self._rejected += known.rejected
             held = self._held()
             options = [

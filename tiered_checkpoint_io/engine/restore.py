@@ -175,6 +175,9 @@ class Restorer:
         known: Known = group.broadcast(found)
         tried: set[str] = set()
         while True:
+            if group.rank == 0:
+                for note in known.rejected:
+                    self._log.error("not restored, looking further: %s", note)
             search.reject(known.rejected)
             search.seen |= {manifest.content.save_id for manifest in known.manifests}
             options = [

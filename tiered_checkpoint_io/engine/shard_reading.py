@@ -157,6 +157,9 @@ class ShardRestorer:
         self, known: Known, memory: dict[str, list[HeldPart]], search: _Search, bad: set[str], group: Group
     ) -> OpenShards | None:
         while True:
+            if group.rank == 0:
+                for note in known.rejected:
+                    self._log.error("not restored, looking further: %s", note)
             search.rejected += known.rejected
             search.seen |= {manifest.content.save_id for manifest in known.manifests}
             options = shard_candidates(memory, known.manifests, search.selector, bad)
