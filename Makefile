@@ -15,7 +15,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-rgw test-lightning-min lint bench-stall bench-sharded clean
+.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean
 
 venv: $(STAMP)
 
@@ -41,6 +41,12 @@ demo-sharded: venv
 
 test: venv
 	$(BIN)/python -m pytest -n 2 tests
+
+test-crash: venv
+	$(BIN)/python tests/crash/sweep.py
+
+test-corruption: venv
+	$(BIN)/python tests/crash/corruption.py
 
 test-rgw: venv
 	bash tests/support/run_rgw.sh
