@@ -176,12 +176,13 @@ class Checkpointer:
         """Removes a checkpoint from memory now, and from the durable tier behind earlier commits."""
         name = ids.name_in(self.dirpath, path)
         tier = self.session.open().tier
-        memory_only = False
-        for stored in tier.parts():
-            if stored.part.name == name and stored.part.dirpath == self.dirpath and not stored.pending:
-                memory_only = not stored.part.durable
+        here = [part for part in tier.parts() if (part.part.name, part.part.dirpath) == (name, self.dirpath)]
+        for stored in here:
+            if not stored.pending:
                 tier.remove(stored)
-        if not memory_only:
+        memory_only = here and not any(stored.part.durable for stored in here)
+        # Memory may have let go of an earlier save of that name that went on to the durable tier.
+        if not memory_only or self.session.may_be_durable(name):
             self.session.submit("delete", name)
         self.session.note(name, exists=False)
 

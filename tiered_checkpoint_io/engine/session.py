@@ -105,6 +105,7 @@ class Session:
         self._run_id: str | None = None
         self._counter = 0
         self._known: set[str] | None = None
+        self._given: set[str] = set()
         self._asked: Counter[str] = Counter()
         self._outcomes: list[Outcome] = []
         self._behind: _Behind | None = None
@@ -249,8 +250,13 @@ class Session:
 
     def note(self, name: str, *, exists: bool) -> None:
         """Takes note of a name that is given out, or taken away."""
-        if self._known is not None:
-            (self._known.add if exists else self._known.discard)(name)
+        for names in (self._given, self._known):
+            if names is not None:
+                (names.add if exists else names.discard)(name)
+
+    def may_be_durable(self, name: str) -> bool:
+        """Whether a name was given to the durable tier, or seen there, by this process; asks nobody."""
+        return name in self._given or (self._known is not None and name in self._known)
 
     def knows(self, name: str) -> bool:
         """Whether a name is on the durable tier, or queued for it: one LIST at first use, none later.
