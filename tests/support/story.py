@@ -48,12 +48,18 @@ class Model:
             self._aliases.pop(name, None)
         elif action == "alias":
             self._own.pop(name, None)
+            # What pointed to it follows.
+            self._aliases = {each: target if of == name else of for each, of in self._aliases.items()}
             self._aliases[name] = target
         elif name in self._own:
             self._kept |= {alias: (name, self._own[name]) for alias, of in self._aliases.items() if of == name}
             del self._own[name]
         else:
             del self._aliases[name]
+
+    def is_real(self, name):
+        """Whether a checkpoint of this name was saved, in place of being an alias."""
+        return name in self._own
 
     def view(self):
         """Names, and the number of the save that each shows."""
