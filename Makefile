@@ -2,10 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 MIN_VENV := .venv-min
+NEMO_VENV := .venv-nemo
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 STAMP := $(VENV)/.installed
 MIN_STAMP := $(MIN_VENV)/.installed
+NEMO_STAMP := $(NEMO_VENV)/.installed
+# What NeMo imports; the rest of what it names is for models that the tests do not train.
+NEMO_NEEDS := einops huggingface_hub hydra-core nv_one_logger_core nv_one_logger_training_telemetry \
+	nv_one_logger_pytorch_lightning_integration onnx pandas sentencepiece tensorboard transformers wrapt
 # What pip finds by PIP_FIND_LINKS, uv finds too.
 export UV_FIND_LINKS := $(if $(UV_FIND_LINKS),$(UV_FIND_LINKS),$(PIP_FIND_LINKS))
 
@@ -15,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean
+.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo
 
 venv: $(STAMP)
 
@@ -30,6 +35,13 @@ $(MIN_STAMP): pyproject.toml constraints-min.txt
 	test -x $(MIN_VENV)/bin/python || $(PYTHON) -m venv $(MIN_VENV)
 	$(call INSTALL,$(MIN_VENV)) -c constraints-min.txt setuptools wheel
 	$(call INSTALL,$(MIN_VENV)) -c constraints-min.txt --no-build-isolation -e '.[test]' 'lightning==2.4.0'
+	touch $@
+
+$(NEMO_STAMP): pyproject.toml constraints-nemo.txt
+	test -x $(NEMO_VENV)/bin/python || $(PYTHON) -m venv $(NEMO_VENV)
+	$(call INSTALL,$(NEMO_VENV)) -c constraints-nemo.txt setuptools wheel
+	$(call INSTALL,$(NEMO_VENV)) -c constraints-nemo.txt --no-build-isolation -e '.[test]' 'lightning==2.4.0' $(NEMO_NEEDS)
+	$(call INSTALL,$(NEMO_VENV)) -c constraints-nemo.txt --no-deps nemo_toolkit
 	touch $@
 
 demo: venv
@@ -54,6 +66,10 @@ test-rgw: venv
 test-lightning-min: $(MIN_STAMP)
 	$(MIN_VENV)/bin/python -m pytest -n 2 tests/lightning
 
+# NeMo takes long to import, hence one process for all tests.
+test-nemo: $(NEMO_STAMP)
+	$(NEMO_VENV)/bin/python -m pytest tests/nemo
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,4 +83,4 @@ bench-sharded: venv
 	$(BIN)/python benchmarks/sharded.py
 
 clean:
-	rm -rf $(VENV) $(MIN_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) build dist *.egg-info

@@ -237,7 +237,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
             # The same state is durable, or on its way, under its own name. Where that failed, the
             # old alias stays, and goes on to name what is good.
             if trainer.is_global_zero and self._landed:
-                self._engine.alias(filepath, self._durable_save[1])
+                self._alias(filepath, self._durable_save[1])
                 self._reporter.expect(name, pending=self._engine.is_pending(name))
         else:
             options: dict[str, Any] = {"tiers": ["memory", "durable"]}
@@ -371,8 +371,16 @@ class TieredModelCheckpoint(ModelCheckpoint):
             if self._is_restored(path):
                 kept.append(path)
             else:
-                super()._remove_checkpoint(trainer, path)
+                self._delete(trainer, path)
         self._withheld = kept
+
+    def _alias(self, filepath: str, target: str) -> None:
+        """Makes one path stand for what is saved at another."""
+        self._engine.alias(filepath, target)
+
+    def _delete(self, trainer: Trainer, path: str) -> None:
+        """Deletes what nothing needs any more."""
+        super()._remove_checkpoint(trainer, path)
 
     def _look_after(self, trainer: Trainer) -> None:
         """Hears what the drain did, and passes it on to every callback of this kind."""

@@ -13,9 +13,9 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 
 #: What S3 serves a second and prefix, and the headroom that is left for others.
-_PUTS_PER_SECOND = 3_500
-_GETS_PER_SECOND = 5_500
-_HEADROOM = 1.15
+PUTS_PER_SECOND = 3_500
+GETS_PER_SECOND = 5_500
+HEADROOM = 1.15
 #: More connections than this only cost memory on the node.
 _AUTO_LIMIT = 16
 _MAX_CONCURRENCY = 256
@@ -236,18 +236,18 @@ class TieredCheckpointConfig:
 
     def write_concurrency(self, writers: int = 1) -> int:
         """Parts in flight for each of ``writers`` nodes that write at once."""
-        return _concurrency(self.max_write_concurrency, _PUTS_PER_SECOND, writers)
+        return _concurrency(self.max_write_concurrency, PUTS_PER_SECOND, writers)
 
     def read_concurrency(self, readers: int = 1) -> int:
         """Ranges in flight for each of ``readers`` nodes that read at once."""
-        return _concurrency(self.max_read_concurrency, _GETS_PER_SECOND, readers)
+        return _concurrency(self.max_read_concurrency, GETS_PER_SECOND, readers)
 
 
 def _concurrency(value: Concurrency, per_second: int, sharers: int) -> int:
     if value != "auto":
         return value
     # One connection finishes about one request of chunk_size_MB a second.
-    return max(1, min(_AUTO_LIMIT, int(per_second / _HEADROOM / max(1, sharers))))
+    return max(1, min(_AUTO_LIMIT, int(per_second / HEADROOM / max(1, sharers))))
 
 
 def _plain(block: object) -> dict[str, Any]:

@@ -213,6 +213,18 @@ def step_in_name(name: str) -> int | None:
     return int(matches[-1]["step"]) if matches else None
 
 
+def companion_of(name: str, suffix: str) -> str:
+    """The name, path or URL of what is saved beside a checkpoint: ``x-EMA.ckpt`` for ``x.ckpt`` and ``-EMA``."""
+    stem, dot, extension = name.rpartition(".")
+    return f"{stem}{suffix}.{extension}" if dot and "/" not in extension else name + suffix
+
+
+def is_companion(name: str, suffix: str) -> bool:
+    """Whether :func:`companion_of` gives names like this one."""
+    stem, dot, extension = name.rpartition(".")
+    return (stem if dot and "/" not in extension else name).endswith(suffix)
+
+
 def series_of(name: str) -> str:
     """What the names of one job's checkpoints have in common: all but the numbers of step and epoch.
 

@@ -46,6 +46,8 @@ class TieredCheckpointIO(CheckpointIO):
         self._checkpointer: Checkpointer | None = None
         #: Whether the last load was of a sentinel, and found no checkpoint at all.
         self.found_nothing = False
+        #: What is saved beside each checkpoint, and has to be there to resume from it: see :class:`Selector`.
+        self.companion = ""
 
     @staticmethod
     def from_config(
@@ -117,7 +119,13 @@ class TieredCheckpointIO(CheckpointIO):
         if self._is_scratch(path):
             found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(str(path), map_location)
             return found
-        state: dict[str, Any] = self.checkpointer.load(path, map_location=map_location, weights_only=weights_only)
+        state: dict[str, Any] = self.checkpointer.load(
+            path,
+            map_location=map_location,
+            weights_only=weights_only,
+            companion=self.companion,
+            alone=self._is_of_one_rank(path),
+        )
         self.found_nothing = isinstance(state, NoCheckpoint)
         if self.found_nothing:
             # The key by which Lightning knows a checkpoint of its own release: with it, and nothing
@@ -131,6 +139,10 @@ class TieredCheckpointIO(CheckpointIO):
             TorchCheckpointIO().remove_checkpoint(str(path))
             return
         self.checkpointer.remove(path)
+
+    def _is_of_one_rank(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002
+        """Whether a path names what one rank alone loads."""
+        return False
 
     def _is_scratch(self, path: str | os.PathLike[str]) -> bool:
         """Whether Lightning takes the IO for a file of the moment, outside dirpath and of one machine.

@@ -192,7 +192,15 @@ class Checkpointer:
         return self.session.knows(name)
 
     # ------------------------------------------------------------------------------------- load
-    def load(self, path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        map_location: Any = None,
+        weights_only: bool | None = None,
+        companion: str = "",
+        alone: bool = False,
+    ) -> Any:
         """Loads a full checkpoint; while torch.distributed is initialised, every rank has to call this.
 
         Args:
@@ -200,6 +208,8 @@ class Checkpointer:
                 path or URL, also outside dirpath.
             map_location: As ``torch.load`` takes it.
             weights_only: As ``torch.load`` takes it; None for the configuration's.
+            companion: For sentinels: see :class:`Selector`.
+            alone: Whether this rank loads what no other needs, so that they are not to be waited for.
 
         Returns:
             The state; a falsy :class:`NoCheckpoint` where a sentinel finds no checkpoint at all.
@@ -209,14 +219,27 @@ class Checkpointer:
             RestoreError: None is intact, or torch can't load it.
             StoreError: The durable tier could not be asked.
         """
-        return self.load_by(path, lambda file, found: self._torch_load(file, found, map_location, weights_only))
 
-    def load_by(self, path: str | os.PathLike[str], read: Callable[[Path, Restored], Any]) -> Any:
+        def read(file: Path, found: Restored) -> Any:
+            return self._torch_load(file, found, map_location, weights_only)
+
+        return self.load_by(path, read, companion=companion, alone=alone)
+
+    def load_by(
+        self,
+        path: str | os.PathLike[str],
+        read: Callable[[Path, Restored], Any],
+        *,
+        companion: str = "",
+        alone: bool = False,
+    ) -> Any:
         """As :meth:`load`, for who reads the file in a way of their own.
 
         Args:
             path: As :meth:`load` takes it.
             read: Called on every rank with a local file, which is intact; its answer is returned.
+            companion: As :meth:`load` takes it.
+            alone: As :meth:`load` takes it.
         """
         tier: MemoryTier | None = None
         error: Exception | None = None
@@ -224,11 +247,17 @@ class Checkpointer:
         try:
             tier = self.session.open().tier
             dirpath, selector = self.select(os.fspath(path))
+            selector = replace(selector, companion=companion)
         except Exception as caught:
             # The others are on their way to the first exchange: they must hear of it there.
             error = caught
         root = tier.root if tier is not None else Path("/")
-        group = coordination.current_group(root, timeout_s=float(self.config.wait_timeout_s))
+        timeout_s = float(self.config.wait_timeout_s)
+        group = (
+            coordination.SingleGroup(coordination.node_of(root))
+            if alone
+            else coordination.current_group(root, timeout_s=timeout_s)
+        )
         try:
             coordination.agree(group, error)
             assert tier is not None

@@ -24,6 +24,8 @@ class Selector:
         monitor: For ``best``: which value.
         mode: For ``best``: which end of it is the best.
         step: For ``latest``: only checkpoints of this training step, where it is given.
+        companion: Where it is given, ``x.ckpt`` counts only together with ``x<companion>.ckpt`` of the same
+            step, which is never meant by itself.
     """
 
     kind: Literal["latest", "last", "name", "best"]
@@ -31,6 +33,7 @@ class Selector:
     monitor: str = ""
     mode: Literal["min", "max"] = "min"
     step: int | None = None
+    companion: str = ""
 
     def wants(self, name: str) -> bool:
         """Whether a checkpoint of this name is meant, or may be."""
@@ -114,7 +117,18 @@ def candidates(
             sources[node] = (*here, "durable") if save_id in on_durable else here
         if all(sources.values()):
             made.append(Candidate(name, content, sources))
-    return made
+    return _complete(made, selector.companion) if selector.companion and selector.kind != "name" else made
+
+
+def _complete(made: Sequence[Candidate], companion: str) -> list[Candidate]:
+    """Those whose companion is there too; a companion by itself is none."""
+    there = {(each.name, each.content.step) for each in made}
+    return [
+        each
+        for each in made
+        if not ids.is_companion(each.name, companion)
+        and (ids.companion_of(each.name, companion), each.content.step) in there
+    ]
 
 
 def durable_contents(

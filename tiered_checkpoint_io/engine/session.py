@@ -259,7 +259,11 @@ class Session:
         return name in self._given or (self._known is not None and name in self._known)
 
     def knows(self, name: str) -> bool:
-        """Whether a name is on the durable tier, or queued for it: one LIST at first use, none later.
+        """Whether :meth:`names` has it."""
+        return name in self.names()
+
+    def names(self) -> frozenset[str]:
+        """All names on the durable tier, or queued for it: one LIST at first use, none later.
 
         Raises:
             StoreError: The durable tier could not be asked.
@@ -267,7 +271,7 @@ class Session:
         if self._known is None:
             listed = (ids.name_from_manifest_key(e.key) for e in self.durable().list(ids.MANIFEST_PREFIX))
             self.remember({known for known in listed if known is not None})
-        return self._known is not None and name in self._known
+        return frozenset(self._known or ())
 
     # -------------------------------------------------------------------------------- background
     def poll(self) -> list[Outcome]:
@@ -293,6 +297,10 @@ class Session:
         if any(request.name == name for request in self._opened.drain.queue.requests()):
             return True
         return any(stored.pending and stored.part.name == name for stored in self._opened.tier.parts())
+
+    def outcome(self, save_id: str) -> Outcome | None:
+        """What became of a save on the durable tier; None while it is on its way, or where nobody remembers."""
+        return None if self._opened is None else self._opened.drain.queue.outcome(save_id)
 
     def progress(self) -> Progress:
         """Where background work stands."""

@@ -65,6 +65,7 @@ class S3Store:
         endpoint_url: str | None = None,
         region: str | None = None,
         profile: str | None = None,
+        credentials: Mapping[str, str] | None = None,
         write_options: dict[str, str] | None = None,
         expected_bucket_owner: str | None = None,
         metrics: Metrics | None = None,
@@ -80,6 +81,7 @@ class S3Store:
             endpoint_url: Of a server other than AWS.
             region: AWS region.
             profile: Profile of the AWS configuration files.
+            credentials: ``aws_access_key_id`` and its kin, in place of boto3's ordinary chain.
             write_options: Passed to each request that makes an object, by boto3's names.
             expected_bucket_owner: Passed to every request.
             metrics: Counters; new ones by default.
@@ -111,7 +113,7 @@ class S3Store:
             s3={"payload_signing_enabled": False},
         )
         try:
-            session = boto3.session.Session(profile_name=profile, region_name=region)
+            session = boto3.session.Session(profile_name=profile, region_name=region, **(credentials or {}))
             self._client: Any = session.client(
                 "s3",
                 endpoint_url=endpoint_url,

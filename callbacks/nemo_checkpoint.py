@@ -1,0 +1,195 @@
+"""What NeMo's NeMoModelCheckpoint does, over the tiers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.adapters.nemo_io import NeMoCheckpointIO
+from tiered_checkpoint_io.adapters.nemo_layouts import EMA
+from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.nemo_export import export_model
+from tiered_checkpoint_io.engine.session import SaveReport
+
+_STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
+
+
+class EMACallback(Protocol):
+    """What is needed of NeMo's EMA callback."""
+
+    def save_original_optimizer_state(self, trainer: Trainer) -> AbstractContextManager[None]: ...
+
+    def save_ema_model(self, trainer: Trainer) -> AbstractContextManager[None]: ...
+
+
+class TieredNeMoCheckpoint(TieredModelCheckpoint):
+    """A TieredModelCheckpoint with what NeMo's callback adds.
+
+    - ``-last`` names that tell step and metric: each an alias, the one before it goes.
+    - A checkpoint at the end of training, and ``.nemo`` files at the durable tier.
+    - With NeMo's EMA, each checkpoint is two files, and counts only if both are there: ``x-EMA.ckpt`` is
+      saved first, and ``x.ckpt`` is the commit of both.
+    - States of NeMo's own callback are taken over, and the reverse.
+    """
+
+    def __init__(
+        self,
+        dirpath: Any = None,
+        *,
+        always_save_nemo: bool = False,
+        save_nemo_on_train_end: bool = True,
+        save_best_model: bool = False,
+        prefix: str | None = None,
+        postfix: str = ".nemo",
+        shards: Callable[[], int] = lambda: 1,
+        **model_checkpoint_args: Any,
+    ) -> None:
+        """Takes TieredModelCheckpoint's arguments, and NeMo's.
+
+        Args:
+            dirpath: The IO's by default; otherwise a folder below it.
+            always_save_nemo: A ``.nemo`` file with each durable checkpoint.
+            save_nemo_on_train_end: A ``.nemo`` file at the end of training.
+            save_best_model: Whether ``.nemo`` files hold the best checkpoint, not the latest state.
+            prefix: The ``.nemo`` file's name, without its extension.
+            postfix: Its extension.
+            shards: Tells, once a run begins, how many ranks save a part of each checkpoint, in folders of
+                their own.
+            model_checkpoint_args: Anything that TieredModelCheckpoint takes.
+        """
+        super().__init__(dirpath, **model_checkpoint_args)
+        self.always_save_nemo = always_save_nemo
+        self.save_nemo_on_train_end = save_nemo_on_train_end
+        self.save_best_model = save_best_model
+        self.prefix = prefix or "default"
+        self.postfix = postfix
+        self._ask_shards = shards
+        self._shards = 1
+        self._exported_best = ""
+        if self.filename is not None:
+            self.CHECKPOINT_NAME_LAST = f"{self.filename}-last"
+
+    @property
+    def state_key(self) -> str:
+        """That of NeMo's own callback, so that either takes over what the other has saved."""
+        return "NeMoModelCheckpoint" + super().state_key.removeprefix(type(self).__qualname__)
+
+    # ------------------------------------------------------------------------------------ hooks
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """As TieredModelCheckpoint's."""
+        super().setup(trainer, pl_module, stage)
+        assert self._io is not None
+        self._shards = self._ask_shards()
+        self._io.companion = EMA if self._ema(trainer) is not None else ""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.save_last and self._engine.restored is not None:
+            self._adopt_last(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if isinstance(self._io, NeMoCheckpointIO):
+            self._io.maybe_finalize_save_checkpoint()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.save_last and self._last_global_step_saved != trainer.global_step:
+            # Validation, by which most saves come, need not have run at the last step.
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        super().on_train_end(trainer, pl_module)
+        if self.save_best_model:
+            if self.best_model_path:
+                trainer._checkpoint_connector.restore(self.best_model_path)
+            else:
+                rank_zero_warn("there is no best checkpoint; the latest model is exported in its place")
+        if self.save_nemo_on_train_end:
+            self._export(trainer, pl_module)
+
+    # ------------------------------------------------------------------------------------- saves
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if self._shards > 1:
+            # An alias stands for one file; here each rank has its own.
+            self._durable_save = (-1, "")
+        before = self._durable_save
+        super()._save_checkpoint(trainer, filepath)
+        if self._shards > 1:
+            self._landed = bool(trainer.strategy.broadcast(self._landed))
+            if self._landed and not trainer.is_global_zero:
+                self._remove_withheld(trainer)
+        if self.always_save_nemo and self._durable_save != before:
+            self._export_with_checkpoint(trainer)
+
+    def _alias(self, filepath: str, target: str) -> None:
+        if self._io is not None and self._io.companion:
+            self._engine.alias(ids.companion_of(filepath, EMA), ids.companion_of(target, EMA))
+        super()._alias(filepath, target)
+
+    def _save(
+        self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
+    ) -> SaveReport | None:
+        ema = self._ema(trainer)
+        if ema is None:
+            return super()._save(trainer, filepath, options, weights_only=weights_only)
+        with ema.save_ema_model(trainer):
+            beside = super()._save(trainer, ids.companion_of(filepath, EMA), options, weights_only=weights_only)
+        tiers = trainer.strategy.broadcast(sorted(beside.tiers) if beside is not None else [])
+        if not tiers:
+            # What is not whole is not to look whole.
+            return None
+        with ema.save_original_optimizer_state(trainer):
+            return super()._save(trainer, filepath, {**options, "tiers": tiers}, weights_only=weights_only)
+
+    def _delete(self, trainer: Trainer, path: str) -> None:
+        super()._delete(trainer, path)
+        if self._ema(trainer) is not None:
+            super()._delete(trainer, ids.companion_of(path, EMA))
+
+    def _adopt_last(self, trainer: Trainer) -> None:
+        """Takes over the "last" checkpoints of earlier runs: one is to stay, until the next is good."""
+        names: list[str] = []
+        if trainer.is_global_zero:
+            # The state knows the one before it alone, and a crash may have left two.
+            dirpath = str(self.dirpath)
+            pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
+            paths = [ids.join_url(self._engine.dirpath, name) for name in self._engine.session.names()]
+            names = sorted((path for path in paths if pattern.match(path.removeprefix(dirpath + "/"))), key=_progress)
+        names = trainer.strategy.broadcast(names)
+        self.last_model_path = names[-1] if names else ""
+        self._withheld += [path for path in names[:-1] if path not in self._withheld]
+
+    # ------------------------------------------------------------------------------------- .nemo
+    @property
+    def nemo_path(self) -> str:
+        """Where the ``.nemo`` file lies."""
+        return ids.join_url(str(self.dirpath), self.prefix + self.postfix)
+
+    def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        export_model(trainer, pl_module, self._engine, self.nemo_path)
+
+    def _export_with_checkpoint(self, trainer: Trainer) -> None:
+        if self.save_best_model:
+            if self.best_model_path == self._exported_best:
+                return
+            self._exported_best = self.best_model_path
+        self._export(trainer, trainer.lightning_module)
+
+    @staticmethod
+    def _ema(trainer: Trainer) -> EMACallback | None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            # Known by name: without NeMo there is none, and none to import.
+            if any(kind.__name__ == "EMA" and hasattr(kind, "save_ema_model") for kind in type(callback).__mro__):
+                return cast("EMACallback", callback)
+        return None
+
+
+def _progress(path: str) -> tuple[int, list[int]]:
+    step = ids.step_in_name(path)
+    return (-1 if step is None else step, [int(number) for number in _STEP_OR_EPOCH.findall(path)])

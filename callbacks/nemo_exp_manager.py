@@ -1,0 +1,223 @@
+"""NeMo's ``exp_manager`` for trainers whose checkpoint IO is ours.
+
+NeMo looks for checkpoints, and makes its checkpoint callback, in two functions of its module
+``nemo.utils.exp_manager``. :func:`take_over` puts ours before them. They pass on to NeMo's whatever
+is not about a trainer with our checkpoint IO; all else of exp_manager (folders, loggers, timers, EMA,
+versions) stays NeMo's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from nemo.utils import exp_manager as upstream
+from nemo.utils.app_state import AppState
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
+from tiered_checkpoint_io.adapters.nemo_concurrency import Topology, advise
+from tiered_checkpoint_io.adapters.nemo_connector import NeMoCheckpointConnector
+from tiered_checkpoint_io.adapters.nemo_io import NeMoCheckpointIO, S3CheckpointIO
+from tiered_checkpoint_io.adapters.nemo_resume import Rules
+from tiered_checkpoint_io.callbacks.nemo_checkpoint import TieredNeMoCheckpoint
+from tiered_checkpoint_io.callbacks.nemo_parts import TieredEMA, TieredPreemption
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.errors import ConfigError, UsageError
+
+_BLOCK = "s3_checkpointing"
+#: Of NeMo's block; what is not Lightning's and ours.
+_NOT_OURS = ("filepath", "model_parallel_size", "async_save", "save_last_n_optim_states")
+
+
+def take_over() -> None:
+    """Makes NeMo's exp_manager ask us, for trainers that are ours. May be called any number of times."""
+    for name, ours in (("check_resume", _check_resume), ("configure_checkpointing", _configure_checkpointing)):
+        theirs = getattr(upstream, name)
+        if getattr(theirs, "asks_tiers", False):
+            continue
+        setattr(upstream, name, _before(theirs, ours))
+
+
+def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
+    """NeMo's exp_manager, and checkpoints through both tiers.
+
+    Args:
+        trainer: With a stock checkpoint IO, or one of ours.
+        cfg: The whole configuration: ``exp_manager`` as NeMo has it, and beside it ``s3_checkpointing``,
+            with NeMo's keys and all of ours. ``dirpath`` is that of ``checkpoint_callback_params``, or
+            else that of ``s3_checkpointing``. ``model`` is asked for its parallel sizes.
+
+    Returns:
+        What exp_manager returns: the folder of its logs.
+
+    Raises:
+        ConfigError: A key or value is not allowed, or the two dirpaths contradict each other.
+        UsageError: The trainer has a checkpoint IO that is neither stock nor ours.
+    """
+    take_over()
+    whole: dict[str, Any] = _plain(cfg)
+    block: dict[str, Any] = dict(whole.get(_BLOCK) or {})
+    manager: dict[str, Any] = dict(whole.get("exp_manager") or {})
+    params = dict(manager.get("checkpoint_callback_params") or {})
+    io = tiered_io_of(trainer.strategy.checkpoint_io)
+    dirpath = params.get("dirpath") or block.get("dirpath") or (io.config.dirpath if io is not None else None)
+    if io is None:
+        current = trainer.strategy.checkpoint_io
+        if type(current) is not TorchCheckpointIO:
+            raise UsageError(
+                f"tiered_exp_manager with a {type(current).__name__}",
+                operation="setup",
+                hint="leave the checkpoint IO to tiered_exp_manager, or take tiered_checkpoint_io.nemo.S3CheckpointIO",
+            )
+        io = _make_io(block, dirpath)
+        trainer.strategy.checkpoint_io = io
+    _advise(io, _topology(trainer, whole.get("model")))
+    manager["checkpoint_callback_params"] = {**params, "dirpath": dirpath}
+    log_dir: Path | None = upstream.exp_manager(trainer, OmegaConf.create(manager))
+    return log_dir
+
+
+# ----------------------------------------------------------------------------- before NeMo's own
+def _before(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(theirs)
+    def ask(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is None:
+            return theirs(trainer, *args, **kwargs)
+        return ours(theirs, io, trainer, *args, **kwargs)
+
+    ask.asks_tiers = True  # type: ignore[attr-defined]
+    return ask
+
+
+def _check_resume(
+    theirs: Callable[..., Any],
+    io: TieredCheckpointIO,
+    trainer: Trainer,
+    log_dir: Any,
+    resume_if_exists: bool = False,
+    resume_past_end: bool = False,
+    resume_ignore_no_checkpoint: bool = False,
+    dirpath: Any = None,  # noqa: ARG001 - the IO has it
+    resume_from_checkpoint: str | None = None,
+) -> None:
+    # NeMo's own still moves old log files aside, and sets the path that was given.
+    theirs(trainer, log_dir, resume_if_exists=False, resume_from_checkpoint=resume_from_checkpoint)
+    connector = NeMoCheckpointConnector.of(trainer)
+    _advise(io, _topology(trainer, None))
+    if resume_if_exists:
+        connector.resume_by(
+            Rules(
+                resume_past_end=bool(resume_past_end),
+                resume_ignore_no_checkpoint=bool(resume_ignore_no_checkpoint),
+                resume_from_checkpoint=resume_from_checkpoint,
+            ),
+            _shards,
+        )
+
+
+def _configure_checkpointing(
+    theirs: Callable[..., Any],  # noqa: ARG001
+    io: TieredCheckpointIO,
+    trainer: Trainer,
+    log_dir: Any,  # noqa: ARG001 - checkpoints lie at the IO's dirpath
+    name: str,
+    resume: bool,  # noqa: ARG001 - top-k comes with the checkpoint's state
+    params: DictConfig,
+    create_preemption_callback: bool,
+) -> None:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+        raise upstream.CheckpointMisconfigurationError(
+            "The trainer that was passed to exp_manager has a ModelCheckpoint, and create_checkpoint_callback is"
+            " true: leave one of them out"
+        )
+    _fill_in(params, name, io.config.dirpath)
+    if params.async_save and isinstance(io, NeMoCheckpointIO):
+        io.async_checkpointing = True
+    averages = [index for index, callback in enumerate(callbacks) if isinstance(callback, upstream.EMA)]
+    for index in averages:
+        callbacks[index] = TieredEMA.like(callbacks[index])
+    if averages:
+        _make_room_for_two(io)
+    callback = TieredNeMoCheckpoint(shards=_shards, **_callback_arguments(params, io.config))
+    callbacks.append(callback)
+    if create_preemption_callback:
+        callbacks.append(TieredPreemption(callback))
+
+
+def _fill_in(params: DictConfig, name: str, dirpath: str) -> None:
+    """NeMo's defaults, set where NeMo sets them: others read them in ``app_state``."""
+    with open_dict(params):
+        if params.get("filepath") is not None:
+            raise ConfigError("checkpoint_callback_params.filepath is set", hint="set dirpath and filename instead")
+        params.dirpath = dirpath if params.dirpath is None else ids.normalize_dirpath(str(params.dirpath))
+        if params.filename is None:
+            params.filename = f"{name}--{{{params.monitor}:.4f}}-{{epoch}}"
+        if params.prefix is None:
+            params.prefix = name
+
+
+def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> dict[str, Any]:
+    arguments = {key: value for key, value in _plain(params).items() if key not in _NOT_OURS}
+    arguments["memory_every_n_train_steps"] = config.memory_every_n_train_steps
+    if config.s3_every_n_train_steps is not None and arguments.get("every_n_train_steps") is None:
+        # NeMo's schema says "each epoch" where nobody said anything.
+        arguments |= {"s3_every_n_train_steps": config.s3_every_n_train_steps, "every_n_epochs": None}
+    elif arguments.get("every_n_train_steps") is not None or arguments.get("train_time_interval") is not None:
+        arguments["every_n_epochs"] = None
+    return arguments
+
+
+# ----------------------------------------------------------------------------------------- parts
+def _make_io(block: Mapping[str, Any], dirpath: str | None) -> TieredCheckpointIO:
+    config = TieredCheckpointConfig.from_any({**block, "dirpath": dirpath})
+    kind = S3CheckpointIO if ids.is_s3_url(config.dirpath) else NeMoCheckpointIO
+    options = {key: getattr(config, key) for key in TieredCheckpointConfig.__dataclass_fields__ if key != "dirpath"}
+    return kind(config.dirpath, async_checkpointing=config.enable_async_checkpointing, **options)
+
+
+def _advise(io: TieredCheckpointIO, topology: Topology) -> None:
+    advice = advise(io.config, topology)
+    for warning in advice.warnings:
+        upstream.logging.warning(warning)
+    io.config = advice.config
+
+
+def _make_room_for_two(io: TieredCheckpointIO) -> None:
+    """Each checkpoint is two saves."""
+    from dataclasses import replace
+
+    io.config = replace(
+        io.config, memory_keep_last=2 * io.config.memory_keep_last, max_pending=2 * io.config.max_pending
+    )
+
+
+def _shards() -> int:
+    """How many ranks save a part of each checkpoint: known once the model is made."""
+    return int(AppState().model_parallel_size or 1)
+
+
+def _topology(trainer: Trainer, model: Any) -> Topology:
+    state = AppState()
+    told: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
+    tensor = told.get("tensor_model_parallel_size") or state.tensor_model_parallel_size or 1
+    pipeline = told.get("pipeline_model_parallel_size") or state.pipeline_model_parallel_size or 1
+    return Topology(max(trainer.world_size, 1), int(tensor), int(pipeline))
+
+
+def _plain(block: Any) -> dict[str, Any]:
+    if isinstance(block, DictConfig):
+        block = OmegaConf.to_container(block, resolve=True)
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f"the configuration is a {type(block).__name__}", hint="allowed: a mapping, or an OmegaConf configuration"
+        )
+    return {str(key): value for key, value in block.items()}

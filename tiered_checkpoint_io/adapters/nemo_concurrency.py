@@ -1,0 +1,80 @@
+"""NeMo's advice on concurrency, as code: how many requests each writer and reader may have in flight (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from tiered_checkpoint_io.config import GETS_PER_SECOND, HEADROOM, PUTS_PER_SECOND, TieredCheckpointConfig
+from tiered_checkpoint_io.errors import ConfigError
+
+
+class Topology(NamedTuple):
+    """How many ranks there are, and how they split the model.
+
+    Attributes:
+        world_size: All ranks.
+        tensor: Tensor parallel size.
+        pipeline: Pipeline parallel size.
+    """
+
+    world_size: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def sharers(self) -> int:
+        """How many ranks write, or read, parts of one checkpoint at once: one of each model-parallel position.
+
+        Raises:
+            ConfigError: A size is below 1, or the model's parts are more than there are ranks.
+        """
+        if min(self) < 1:
+            raise ConfigError(f"{self} has a size below 1", hint="all three are whole numbers from 1")
+        parts = self.tensor * self.pipeline
+        if parts > self.world_size:
+            raise ConfigError(
+                f"tensor x pipeline parallel size is {parts}, of {self.world_size} ranks",
+                hint="check model.tensor_model_parallel_size and model.pipeline_model_parallel_size",
+            )
+        return parts
+
+
+class Advice(NamedTuple):
+    """What to do with a configuration.
+
+    Attributes:
+        config: The same, with figures in place of ``auto``.
+        warnings: What the user's own figures exceed.
+    """
+
+    config: TieredCheckpointConfig
+    warnings: tuple[str, ...]
+
+
+def advise(config: TieredCheckpointConfig, topology: Topology) -> Advice:
+    """Figures for ``auto``, and warnings about others.
+
+    ``concurrency x tensor x pipeline x 1.15`` stays within what S3 serves a second and prefix: 3,500
+    writes, 5,500 reads. A connection finishes about one request a second.
+
+    Raises:
+        ConfigError: The topology is impossible.
+    """
+    sharers = topology.sharers
+    warnings = []
+    for key, per_second in (("max_write_concurrency", PUTS_PER_SECOND), ("max_read_concurrency", GETS_PER_SECOND)):
+        value = getattr(config, key)
+        demand = 0.0 if value == "auto" else value * sharers * HEADROOM
+        if demand > per_second:
+            warnings.append(
+                f"{key} is {value}: with tensor parallel size {topology.tensor} and pipeline parallel size"
+                f" {topology.pipeline} that is up to {demand:,.0f} requests a second, of {per_second:,} that S3 serves"
+                f" for one prefix; use at most {max(1, int(per_second / HEADROOM / sharers))}, or 'auto'"
+            )
+    figures = replace(
+        config,
+        max_write_concurrency=config.write_concurrency(sharers),
+        max_read_concurrency=config.read_concurrency(sharers),
+    )
+    return Advice(figures, tuple(warnings))

@@ -1,0 +1,25 @@
+"""NeMo's ``s3_dirpath_utils``: S3 URLs as text, with no dependencies."""
+
+from __future__ import annotations
+
+import os
+
+from tiered_checkpoint_io import ids
+
+S3_PATH_PREFIX = "s3://"
+
+
+def build_s3_url(bucket: str, key: str) -> str:
+    """``("b", "x/y")`` gives ``"s3://b/x/y"``.
+
+    Raises:
+        InvalidNameError: The bucket's name is not one that S3 allows.
+    """
+    return ids.build_s3_url(bucket, key)
+
+
+def is_s3_url(path: str | os.PathLike[str] | None) -> bool:
+    """Whether a path is an S3 URL; a ``Path``, which has lost a slash, is recognised too, and None is none."""
+    if path is None:
+        return False
+    return ids.is_s3_url(path.strip() if isinstance(path, str) else path)

@@ -1,0 +1,250 @@
+"""NeMo's ``S3Utils`` over this package's own storage layer."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+from typing import Any
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.adapters import nemo_dirpath
+from tiered_checkpoint_io.engine.fetch import fetch_unverified
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
+from tiered_checkpoint_io.storage.s3 import MIB, S3Store
+
+DEFAULT_CHUNK_SIZE_MB = 64
+DEFAULT_MAX_READ_CONCURRENCY = 15
+DEFAULT_MAX_WRITE_CONCURRENCY = 10
+
+_STEP_PREFIX = re.compile(r"(.*step=\d+-)")
+#: By which names NeMo takes credentials, and boto3 does.
+_CREDENTIALS = {
+    "AccessKeyId": "aws_access_key_id",
+    "SecretAccessKey": "aws_secret_access_key",
+    "SessionToken": "aws_session_token",
+}
+
+StrPath = str | os.PathLike[str]
+
+
+class S3Utils:
+    """Single objects on S3, by NeMo's static functions.
+
+    Each takes ``endpoint_url``, ``region`` and ``profile`` as further keywords; without them, boto3's
+    ordinary chain holds (``AWS_ENDPOINT_URL`` and so on). Paths may be text or ``Path``. Each request
+    is repeated for up to two minutes where S3 throttles or fails, listings included. Errors are
+    those of :mod:`tiered_checkpoint_io.errors`.
+    """
+
+    @staticmethod
+    def s3_path_exists(s3_path: StrPath, match_directory: bool = False, **options: Any) -> bool:
+        """Whether there is an object of exactly this key.
+
+        Args:
+            s3_path: ``s3://bucket/key``; for the bucket alone the answer is no.
+            match_directory: Whether objects below ``key/`` will do as well.
+            options: See the class.
+        """
+        bucket, key = _parse(s3_path)
+        if not key:
+            return False
+        with _store(bucket, **options) as store:
+            if not key.endswith("/"):
+                with contextlib.suppress(StoreNotFoundError):
+                    store.size(key)
+                    return True
+            return match_directory and any(True for _ in store.list(key.rstrip("/") + "/"))
+
+    @staticmethod
+    def remove_object(s3_path: StrPath, **options: Any) -> None:
+        """Removes an object; succeeds where there is none."""
+        bucket, key = _parse_object(s3_path)
+        with _store(bucket, **options) as store:
+            store.delete(key)
+
+    @staticmethod
+    def download_s3_file_to_stream(
+        s3_path: StrPath,
+        chunk_size_MB: int | None = None,  # noqa: ARG004, N803 - NeMo's; ranges are chosen by the object's size here
+        max_concurrency: int | None = None,
+        **options: Any,
+    ) -> BytesIO:
+        """The content of an object, in a stream that stands at its beginning.
+
+        Raises:
+            StoreNotFoundError: There is no such object.
+        """
+        bucket, key = _parse_object(s3_path)
+        concurrency = max_concurrency or DEFAULT_MAX_READ_CONCURRENCY
+        with _store(bucket, read_concurrency=concurrency, **options) as store:
+            data = bytearray(store.size(key))
+            with memoryview(data) as view:
+                fetch_unverified(store, key, view, concurrency=concurrency)
+        return BytesIO(data)
+
+    @staticmethod
+    def download_s3_file_to_path(
+        s3_path: StrPath,
+        file_path: StrPath,
+        chunk_size_MB: int | None = None,  # noqa: ARG004, N803 - see above
+        max_concurrency: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes an object to a local file, which appears, or changes, as a whole.
+
+        Raises:
+            StoreNotFoundError: There is no such object.
+            OSError: The file can't be written.
+        """
+        bucket, key = _parse_object(s3_path)
+        concurrency = max_concurrency or DEFAULT_MAX_READ_CONCURRENCY
+        target = os.path.abspath(file_path)
+        with _store(bucket, read_concurrency=concurrency, **options) as store:
+            size = store.size(key)
+            descriptor, name = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".download-")
+            try:
+                with open(descriptor, "r+b") as file:
+                    os.truncate(file.fileno(), size)
+                    if size:
+                        # Reserved, so that a full disk is an error here, and not a signal in the mapping.
+                        os.posix_fallocate(file.fileno(), 0, size)
+                        with mmap.mmap(file.fileno(), size) as mapping, memoryview(mapping) as view:
+                            fetch_unverified(store, key, view, concurrency=concurrency)
+                os.replace(name, target)
+            except BaseException:
+                os.unlink(name)
+                raise
+
+    @staticmethod
+    def upload_file_stream_to_s3(
+        bytes_buffer: BytesIO,
+        s3_path: StrPath,
+        chunk_size_MB: int | None = None,  # noqa: N803 - NeMo's
+        max_concurrency: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes the whole of a stream to an object, atomically."""
+        with bytes_buffer.getbuffer() as view:
+            _upload(view, s3_path, chunk_size_MB, max_concurrency, options)
+
+    @staticmethod
+    def upload_file(
+        file_path: StrPath,
+        s3_path: StrPath,
+        chunk_size_MB: int | None = None,  # noqa: N803 - NeMo's
+        max_concurrency: int | None = None,
+        remove_file: bool = False,
+        **options: Any,
+    ) -> None:
+        """Writes a local file to an object, atomically.
+
+        Args:
+            file_path: Which file; an empty one is refused, as NeMo has it.
+            s3_path: Where to.
+            chunk_size_MB: Size of one part, MiB.
+            max_concurrency: Parts in flight at once.
+            remove_file: Whether to remove the file once the object is there.
+            options: See the class.
+
+        Raises:
+            UsageError: The file is empty.
+        """
+        with open(file_path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise UsageError(f"{os.fspath(file_path)} is empty", operation="upload", key=str(s3_path))
+            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
+                _upload(view, s3_path, chunk_size_MB, max_concurrency, options)
+        if remove_file:
+            os.remove(file_path)
+
+    @staticmethod
+    def find_files_with_suffix(
+        base_path: StrPath,
+        suffix: str | None = None,
+        return_key_only: bool = True,
+        profile: str | None = None,
+        creds: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """All objects below a folder whose key ends with ``suffix``.
+
+        Args:
+            base_path: The folder: ``s3://b/run`` does not find what lies below ``s3://b/run-2``. Only one
+                that ends with ``-``, as :meth:`parse_prefix_with_step` gives it, is taken as a prefix.
+            suffix: None for all.
+            return_key_only: Keys in the bucket; else whole URLs.
+            profile: Of the AWS configuration files.
+            creds: ``AccessKeyId``, ``SecretAccessKey`` and ``SessionToken``, in place of a profile.
+            options: See the class.
+
+        Raises:
+            ConfigError: Both profile and creds are given.
+        """
+        if profile is not None and creds is not None:
+            raise ConfigError("both profile and creds are given", hint="give one of them, or neither")
+        bucket, key = _parse(base_path)
+        prefix = key if not key or key.endswith(("/", "-")) else key + "/"
+        with _store(bucket, profile=profile, creds=creds, **options) as store:
+            keys = sorted(entry.key for entry in store.list(prefix) if entry.key.endswith(suffix or ""))
+        return keys if return_key_only else [ids.build_s3_url(bucket, found) for found in keys]
+
+    @staticmethod
+    def parse_s3_url(s3_url: StrPath) -> tuple[str | None, str | None]:
+        """``("b", "x/y")`` for ``s3://b/x/y``; two times None for what is no S3 URL."""
+        try:
+            return ids.parse_s3_url(s3_url)
+        except InvalidNameError:
+            return None, None
+
+    @staticmethod
+    def build_s3_url(bucket: str, key: str) -> str:
+        """See :func:`nemo_dirpath.build_s3_url`."""
+        return nemo_dirpath.build_s3_url(bucket, key)
+
+    @staticmethod
+    def is_s3_url(path: StrPath | None) -> bool:
+        """See :func:`nemo_dirpath.is_s3_url`."""
+        return nemo_dirpath.is_s3_url(path)
+
+    @staticmethod
+    def parse_prefix_with_step(path: str) -> str:
+        """A path up to and with ``step=900-``; the path itself where it tells no step."""
+        match = _STEP_PREFIX.match(path)
+        return match[1] if match else path
+
+
+def _parse(path: StrPath) -> tuple[str, str]:
+    return ids.parse_s3_url(path)
+
+
+def _parse_object(path: StrPath) -> tuple[str, str]:
+    bucket, key = ids.parse_s3_url(path)
+    if not key or key.endswith("/"):
+        raise InvalidNameError(f"{os.fspath(path)!r} names no object", hint="it must look like s3://bucket/key")
+    return bucket, key
+
+
+@contextlib.contextmanager
+def _store(bucket: str, *, creds: Mapping[str, str] | None = None, **options: Any) -> Iterator[S3Store]:
+    # A client for each call, as NeMo has it: one that is kept would keep credentials that expire.
+    credentials = {_CREDENTIALS[name]: value for name, value in (creds or {}).items() if name in _CREDENTIALS}
+    store = S3Store(ids.build_s3_url(bucket), credentials=credentials or None, **options)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _upload(
+    view: memoryview, path: StrPath, chunk_size_mb: int | None, concurrency: int | None, options: Mapping[str, Any]
+) -> None:
+    bucket, key = _parse_object(path)
+    part_size = (chunk_size_mb or DEFAULT_CHUNK_SIZE_MB) * MIB
+    writers = concurrency or DEFAULT_MAX_WRITE_CONCURRENCY
+    with _store(bucket, part_size=part_size, write_concurrency=writers, **options) as store:
+        store.upload(key, view)
