@@ -9,7 +9,8 @@ Raises:
 
 from importlib.util import find_spec
 
-if find_spec("nemo") is None:
+# By a module of NeMo's own: any folder that is called nemo would pass for a package.
+if find_spec("nemo") is None or find_spec("nemo.utils") is None:
     raise ModuleNotFoundError(
         "tiered_checkpoint_io.nemo needs NVIDIA NeMo, which is not installed: pip install 'nemo_toolkit[core]'"
         " (3.0.0 takes lightning up to 2.4.0); without NeMo, use tiered_checkpoint_io.TieredCheckpointIO",

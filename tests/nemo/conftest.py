@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 
-HAVE_NEMO = importlib.util.find_spec("nemo") is not None
+# By a module of NeMo's own: this folder passes for a package.
+HAVE_NEMO = importlib.util.find_spec("nemo") is not None and importlib.util.find_spec("nemo.utils") is not None
 collect_ignore_glob = [] if HAVE_NEMO else ["test_*.py"]
 
 if HAVE_NEMO:

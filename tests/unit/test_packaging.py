@@ -84,6 +84,22 @@ def test_the_drain_pays_for_neither_torch_nor_lightning(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_without_nemo_its_module_says_what_to_install(tmp_path):
+    # A folder of that name is not NeMo.
+    (tmp_path / "nemo").mkdir()
+    code = """
+import tiered_checkpoint_io
+try:
+    import tiered_checkpoint_io.nemo
+except ModuleNotFoundError as error:
+    print(error.name, error)
+"""
+    done = python(code, "-W", "ignore", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("nemo tiered_checkpoint_io.nemo needs NVIDIA NeMo")
+    assert "pip install 'nemo_toolkit[core]'" in done.stdout
+
+
 def test_hydra_composes_every_option():
     from hydra import compose, initialize
 
