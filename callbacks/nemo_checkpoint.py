@@ -156,10 +156,13 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         """Takes over the "last" checkpoints of earlier runs: one is to stay, until the next is good."""
         names: list[str] = []
         if trainer.is_global_zero:
-            # The state knows the one before it alone, and a crash may have left two.
-            dirpath = str(self.dirpath)
+            # The state knows the one before it alone, a crash may have left two, and what NeMo itself
+            # has saved is in no list of ours.
+            engine, dirpath = self._engine, str(self.dirpath)
             pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
-            paths = [ids.join_url(self._engine.dirpath, name) for name in self._engine.session.names()]
+            known = set(engine.session.names())
+            known |= {engine.restored.name} if engine.restored is not None else set()
+            paths = {ids.join_url(engine.dirpath, name) for name in known} | {self.last_model_path}
             names = sorted((path for path in paths if pattern.match(path.removeprefix(dirpath + "/"))), key=_progress)
         names = trainer.strategy.broadcast(names)
         self.last_model_path = names[-1] if names else ""

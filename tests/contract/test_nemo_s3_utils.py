@@ -1,0 +1,124 @@
+"""NeMo's S3Utils and s3_dirpath_utils, against a real S3 server."""
+
+import os
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from support.fault_proxy import FaultProxy, refuse
+
+from tiered_checkpoint_io.adapters import nemo_dirpath
+from tiered_checkpoint_io.adapters.nemo_s3_utils import S3Utils
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
+
+MIB = 1 << 20
+
+
+def put(url, data=b"x"):
+    S3Utils.upload_file_stream_to_s3(BytesIO(data), url)
+
+
+def test_a_file_goes_there_and_comes_back_byte_for_byte(s3_url, tmp_path):
+    data = os.urandom(17 * MIB + 5)
+    source = tmp_path / "source"
+    source.write_bytes(data)
+    S3Utils.upload_file(str(source), f"{s3_url}/x.ckpt", chunk_size_MB=8, max_concurrency=2, remove_file=True)
+    assert not source.exists()
+    # As NeMo's load does it: into a file that is there already.
+    target = tmp_path / "target"
+    target.write_bytes(b"old")
+    S3Utils.download_s3_file_to_path(s3_path=f"{s3_url}/x.ckpt", file_path=str(target), chunk_size_MB=64)
+    assert target.read_bytes() == data
+    stream = S3Utils.download_s3_file_to_stream(Path(f"{s3_url}/x.ckpt"), max_concurrency=3)
+    assert stream.read() == data
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["target"]
+
+
+def test_a_download_that_fails_leaves_the_file_as_it_was(s3_url, tmp_path):
+    target = tmp_path / "target"
+    target.write_bytes(b"old")
+    with pytest.raises(StoreNotFoundError):
+        S3Utils.download_s3_file_to_path(f"{s3_url}/none", target)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
+
+
+def test_empty_ones(s3_url, tmp_path):
+    put(f"{s3_url}/empty", b"")
+    S3Utils.download_s3_file_to_path(f"{s3_url}/empty", tmp_path / "empty")
+    assert (tmp_path / "empty").read_bytes() == b""
+    assert S3Utils.download_s3_file_to_stream(f"{s3_url}/empty").read() == b""
+    with pytest.raises(UsageError, match="is empty"):
+        S3Utils.upload_file(tmp_path / "empty", f"{s3_url}/x")
+
+
+def test_a_path_exists_where_it_does_and_not_where_it_begins_like_one(s3_url):
+    put(f"{s3_url}/run-10/x-last.ckpt")
+    for missing in ("run-10/x", "run-1", "run-10", "run-10/", ""):
+        assert not S3Utils.s3_path_exists(f"{s3_url}/{missing}"), missing
+    assert S3Utils.s3_path_exists(f"{s3_url}/run-10/x-last.ckpt")
+    assert S3Utils.s3_path_exists(Path(f"{s3_url}/run-10/x-last.ckpt"))
+    assert [S3Utils.s3_path_exists(f"{s3_url}/{each}", match_directory=True) for each in ("run-10", "run-10/")] == [
+        True
+    ] * 2
+    assert not S3Utils.s3_path_exists(f"{s3_url}/run-1", match_directory=True)
+    assert not S3Utils.s3_path_exists(s3_url.split("/run")[0].rsplit("/", 1)[0])
+
+
+def test_files_are_found_below_their_folder_alone(s3_url):
+    bucket, prefix = S3Utils.parse_s3_url(s3_url)
+    for name in ("run/x--step=900-a-last.ckpt", "run/x--step=90-last.ckpt", "run-2/y-last.ckpt", "run/x.txt"):
+        put(f"{s3_url}/{name}")
+
+    def found(base, **options):
+        return S3Utils.find_files_with_suffix(f"{s3_url}/{base}", **options)
+
+    both = [f"{prefix}/run/x--step=90-last.ckpt", f"{prefix}/run/x--step=900-a-last.ckpt"]
+    assert found("run", suffix="last.ckpt") == found("run/", suffix="last.ckpt") == both
+    assert found("run", suffix="last.ckpt", return_key_only=False) == [f"s3://{bucket}/{key}" for key in both]
+    assert len(found("run")) == 3
+    # A prefix, where it is one by NeMo's own function.
+    base = S3Utils.parse_prefix_with_step(f"{s3_url}/run/x--step=900-b-last.ckpt")
+    assert base == f"{s3_url}/run/x--step=900-"
+    assert S3Utils.find_files_with_suffix(base, suffix="last.ckpt") == both[1:]
+    S3Utils.remove_object(f"{s3_url}/run/x.txt")
+    S3Utils.remove_object(f"{s3_url}/run/x.txt")
+    assert found("run") == both
+
+
+def test_a_scan_is_repeated_where_s3_throttles_at_an_endpoint_of_ones_own(s3_url, s3_server, monkeypatch):
+    put(f"{s3_url}/x-last.ckpt")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    with FaultProxy(
+        s3_server.endpoint_url, lambda _, number: refuse(503, "SlowDown") if number == 1 else None
+    ) as proxy:
+        for scan in (
+            S3Utils.find_files_with_suffix,
+            lambda *a, **k: S3Utils.s3_path_exists(*a, match_directory=True, **k),
+        ):
+            proxy.counts.clear()
+            assert scan(s3_url, endpoint_url=proxy.endpoint_url)
+            assert proxy.counts["list"] == 2
+
+
+def test_credentials_may_be_given(s3_url, monkeypatch, s3_server):
+    put(f"{s3_url}/x")
+    key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    creds = {"AccessKeyId": key, "SecretAccessKey": secret, "SessionToken": ""}
+    assert len(S3Utils.find_files_with_suffix(s3_url, creds=creds)) == 1
+    with pytest.raises(ConfigError, match="both profile and creds"):
+        S3Utils.find_files_with_suffix(s3_url, profile="x", creds=creds)
+
+
+def test_urls():
+    for utils in (S3Utils, nemo_dirpath):
+        assert utils.build_s3_url("bb", "x/y") == "s3://bb/x/y"
+        assert [utils.is_s3_url(each) for each in (" s3://bb/x", Path("s3://bb/x"), "/s3://bb", "", None)] == [
+            True, True, False, False, False,
+        ]  # fmt: skip
+    assert S3Utils.parse_s3_url("s3://bb/x/y") == S3Utils.parse_s3_url(Path("s3://bb/x/y")) == ("bb", "x/y")
+    assert S3Utils.parse_s3_url("s3://bb") == ("bb", "")
+    assert S3Utils.parse_s3_url("/local") == (None, None)
+    assert S3Utils.parse_prefix_with_step("no step") == "no step"
+    with pytest.raises(InvalidNameError, match="names no object"):
+        S3Utils.remove_object("s3://bbucket/folder/")

@@ -1,0 +1,217 @@
+"""What of the support for NeMo needs Lightning alone, on whichever release is installed."""
+
+import pickle
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from support.training import Model, Runs, durable
+
+from tiered_checkpoint_io.adapters.nemo_connector import RESUME, NeMoCheckpointConnector
+from tiered_checkpoint_io.adapters.nemo_io import NeMoCheckpointIO, S3CheckpointIO
+from tiered_checkpoint_io.adapters.nemo_resume import Rules
+from tiered_checkpoint_io.callbacks.nemo_checkpoint import TieredNeMoCheckpoint
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError, UsageError
+
+
+class NeMoParts(Runs):
+    """Trainings as NeMo's exp_manager sets them up, without NeMo."""
+
+    def train(self, max_steps, *, rules=None, stop_at=0, callback=None, connector=NeMoCheckpointConnector, **io):
+        callback = callback or self.callback()
+        made = NeMoCheckpointIO(self.dirpath, memory_dir=self.memory_dir, wait_timeout_s=60, **io)
+        trainer = self.trainer([callback], io=made, asynchronous=False, max_steps=max_steps)
+        if rules is not None:
+            connector.of(trainer).resume_by(rules)
+        trainer.callback = callback
+        trainer.module = Model(stop_at)
+        try:
+            trainer.fit(trainer.module)
+        except Exception as error:
+            if type(error).__name__ != "Stop":
+                raise
+            made.teardown()
+        return trainer
+
+    @staticmethod
+    def callback(**options):
+        settings = {"monitor": "score", "save_top_k": 2, "filename": "{score:.1f}-{step}", "save_last": True}
+        return TieredNeMoCheckpoint(
+            **{**settings, "every_n_train_steps": 5, "save_nemo_on_train_end": False, **options}
+        )
+
+
+@pytest.fixture
+def job(tmp_path, memory_dir):
+    return NeMoParts(str(tmp_path / "durable"), memory_dir, tmp_path)
+
+
+FRESH = Rules(resume_ignore_no_checkpoint=True)
+
+
+# ---------------------------------------------------------------------------------------------- IO
+def test_the_constructor_is_nemos_keyword_for_keyword():
+    io = S3CheckpointIO("s3://bucket/run", 32, 15, 10, True)
+    config = io.config
+    assert (config.chunk_size_MB, config.max_read_concurrency, config.max_write_concurrency) == (32, 15, 10)
+    assert io.async_checkpointing
+    # A block without these keys gives None, by NeMo's own example.
+    assert S3CheckpointIO(dirpath="s3://bucket/run", chunk_size_MB=None, max_read_concurrency=None).config == (
+        S3CheckpointIO(dirpath="s3://bucket/run").config
+    )
+    with pytest.raises(ConfigError, match="give an S3 URL"):
+        S3CheckpointIO(dirpath="/local")
+    assert pickle.loads(pickle.dumps(io)).async_checkpointing
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_one_that_failed(job, asynchronous):
+    io = NeMoCheckpointIO(
+        job.dirpath, memory_dir=job.memory_dir, async_checkpointing=asynchronous, on_save_error="warn", drain="thread"
+    )
+    called = []
+
+    def save(name):
+        state = {"global_step": 1, "optimizer_states": [1], "w": torch.ones(3)}
+        then = {"finalize_fn": lambda: called.append((name, name in durable(job.dirpath))), "include_optimizer": False}
+        io.save_checkpoint(state, name, storage_options=then)
+
+    save("a.ckpt")
+    save("b.ckpt")
+    io.maybe_finalize_save_checkpoint(blocking=True)
+    assert called == [("a.ckpt", True), ("b.ckpt", True)]
+    assert set(io.load_checkpoint("b.ckpt")) == {"global_step", "w"}
+    with pytest.raises(UsageError, match="finalize_fn"):
+        io.save_checkpoint({}, "c.ckpt", storage_options={"finalize_fn": 3})
+    io.save_checkpoint({"cannot": lambda: None}, "c.ckpt", storage_options={"finalize_fn": lambda: called.append("c")})
+    io.teardown()
+    assert len(called) == 2
+
+
+def test_checkpoints_with_omegaconfs_objects_load_and_those_that_would_run_code_do_not(job):
+    settings = OmegaConf.create({"a": [1, {"b": "${x}"}], "x": 2.5, "y": None, "z": True})
+    io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
+    io.save_checkpoint({"hyper_parameters": settings}, "a.ckpt")
+    found = io.load_checkpoint("a.ckpt")["hyper_parameters"]
+    assert found == settings
+    assert found.a[1].b == 2.5
+    io.save_checkpoint({"path": Rules()}, "b.ckpt")
+    with pytest.raises(Exception, match="set weights_only to false"):
+        io.load_checkpoint("b.ckpt")
+    assert io.load_checkpoint("b.ckpt", weights_only=False) == {"path": Rules()}
+    io.teardown()
+
+
+# ----------------------------------------------------------------------------------------- resuming
+def test_a_crash_and_a_resume_keep_the_top_k_and_one_last(job, tmp_path):
+    whole = NeMoParts(str(tmp_path / "whole"), job.memory_dir, tmp_path)
+    expected = whole.train(35, rules=FRESH, namespace="whole").module
+    job.train(35, rules=FRESH, stop_at=17)
+    assert durable(job.dirpath) == [
+        "score=3.0-step=10.ckpt",
+        "score=8.0-step=15-last.ckpt",
+        "score=8.0-step=5.ckpt",
+    ]
+    job.wipe()
+    trainer = job.train(35, rules=Rules())
+    assert trainer.io.checkpointer.restored.step == 15
+    assert trainer.ckpt_path == f"{job.dirpath}/score=8.0-step=15-last.ckpt"
+    left = ["score=3.0-step=10.ckpt", "score=3.0-step=20.ckpt", "score=8.0-step=35-last.ckpt"]
+    assert durable(whole.dirpath) == left
+    # What a run resumed from stays as long as it runs; the next one deletes it.
+    assert durable(job.dirpath) == sorted([*left, "score=8.0-step=15-last.ckpt"])
+    assert all(torch.equal(a, b) for a, b in zip(trainer.module.parameters(), expected.parameters(), strict=True))
+    job.train(40, rules=Rules())
+    assert durable(job.dirpath) == [*left[:2], "score=3.0-step=40-last.ckpt", left[2]]
+
+
+def test_two_last_checkpoints_after_a_crash_become_one_again(job):
+    job.train(10, rules=FRESH)
+    io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
+    io.checkpointer.alias("score=9.0-step=7-last.ckpt", "score=8.0-step=5.ckpt")
+    io.teardown()
+    assert sum("-last" in name for name in durable(job.dirpath)) == 2
+    trainer = job.train(20, rules=Rules())
+    assert trainer.io.checkpointer.restored.step == 10
+    assert [name for name in durable(job.dirpath) if "-last" in name] == ["score=3.0-step=20-last.ckpt"]
+
+
+def test_without_a_checkpoint_training_starts_only_where_that_is_allowed(job, tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match="resume_ignore_no_checkpoint: true"):
+        job.train(5, rules=Rules())
+    trainer = job.train(5, rules=FRESH)
+    assert trainer.global_step == 5
+    assert trainer.ckpt_path is None
+    # Another run's checkpoint, for the first start alone.
+    other = NeMoParts(str(tmp_path / "other"), job.memory_dir, tmp_path)
+    rules = Rules(resume_ignore_no_checkpoint=True, resume_from_checkpoint=f"{job.dirpath}/score=8.0-step=5.ckpt")
+    assert other.train(7, rules=rules, namespace="other").io.checkpointer.restored.step == 5
+    assert other.train(9, rules=rules, namespace="other").io.checkpointer.restored.step == 7
+
+
+def test_a_training_that_has_completed_is_gone_on_with_only_where_that_is_wanted(job):
+    job.train(5, rules=FRESH)
+    io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
+    io.checkpointer.alias("score=8.0-step=5--end.ckpt", "score=8.0-step=5.ckpt")
+    io.teardown()
+    with pytest.raises(ConfigError, match=r"score=8\.0-step=5--end\.ckpt tells that this training has completed"):
+        job.train(10, rules=Rules())
+    trainer = job.train(10, rules=Rules(resume_past_end=True))
+    assert (trainer.io.checkpointer.restored.step, trainer.global_step) == (5, 10)
+
+
+def test_checkpoints_that_nemo_wrote_are_gone_on_with_and_its_top_k_is_kept(job, tmp_path):
+    """Plain torch.save files and no manifest, as NeMo leaves them."""
+    job.train(10, rules=FRESH)
+    nemos = NeMoParts(str(tmp_path / "nemos"), job.memory_dir, tmp_path)
+    for name in durable(job.dirpath):
+        source = job.root / "durable" / name.replace("-last", "")
+        state = torch.load(source, weights_only=False)
+        (tmp_path / "nemos").mkdir(exist_ok=True)
+        state["callbacks"] = _renamed(state["callbacks"], job.dirpath, nemos.dirpath)
+        torch.save(state, tmp_path / "nemos" / name)
+    assert durable(nemos.dirpath) == []
+    trainer = nemos.train(20, rules=Rules(), namespace="nemos")
+    assert (trainer.io.checkpointer.restored.step, trainer.io.checkpointer.restored.content) == (10, None)
+    left = sorted(path.name for path in (tmp_path / "nemos").glob("*.ckpt"))
+    assert left == ["score=3.0-step=10-last.ckpt", "score=3.0-step=10.ckpt", "score=3.0-step=20.ckpt"]
+    nemos.train(25, rules=Rules(), namespace="nemos")
+    left = sorted(path.name for path in (tmp_path / "nemos").glob("*.ckpt"))
+    assert left == ["score=3.0-step=10.ckpt", "score=3.0-step=20.ckpt", "score=8.0-step=25-last.ckpt"]
+
+
+def _renamed(value, old, new):
+    if isinstance(value, dict):
+        return {_renamed(key, old, new): _renamed(each, old, new) for key, each in value.items()}
+    return value.replace(old, new) if isinstance(value, str) else value
+
+
+def test_states_of_nemos_own_callback_are_known_by_its_key():
+    callback = NeMoParts.callback()
+    assert callback.state_key.startswith("NeMoModelCheckpoint{'monitor': 'score', 'mode': 'min',")
+
+
+def test_the_connector_without_rules_is_lightnings(job):
+    trainer = job.train(5, rules=FRESH)
+    NeMoCheckpointConnector.of(trainer)._rules = None
+    trainer.fit_loop.epoch_loop.max_steps = 7
+    trainer.fit(trainer.module, ckpt_path="score=8.0-step=5.ckpt")
+    assert trainer.global_step == 7
+    assert RESUME not in (trainer.ckpt_path or "")
+
+
+def test_a_save_that_fails_leaves_the_last_one_where_it_was(job):
+    """NeMo deletes the ``last`` of the same step before it uploads the new one."""
+    job.train(10, rules=FRESH)
+    before = durable(job.dirpath)
+
+    class Broken(TieredNeMoCheckpoint):
+        def state_dict(self):
+            return {**super().state_dict(), "cannot": lambda: None}
+
+    broken = job.callback()
+    broken.__class__ = Broken
+    with pytest.raises(SaveError):
+        job.train(20, rules=Rules(), callback=broken, on_save_error="raise")
+    assert durable(job.dirpath) == before
+    assert job.train(20, rules=Rules()).io.checkpointer.restored.step == 10

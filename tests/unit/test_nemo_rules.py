@@ -1,0 +1,157 @@
+"""NeMo's layouts, rules of resuming and advice on concurrency: pure functions, no NeMo needed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_checkpoint_io.adapters.nemo_concurrency import Topology, advise
+from tiered_checkpoint_io.adapters.nemo_layouts import group, newest, rank_folder_of, without_rank
+from tiered_checkpoint_io.adapters.nemo_resume import Rules, check_found, choose
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+
+DIRPATH = "s3://bucket/run"
+
+
+def keys(*names):
+    return [(name, float(at)) for at, name in enumerate(names)]
+
+
+def chosen(*names, **rules):
+    found = choose(keys(*names), Rules(**rules), dirpath=DIRPATH)
+    return found and found.path
+
+
+def ranks(layout, name, count):
+    return [f"{layout.format(rank)}/{name}" for rank in range(count)]
+
+
+# ------------------------------------------------------------------------------------------ layouts
+@pytest.mark.parametrize(
+    ("path", "folder", "shared"),
+    [
+        ("x.ckpt", None, "x.ckpt"),
+        ("a/x.ckpt", None, "a/x.ckpt"),
+        ("mp_rank_01/x.ckpt", "mp_rank_01", "x.ckpt"),
+        ("s3://b/run/mp_rank_01/x.ckpt", "mp_rank_01", "s3://b/run/x.ckpt"),
+        ("run/mp_rank_00_fsdp_shard_00003/x.ckpt", "mp_rank_00_fsdp_shard_00003", "run/x.ckpt"),
+        ("run/tp_rank_01_pp_rank_012/x.ckpt", "tp_rank_01_pp_rank_012", "run/x.ckpt"),
+        ("fsdp_shard_00002/x.ckpt", "fsdp_shard_00002", "x.ckpt"),
+        # Not a rank's folder, though NeMo's own test for parts of the name takes it for one.
+        ("my_mp_rank_study/x.ckpt", None, "my_mp_rank_study/x.ckpt"),
+    ],
+)
+def test_a_path_tells_whose_it_is(path, folder, shared):
+    assert rank_folder_of(path) == folder
+    assert without_rank(path) == shared
+
+
+@pytest.mark.parametrize(
+    "layout", ["mp_rank_{:02d}", "tp_rank_{:02d}_pp_rank_000", "fsdp_shard_{:05d}", "mp_rank_00_fsdp_shard_{:05d}"]
+)
+def test_steps_are_numbers_and_all_shards_are_needed(layout):
+    whole = [each for step in (100, 900, 1000) for each in ranks(layout, f"gpt--step={step}-last.ckpt", 4)]
+    assert chosen(*whole) == "gpt--step=1000-last.ckpt"
+    # A crash left the newest without its last shard.
+    assert chosen(*whole[:-1]) == "gpt--step=900-last.ckpt"
+    assert chosen(*(key for key in whole if not key.startswith(layout.format(3) + "/")), shards=3) is not None
+    with pytest.raises(CheckpointNotFoundError, match=r"lacks the shards of some ranks.*remove it to start from"):
+        chosen(*whole[:3], shards=4)
+
+
+@given(st.sets(st.integers(0, 2000), min_size=1, max_size=8), st.integers(1, 4), st.data())
+def test_the_choice_is_the_greatest_step_that_every_rank_has(steps, count, data):
+    """Against an oracle that knows nothing of names."""
+    have = {
+        step: data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count), label=str(step))
+        for step in steps
+    }
+    names = [f"mp_rank_{rank:02d}/x-step={step}-last.ckpt" for step, some in have.items() for rank in some]
+    if count == 1:
+        names = [name.partition("/")[2] for name in names]
+    whole = [step for step, some in have.items() if len(some) == count]
+    names = data.draw(st.permutations(names))
+    found = newest(group(keys(*names), expected_shards=count if count > 1 else None))
+    assert (found and found.step) == max(whole, default=None)
+
+
+def test_a_distributed_checkpoint_is_its_folder_once_its_last_file_is_there():
+    def folder(step, *files):
+        return [f"gpt-step={step}-last/{file}" for file in files]
+
+    old, new = folder(9, "common.pt", "__0_0.distcp", "metadata.json"), folder(10, "common.pt", "__0_0.distcp")
+    assert chosen(*old, *new) == "gpt-step=9-last"
+    assert chosen(*old, *new, "gpt-step=10-last/.metadata") == "gpt-step=10-last"
+    (only,) = group(keys(*old))
+    assert only.is_folder
+
+
+# ------------------------------------------------------------------------------------------- rules
+def test_two_last_checkpoints_after_a_crash_are_no_error():
+    assert chosen("gpt--step=900-last.ckpt", "gpt--step=1000-last.ckpt") == "gpt--step=1000-last.ckpt"
+    # Where names tell no step, the one written last.
+    assert chosen("gpt--val_loss=2.0-last.ckpt", "gpt--val_loss=1.0-last.ckpt") == "gpt--val_loss=1.0-last.ckpt"
+
+
+def test_others_than_the_last_are_not_resumed_from_as_nemo_has_it():
+    assert chosen("gpt--step=900.ckpt", "gpt-step=9-last-EMA.ckpt", "gpt.nemo", ".tiered/manifests/x-last.ckpt") is None
+
+
+def test_an_end_is_gone_on_with_only_where_that_is_wanted():
+    names = ("gpt--step=10-last.ckpt", "gpt--step=10--end.ckpt")
+    with pytest.raises(ConfigError, match=r"has completed.*resume_past_end: true"):
+        chosen(*names)
+    assert chosen(*names, resume_past_end=True) == "gpt--step=10--end.ckpt"
+    assert chosen("weekend.ckpt", "x-last.ckpt") == "x-last.ckpt"
+
+
+def test_what_nemo_had_not_finished_is_passed_over_and_never_a_start_from_scratch():
+    names = ("gpt-step=9-last.ckpt", "gpt-step=10-last.ckpt", "gpt-step=10-last-unfinished")
+    assert chosen(*names) == "gpt-step=9-last.ckpt"
+    with pytest.raises(CheckpointNotFoundError, match="unfinished"):
+        chosen(*names[1:], resume_ignore_no_checkpoint=True)
+
+
+def test_nothing_to_resume_from():
+    rules = Rules(resume_ignore_no_checkpoint=True, resume_from_checkpoint="s3://other/x.ckpt")
+    assert check_found(True, Rules(), dirpath=DIRPATH) is None
+    assert check_found(False, rules, dirpath=DIRPATH) == "s3://other/x.ckpt"
+    with pytest.raises(CheckpointNotFoundError, match="resume_ignore_no_checkpoint: true"):
+        check_found(False, Rules(), dirpath=DIRPATH)
+
+
+# ------------------------------------------------------------------------------------- concurrency
+SIZES = st.integers(1, 128)
+
+
+@given(SIZES, SIZES, SIZES)
+def test_auto_stays_within_what_s3_serves_with_headroom(tensor, pipeline, data):
+    config, warnings = advise(
+        TieredCheckpointConfig(dirpath=DIRPATH), Topology(tensor * pipeline * data, tensor, pipeline)
+    )
+    parts = tensor * pipeline
+    for value, limit in ((config.max_write_concurrency, 3_500), (config.max_read_concurrency, 5_500)):
+        assert value >= 1
+        # More positions than requests a second: one connection each is the least that works.
+        assert value * parts * 1.15 <= limit or value == 1
+        assert value == 16 or value + 1 > limit / 1.15 / parts
+    assert warnings == ()
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "told"), [(8, 8, None), (8, 40, "at most 9, or 'auto'")])
+def test_figures_of_ones_own_are_kept_and_warned_of(tensor, pipeline, told):
+    """NeMo's own example: 10 x 8 x 40 x 1.15 is above 3,500."""
+    given = TieredCheckpointConfig(dirpath=DIRPATH, max_write_concurrency=10, max_read_concurrency=14)
+    config, warnings = advise(given, Topology(tensor * pipeline, tensor, pipeline))
+    assert config == given
+    assert [told in text and "max_write_concurrency is 10" in text and "3,680" in text for text in warnings] == (
+        [True] if told else []
+    )
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_impossible_sizes_are_refused(sizes):
+    with pytest.raises(ConfigError, match="a size below 1"):
+        advise(TieredCheckpointConfig(dirpath=DIRPATH), Topology(*sizes))
+    with pytest.raises(ConfigError, match=r"is 8, of 4 ranks.*tensor_model_parallel_size"):
+        advise(TieredCheckpointConfig(dirpath=DIRPATH), Topology(4, 4, 2))
