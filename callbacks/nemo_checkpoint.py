@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -138,7 +139,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         ema = self._ema(trainer)
         if ema is None:
             return super()._save(trainer, filepath, options, weights_only=weights_only)
-        with ema.save_ema_model(trainer):
+        # NeMo saves at the end of a validation, where there are no gradients; here it may be any step.
+        with torch.no_grad(), ema.save_ema_model(trainer):
             beside = super()._save(trainer, ids.companion_of(filepath, EMA), options, weights_only=weights_only)
         tiers = trainer.strategy.broadcast(sorted(beside.tiers) if beside is not None else [])
         if not tiers:

@@ -1,9 +1,20 @@
-"""NeMo trainings on one device: a user's configuration, crashes, resumes."""
+"""NeMo trainings on one device: a user's configuration, crashes, resumes, exports."""
+
+import tarfile
 
 import pytest
-from support.nemo_training import io_of, restored, same_weights
+import torch
+from omegaconf import OmegaConf
+from support.nemo_training import Model, callback_of, io_of, restored, same_weights
 
-from tiered_checkpoint_io.nemo import S3CheckpointIO
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, UsageError
+from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, tiered_exp_manager
+
+FRESH_ONLY = {"exp_manager": {"resume_ignore_no_checkpoint": False}}
+
+
+def params(**changes):
+    return {"exp_manager": {"checkpoint_callback_params": changes}}
 
 
 @pytest.mark.parametrize("way", ["drop-in", "connector", "tiered"])
@@ -20,3 +31,170 @@ def test_a_training_that_crashed_goes_on_and_ends_as_if_it_had_not(runs, way, tm
     assert isinstance(io_of(trainer), S3CheckpointIO)
     # Nothing goes to a local folder that is called as the bucket is.
     assert not (tmp_path / "s3:").exists()
+
+
+def test_without_a_checkpoint_nemos_rules_hold(runs):
+    with pytest.raises(CheckpointNotFoundError, match="resume_ignore_no_checkpoint: true"):
+        runs.fit(FRESH_ONLY)
+    runs.fit(max_steps=5)
+    trainer, _ = runs.fit(FRESH_ONLY, max_steps=6)
+    assert restored(trainer)[1] == 5
+    trainer, module = runs.fit({"exp_manager": {"resume_if_exists": False}}, max_steps=1)
+    assert restored(trainer) is None
+    assert 0 in module.seen
+
+
+def test_an_end_is_gone_on_with_where_that_is_wanted(runs):
+    trainer, _ = runs.fit(max_steps=5)
+    io = io_of(trainer)
+    io.checkpointer.alias("gpt--end.ckpt", "gpt--val_loss=6.00-step=5.ckpt")
+    io.teardown()
+    with pytest.raises(ConfigError, match="has completed"):
+        runs.fit(max_steps=10)
+    trainer, _ = runs.fit({"exp_manager": {"resume_past_end": True}}, max_steps=10)
+    assert restored(trainer)[1] == 5
+
+
+def test_a_checkpoint_that_is_named_is_where_a_first_start_begins(runs, tmp_path):
+    runs.fit(max_steps=5)
+    other = type(runs)(runs.dirpath + "-2", runs.memory_dir, tmp_path / "logs-2", namespace="second")
+    named = {"exp_manager": {"resume_from_checkpoint": f"{runs.dirpath}/gpt--val_loss=6.00-step=5.ckpt"}}
+    assert restored(other.fit(named, max_steps=6)[0])[1] == 5
+    assert restored(other.fit(named, max_steps=8)[0])[1] == 6
+
+
+def test_logs_go_where_nemo_puts_them(runs, tmp_path):
+    """No version folder where runs resume; one where they do not; old files are moved aside."""
+    runs.fit(max_steps=1)
+    runs.fit(max_steps=2)
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"run_0"}
+    assert (folder / "cmd-args.log").exists()
+    runs.fit({"exp_manager": {"resume_if_exists": False, "name": "other"}}, max_steps=1)
+    (version,) = (tmp_path / "logs" / "other").iterdir()
+    assert version.name.startswith("20")
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_the_nemo_file_lies_at_the_durable_tier_and_opens(runs, best, tmp_path):
+    settings = params(save_nemo_on_train_end=True, save_best_model=best, prefix="mine")
+    runs.fit(settings, max_steps=6)
+    trainer, module = runs.fit(settings, max_steps=16)
+    assert [key for key in runs.objects() if key.endswith(".nemo")] == ["mine.nemo"]
+    S3Utils.download_s3_file_to_path(f"{runs.dirpath}/mine.nemo", tmp_path / "got.nemo")
+    with tarfile.open(tmp_path / "got.nemo") as tar:
+        (weights,) = (name for name in tar.getnames() if name.endswith(".ckpt"))
+        state = torch.load(tar.extractfile(weights))
+    saved = io_of(trainer).load_checkpoint(callback_of(trainer).best_model_path)["state_dict"]
+    io_of(trainer).teardown()
+    assert torch.equal(state["layer.weight"], saved["layer.weight"]) == best
+    assert torch.equal(state["layer.weight"], module.layer.weight)
+    assert not (tmp_path / "s3:").exists()
+
+
+def test_a_nemo_file_with_each_checkpoint(runs):
+    runs.fit(params(always_save_nemo=True), max_steps=13, stop_at=12)
+    assert "gpt.nemo" in runs.objects()
+
+
+def test_a_model_that_cannot_be_exported_says_so(runs):
+    class Stubborn(Model):
+        def save_to(self, save_path):
+            raise OSError("no")
+
+    with pytest.raises(Exception, match="the model could not be exported: OSError: no"):
+        runs.fit(params(save_nemo_on_train_end=True), max_steps=1, model=Stubborn)
+    assert not [key for key in runs.objects() if key.endswith(".nemo")]
+
+
+# ----------------------------------------------------------------------------------------------- EMA
+EMA = {"exp_manager": {"ema": {"enable": True, "decay": 0.5}}}
+
+
+def averages(trainer):
+    (optimizer,) = trainer.optimizers
+    optimizer.join()
+    return optimizer.ema_params
+
+
+@pytest.mark.parametrize("block", [{}, {"enable_async_checkpointing": True, "memory_every_n_train_steps": 3}])
+def test_averages_are_a_second_file_and_go_on_where_they_were(runs, block, tmp_path):
+    config = [EMA, {"s3_checkpointing": block}]
+    whole, _ = runs.fit(*config, way="tiered", max_steps=20)
+    again = type(runs)(runs.dirpath + "-2", runs.memory_dir, tmp_path / "logs-2", namespace="second")
+    again.fit(*config, way="tiered", max_steps=20, stop_at=13)
+    trainer, module = again.fit(*config, way="tiered", max_steps=20)
+    assert restored(trainer)[1:] == ((12 if block else 10), "memory")
+    assert all(torch.equal(a, b) for a, b in zip(averages(trainer), averages(whole), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(averages(trainer), module.parameters(), strict=True))
+    names = again.durable()
+    mains = [name for name in names if not name.endswith("-EMA.ckpt")]
+    assert sorted([*mains, *(name.replace(".ckpt", "-EMA.ckpt") for name in mains)]) == names
+    # Each of the two is a file that NeMo itself could read.
+    S3Utils.download_s3_file_to_path(f"{again.dirpath}/{mains[0]}".replace(".ckpt", "-EMA.ckpt"), tmp_path / "ema")
+    assert set(torch.load(tmp_path / "ema", weights_only=False)["optimizer_states"][0]) >= {"ema", "opt"}
+
+
+def test_a_crash_between_the_two_files_leaves_the_checkpoint_before(runs):
+    settings = params(save_last=False)
+    runs.fit(EMA, settings, max_steps=10)
+    # The averages of step 10 are there, and the checkpoint is not; then the reverse.
+    for steps, lost in ((11, "gpt--val_loss=1.00-step=10.ckpt"), (12, "gpt--val_loss=1.00-step=10-EMA.ckpt")):
+        io = S3CheckpointIO(runs.dirpath, **runs.io)
+        io.remove_checkpoint(lost)
+        io.teardown()
+        runs.wipe()
+        trainer, _ = runs.fit(EMA, settings, max_steps=steps)
+        assert restored(trainer)[:2] == ("gpt--val_loss=6.00-step=5.ckpt", 5)
+
+
+# ------------------------------------------------------------------------------------ configuration
+def test_what_the_block_says_holds(runs):
+    block = {"memory_every_n_train_steps": 2, "s3_every_n_train_steps": 4, "namespace": "of-the-block"}
+    runs.fit({"s3_checkpointing": block}, params(monitor="step", mode="max"), way="tiered", max_steps=9, stop_at=7)
+    trainer, _ = runs.fit({"s3_checkpointing": block}, params(monitor="step", mode="max"), way="tiered", max_steps=9)
+    assert restored(trainer)[1:] == (6, "memory")
+    config = io_of(trainer).config
+    assert (config.namespace, config.max_read_concurrency, config.chunk_size_MB) == ("of-the-block", 15, 64)
+
+
+def test_bad_configurations_are_told_of(runs):
+    with pytest.raises(ConfigError, match=r"unknown key 'max_write_concurency'.*did you mean 'max_write_concurrency'"):
+        runs.fit({"s3_checkpointing": {"max_write_concurency": 3}}, way="tiered")
+    with pytest.raises(ConfigError, match="dirpath"):
+        runs.fit(params(dirpath=None), way="tiered")
+    trainer = runs.trainer(runs.config())
+    with pytest.raises(Exception, match="create_checkpoint_callback"):
+        tiered_exp_manager(trainer, OmegaConf.create(runs.config()))
+
+    class Other(S3CheckpointIO.__mro__[3]):
+        save_checkpoint = load_checkpoint = remove_checkpoint = None
+
+    trainer.strategy.checkpoint_io = Other()
+    with pytest.raises(UsageError, match="tiered_exp_manager with a Other"):
+        tiered_exp_manager(trainer, OmegaConf.create(runs.config()))
+
+
+def test_figures_that_exceed_what_s3_serves_are_warned_of(runs, monkeypatch):
+    from nemo.utils import logging
+
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda text, *_, **__: said.append(text))
+    model = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    runs.trainer(runs.config({"model": model, "s3_checkpointing": {"max_write_concurrency": 256}}), way="tiered")
+    assert not [text for text in said if "max_write_concurrency" in str(text)]
+
+
+def test_trainers_of_others_are_left_to_nemo(tmp_path, runs):
+    """exp_manager in the same process, for a trainer with a stock checkpoint IO."""
+    from lightning.pytorch import Trainer
+    from nemo.utils.callbacks import NeMoModelCheckpoint
+    from nemo.utils.exp_manager import exp_manager
+
+    trainer = Trainer(max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval=5,
+                      num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    config = runs.config(params(dirpath=str(tmp_path / "local")))["exp_manager"]
+    exp_manager(trainer, config)
+    assert type(callback_of(trainer)) is NeMoModelCheckpoint
+    trainer.fit(Model(OmegaConf.create(runs.config()["model"]), trainer))
+    assert (tmp_path / "local" / "gpt--val_loss=6.00-step=5-last.ckpt").is_file()

@@ -27,9 +27,9 @@ def free_port():
 class Zygote:
     """The process that ranks are forked from; one for all tests of this process."""
 
-    def __init__(self):
+    def __init__(self, preload=()):
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            [sys.executable, str(Path(__file__).with_name("zygote.py")), *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -78,21 +78,21 @@ class Zygote:
         self._process.wait()
 
 
-_zygotes = []
+_zygotes = {}
 
 
-def zygote():
-    if not _zygotes:
-        _zygotes.append(Zygote())
-    return _zygotes[0]
+def zygote(preload=()):
+    if preload not in _zygotes:
+        _zygotes[preload] = Zygote(preload)
+    return _zygotes[preload]
 
 
 def zygote_pids():
     """Children of this process that outlive a test by design."""
-    return {each.pid for each in _zygotes}
+    return {each.pid for each in _zygotes.values()}
 
 
-def launch(folder, jobs, *, deadline_s=DEADLINE_S, worker=WORKER):
+def launch(folder, jobs, *, deadline_s=DEADLINE_S, worker=WORKER, preload=()):
     """Runs ``worker.py``, or another, once per job.
 
     Args:
@@ -100,6 +100,7 @@ def launch(folder, jobs, *, deadline_s=DEADLINE_S, worker=WORKER):
         jobs: What each rank is to do, by rank; see ``worker.py``.
         deadline_s: When all must be done, seconds.
         worker: The script that each rank runs.
+        preload: Modules that all ranks need, and that take long to import.
 
     Returns:
         Each rank's answer; None for one that died without any.
@@ -125,7 +126,7 @@ def launch(folder, jobs, *, deadline_s=DEADLINE_S, worker=WORKER):
         argument = json.dumps({**job, "answer": str(answer)})
         log = str(folder / f"log-{rank}.txt")
         requests.append({"environment": environment, "argument": argument, "log": log, "worker": str(worker)})
-    late = zygote().run(requests, deadline_s)
+    late = zygote(preload).run(requests, deadline_s)
     assert late is None, f"rank {late} hangs; it said: {said(folder, late)}"
     return [answer_of(folder, rank) for rank in range(len(jobs))]
 

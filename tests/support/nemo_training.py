@@ -27,8 +27,6 @@ class Model(ModelPT):
         torch.manual_seed(1)
         self.layer = torch.nn.Linear(8, 4)
         self.register_buffer("ballast", torch.zeros(int(cfg.get("ballast", 0))), persistent=True)
-        # As users do who want their configuration in the checkpoint.
-        self.save_hyperparameters({"settings": OmegaConf.create({"layers": [1, {"width": "8"}], "rate": 0.01})})
         self.seen = {}
         self.stop_at = stop_at
         self.how = how
@@ -50,7 +48,7 @@ class Model(ModelPT):
             os.kill(os.getpid(), getattr(signal, self.how))
 
     def setup_training_data(self, _):
-        self._train_dl = torch.utils.data.DataLoader(torch.zeros(40, 8), batch_size=2)
+        self._train_dl = torch.utils.data.DataLoader(torch.zeros(400, 8), batch_size=2)
 
     def setup_validation_data(self, _):
         self._validation_dl = torch.utils.data.DataLoader(torch.zeros(2, 8), batch_size=2)
@@ -87,7 +85,13 @@ CONFIG = {
         "chunk_size_MB": 64,
         "enable_async_checkpointing": False,
     },
-    "model": {"ballast": 0, "train_ds": {"x": 1}, "validation_ds": {"x": 1}, "optim": None},
+    "model": {
+        "ballast": 0,
+        "layers": [1, {"width": "8"}],
+        "train_ds": {"x": 1},
+        "validation_ds": {"x": 1},
+        "optim": None,
+    },
 }
 
 

@@ -1,14 +1,16 @@
 """Starts ranks by forking: importing torch takes longer than all else that most of them do.
 
-Reads one request a line from its input (see ``launch.py``), forks a process for each job, which runs
+Imports the modules that it is told of as well. Reads one request a line from its input (see ``launch.py``), forks a process for each job, which runs
 the worker as its main module, and tells the processes' ids, and how each ended, a line each.
 """
 
+import importlib
 import json
 import os
 import runpy
 import sys
 import traceback
+import warnings
 
 # Nothing that a rank has to start by itself is started here: no thread, no process group.
 import lightning.pytorch  # noqa: F401
@@ -41,6 +43,10 @@ def become(job):
 
 
 def main():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in sys.argv[1:]:
+            importlib.import_module(name)
     for line in sys.stdin:
         ranks = {}
         for rank, job in enumerate(json.loads(line)):

@@ -1,0 +1,162 @@
+"""What breaks with NeMo's own S3CheckpointIO, and holds with ours: one test for each."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from support.fault_proxy import FaultProxy, refuse
+from support.nemo_training import Model, io_of, restored
+
+from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, s3_dirpath_utils
+
+LAST = re.compile(r"-last\.ckpt$")
+
+
+def state(step):
+    return {"global_step": step, "w": torch.full((1000,), float(step))}
+
+
+@pytest.fixture
+def io(runs):
+    made = S3CheckpointIO(runs.dirpath, async_checkpointing=True, **runs.io)
+    yield made
+    made.teardown()
+
+
+def test_the_first_save_with_a_current_s3fs_succeeds(runs):
+    """NeMo: ``Invalid bucket name "s3:"``, because a Path mangles the URL."""
+    runs.fit(max_steps=5)
+    assert runs.objects() == ["gpt--val_loss=6.00-step=5.ckpt"]
+
+
+def test_a_single_device_needs_no_process_group(io, runs):
+    """NeMo: get_rank() raises ValueError."""
+    assert not torch.distributed.is_initialized()
+    io.save_checkpoint(state(1), f"{runs.dirpath}/a.ckpt")
+    assert torch.equal(io.load_checkpoint(f"{runs.dirpath}/a.ckpt")["w"], state(1)["w"])
+
+
+def test_an_upload_that_fails_is_told_of_and_never_leaves_an_empty_bucket(runs, s3_server):
+    """NeMo, asynchronous: the caller removes the old one, nothing is raised, and nothing is left."""
+    broken = False
+
+    def plan(operation, _):
+        return refuse(403, "AccessDenied") if broken and operation in ("put", "part", "create") else None
+
+    with FaultProxy(s3_server.endpoint_url, plan) as proxy:
+        options = {**runs.io, "wait_timeout_s": 4, "endpoint_url": proxy.endpoint_url}
+        io = S3CheckpointIO(runs.dirpath, async_checkpointing=True, **options)
+        io.save_checkpoint(state(1), f"{runs.dirpath}/step=1.ckpt")
+        io.checkpointer.wait()
+        broken = True
+        io.save_checkpoint(state(2), f"{runs.dirpath}/step=2.ckpt")
+        io.remove_checkpoint(f"{runs.dirpath}/step=1.ckpt")
+        with pytest.raises(SaveError, match=r"step=2\.ckpt did not reach the durable tier|queued checkpoints"):
+            io.teardown()
+        assert runs.objects() == runs.durable() == ["step=1.ckpt"]
+        # And the new one is not lost: it waits in node memory, and goes out once that is possible.
+        broken = False
+        assert io.load_checkpoint("tiered:latest")["global_step"] == 2
+        io.checkpointer.wait()
+        io.teardown()
+    assert runs.durable() == ["step=2.ckpt"]
+
+
+def test_the_top_k_is_remembered_over_a_resume(runs):
+    """NeMo: forgotten, so that what it should delete stays on S3."""
+    for steps in (5, 10, 15, 20):
+        runs.fit(max_steps=steps)
+    kept = [name for name in runs.objects() if not LAST.search(name)]
+    assert kept == ["gpt--val_loss=1.00-step=10.ckpt", "gpt--val_loss=1.00-step=20.ckpt"]
+
+
+def test_two_last_checkpoints_after_a_crash_are_no_error(runs):
+    """NeMo: ValueError, "Multiple checkpoints"."""
+    trainer, _ = runs.fit(max_steps=10)
+    io = io_of(trainer)
+    io.checkpointer.alias("gpt--val_loss=9.00-step=7-last.ckpt", "gpt--val_loss=6.00-step=5.ckpt")
+    io.teardown()
+    trainer, _ = runs.fit(max_steps=15)
+    assert restored(trainer)[1] == 10
+    assert sum(LAST.search(name) is not None for name in runs.durable()) == 1
+
+
+def test_an_end_is_resumed_from(runs):
+    """NeMo, with resume_past_end and one end.ckpt: ckpt_path is None, and training starts anew."""
+    trainer, _ = runs.fit(max_steps=5)
+    torch.save(io_of(trainer).load_checkpoint("tiered:latest"), "end.ckpt")
+    io_of(trainer).teardown()
+    theirs = runs.dirpath + "-theirs"
+    S3Utils.upload_file("end.ckpt", f"{theirs}/gpt--step=5--end.ckpt")
+    again = type(runs)(theirs, runs.memory_dir, runs.root + "-2", namespace="theirs")
+    trainer, module = again.fit({"exp_manager": {"resume_past_end": True}}, max_steps=7)
+    assert restored(trainer)[:2] == ("gpt--step=5--end.ckpt", 5)
+    assert min(module.seen) == 5
+
+
+def test_no_marker_and_no_export_goes_to_a_local_folder(runs, tmp_path):
+    """NeMo: ``./s3:/bucket/...`` fills up with both."""
+    runs.fit({"exp_manager": {"checkpoint_callback_params": {"save_nemo_on_train_end": True}}}, max_steps=6, stop_at=0)
+    assert "gpt.nemo" in runs.objects()
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert not [path for path in (tmp_path / "logs").rglob("*") if "unfinished" in path.name or path.suffix == ".nemo"]
+
+
+def test_weights_only_is_taken_and_omegaconf_loads(runs):
+    """NeMo: TypeError for the argument, UnpicklingError for the hyper-parameters."""
+    trainer, _ = runs.fit(max_steps=5)
+    for argument in ({}, {"weights_only": None}, {"weights_only": True}, {"weights_only": False}):
+        found = io_of(trainer).load_checkpoint("tiered:latest", **argument)
+        assert OmegaConf.is_config(found["hyper_parameters"])
+        assert found["hyper_parameters"].layers[1].width == "8"
+    io_of(trainer).teardown()
+
+
+def test_paths_are_known_as_urls_and_parts_of_names_are_no_names(runs):
+    """NeMo: is_s3_url(Path(...)) is False, and s3_path_exists is true where a name begins so."""
+    assert s3_dirpath_utils.is_s3_url(Path("s3://bucket/x"))
+    runs.fit(max_steps=5)
+    (name,) = runs.objects()
+    assert S3Utils.s3_path_exists(Path(f"{runs.dirpath}/{name}"))
+    assert not S3Utils.s3_path_exists(f"{runs.dirpath}/{name[:-3]}")
+
+
+def test_a_save_lists_nothing_and_the_old_last_stays_until_the_new_one_is_durable(runs, s3_server):
+    """NeMo: lists, and deletes ``last`` checkpoints of the same step, before each upload."""
+    seen, broken = [], False
+
+    def plan(operation, _):
+        seen.append(operation)
+        return refuse(403, "AccessDenied") if broken and operation == "put" else None
+
+    with FaultProxy(s3_server.endpoint_url, plan) as proxy:
+        io = S3CheckpointIO(runs.dirpath, endpoint_url=proxy.endpoint_url, drain="thread", **runs.io)
+        path = f"{runs.dirpath}/gpt--step=900-val_loss=6.47-last.ckpt"
+        io.save_checkpoint(state(1), path)
+        seen.clear()
+        io.save_checkpoint(state(2), path)
+        assert "list" not in seen
+        broken = True
+        with pytest.raises(SaveError):
+            io.save_checkpoint(state(3), path.replace("6.47", "6.46"))
+        assert runs.objects() == [path.rpartition("/")[2]]
+        runs.wipe()
+        assert io.load_checkpoint(path)["global_step"] == 2
+        io.teardown()
+
+
+def test_steps_are_ordered_as_numbers(runs):
+    """NeMo: as text, where 900 beats 1000. With the layout of one rank each, as other releases write it."""
+    theirs = runs.dirpath + "-theirs"
+    runs.fit(max_steps=5)
+    (name,) = runs.objects()
+    S3Utils.download_s3_file_to_path(f"{runs.dirpath}/{name}", "x.ckpt")
+    for step in (900, 1000, 100):
+        S3Utils.upload_file("x.ckpt", f"{theirs}/gpt--step={step}-last.ckpt")
+    again = type(runs)(theirs, runs.memory_dir, runs.root + "-2", namespace="theirs")
+    trainer = again.trainer(again.config(), max_steps=6)
+    trainer.fit(Model(OmegaConf.create(again.config()["model"]), trainer))
+    assert restored(trainer)[0] == "gpt--step=1000-last.ckpt"

@@ -1,0 +1,104 @@
+"""NeMo trainings on several ranks (gloo): real processes, killed and resumed, each counted at a proxy of its own."""
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from support.counting_proxy import CountingProxy
+from support.launch import launch, said
+from support.nemo_training import NeMoRuns
+
+WORKER = Path(__file__).with_name("worker.py")
+pytestmark = pytest.mark.timeout(300)
+EMA = {"exp_manager": {"ema": {"enable": True, "decay": 0.5}}}
+EXPORT = {"exp_manager": {"checkpoint_callback_params": {"save_nemo_on_train_end": True}}}
+
+
+class Ranks(NeMoRuns):
+    """Trainings of one job on several ranks of one node."""
+
+    def launch(self, count, steps, *config, way="drop-in", endpoints=(), folder=None, one=None, **told):
+        job = {
+            "dirpath": self.dirpath,
+            "memory_dir": self.memory_dir,
+            "logs": self.root,
+            "way": way,
+            "ranks": count,
+            "steps": steps,
+            "config": list(config),
+            **told,
+        }
+        jobs = [{**job, **({"endpoint_url": endpoints[rank]} if endpoints else {})} for rank in range(count)]
+        for rank, changes in (one or {}).items():
+            jobs[rank] |= changes
+        self.folder = Path(folder or self.root).parent
+        return launch(self.folder, jobs, worker=WORKER, preload=("support.nemo_training",))
+
+
+@pytest.fixture
+def ranks(s3_url, memory_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    return Ranks(f"{s3_url}/checkpoints", memory_dir, tmp_path / "logs")
+
+
+@pytest.mark.parametrize(("way", "config"), [("drop-in", []), ("tiered", [EMA, EXPORT])])
+def test_two_ranks_are_killed_and_go_on_and_end_as_if_they_had_not(ranks, way, config, tmp_path):
+    whole = Ranks(ranks.dirpath + "-whole", ranks.memory_dir, tmp_path / "logs-whole")
+    expected = whole.launch(2, 20, *config, way=way)
+    assert expected[0] is not None, said(whole.folder, 0)
+    assert ranks.launch(2, 20, *config, way=way, stop_at=13, how="SIGKILL") == [None, None]
+    ranks.wipe()
+    answers = ranks.launch(2, 20, *config, way=way)
+    assert answers[0] is not None, said(ranks.folder, 0)
+    for answer in answers:
+        assert "error" not in answer, answer
+        assert answer["from"][1:] == [10, "durable"]
+        assert answer["steps"][0] == 10
+        assert answer["path"] == f"{ranks.dirpath}/gpt--val_loss=1.00-step=10.ckpt"
+    assert {answer["weights"] for answer in answers} == {expected[0]["weights"]}
+    assert answers[0]["best"] == answers[1]["best"]
+    assert answers[0]["last"] == answers[1]["last"]
+    assert ranks.durable() == whole.durable()
+    assert ("gpt.nemo" in ranks.objects()) == bool(config)
+    assert any(name.endswith("-EMA.ckpt") for name in ranks.objects()) == bool(config)
+
+
+@pytest.mark.parametrize(("count", "way"), [(2, "connector"), (4, "drop-in"), (2, "tiered")])
+def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3_server):
+    """Counted where requests arrive, whichever client made them: ours, s3fs, or NeMo's boto3."""
+    ranks.launch(1, 5, way=way)
+    ranks.wipe()
+    with contextlib.ExitStack() as stack:
+        proxies = [stack.enter_context(CountingProxy(s3_server.endpoint_url)) for _ in range(count)]
+        answers = ranks.launch(count, 6, way=way, endpoints=[proxy.endpoint_url for proxy in proxies])
+        assert [answer and answer.get("from") for answer in answers] == [
+            ["gpt--val_loss=6.00-step=5.ckpt", 5, "durable"]
+        ] * count, said(ranks.folder, 0)
+        assert [proxy.requests for proxy in proxies[1:]] == [[]] * (count - 1)
+        # The drain of rank 0 lists unfinished uploads; to find what to resume from, there is one LIST.
+        assert proxies[0].count("GET", "list-type=2") == 1
+    assert [answer["asked"] for answer in answers[1:]] == [{}] * (count - 1)
+
+
+def test_an_error_of_rank_0_ends_all_ranks_with_its_text(ranks):
+    """NeMo: the others wait for a broadcast that never comes."""
+    config = {"exp_manager": {"resume_ignore_no_checkpoint": False}}
+    answers = ranks.launch(2, 5, config, way="connector")
+    assert [re.match(r"CheckpointNotFoundError: there is no checkpoint at", answer["error"]) is not None
+            for answer in answers] == [True, True]  # fmt: skip
+
+
+def test_a_preempted_training_saves_and_goes_on_from_there(ranks):
+    """SIGTERM to rank 0, as NeMo's PreemptionCallback has it: the ranks agree at the end of a batch."""
+    answers = ranks.launch(2, 20, one={0: {"stop_at": 7, "how": "SIGTERM"}})
+    assert [answer.get("ended") for answer in answers] == [0, 0], said(ranks.folder, 0)
+    (name,) = [name for name in ranks.durable() if "-last" in name]
+    saved = int(re.search(r"step=(\d+)", name)[1])
+    assert saved in (7, 8)
+    answers = ranks.launch(2, 9)
+    assert [answer["from"][1] for answer in answers] == [saved] * 2
+    assert json.dumps(answers)
+    assert os.listdir(ranks.memory_dir)

@@ -1,0 +1,51 @@
+"""One rank of a NeMo training; is told what to do by a JSON object."""
+
+import hashlib
+import json
+import os
+import sys
+
+import torch
+from omegaconf import OmegaConf
+from support.nemo_training import Model, NeMoRuns, callback_of, io_of, restored
+
+
+def write(path, answer):
+    with open(path + ".new", "w") as file:
+        json.dump(answer, file)
+    os.rename(path + ".new", path)
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    if told.get("endpoint_url"):
+        # Of this rank's own, and for every S3 client in the process.
+        os.environ["AWS_ENDPOINT_URL_S3"] = told["endpoint_url"]
+    runs = NeMoRuns(told["dirpath"], told["memory_dir"], told["logs"])
+    config = runs.config(*told.get("config", []))
+    strategy = {"strategy": "ddp"} if told["ranks"] > 1 else {}
+    module = None
+    try:
+        trainer = runs.trainer(
+            config, way=told["way"], max_steps=told["steps"], devices=told["ranks"], limit_train_batches=100, **strategy
+        )
+        module = Model(OmegaConf.create(config["model"]), trainer, stop_at=told.get("stop_at", 0), how=told.get("how"))
+        trainer.fit(module)
+    except Exception as error:
+        write(told["answer"], {"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    except SystemExit as end:
+        write(told["answer"], {"ended": end.code, "steps": sorted(module.seen)})
+        os._exit(0)
+    weights = b"".join(each.detach().numpy().tobytes() for each in module.parameters())
+    answer = {
+        "from": restored(trainer),
+        "steps": sorted(module.seen),
+        "weights": hashlib.sha256(weights).hexdigest(),
+        "asked": io_of(trainer).checkpointer.asked,
+        "best": sorted(callback_of(trainer).best_k_models),
+        "last": callback_of(trainer).last_model_path,
+        "path": trainer.ckpt_path,
+    }
+    write(told["answer"], answer)
