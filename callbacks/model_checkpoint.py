@@ -329,7 +329,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
                 # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
                 trainer.strategy.barrier("Trainer.save_checkpoint")
         if trainer.world_size > 1:
-            error = trainer.strategy.broadcast(error)
+            error = self._first_error(trainer, error)
         if error is not None:
             raise error
         if not trainer.is_global_zero:
@@ -338,6 +338,11 @@ class TieredModelCheckpoint(ModelCheckpoint):
         report = progress.last_save if progress.last_save is not before else None
         self._reporter.saved(trainer, progress, report)
         return report
+
+    def _first_error(self, trainer: Trainer, error: TieredCheckpointError | None) -> TieredCheckpointError | None:
+        """What every rank is to raise of what a save brought; rank 0 writes, or knows of what others wrote."""
+        first: TieredCheckpointError | None = trainer.strategy.broadcast(error)
+        return first
 
     def _saved(self, trainer: Trainer, step: int) -> bool:
         """Whether this step is saved already, by this callback or another of its kind.

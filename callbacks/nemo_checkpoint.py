@@ -13,10 +13,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.nemo_io import NeMoCheckpointIO
-from tiered_checkpoint_io.adapters.nemo_layouts import EMA
+from tiered_checkpoint_io.adapters.nemo_layouts import EMA, without_rank
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.nemo_export import export_model
 from tiered_checkpoint_io.engine.session import SaveReport
+from tiered_checkpoint_io.errors import TieredCheckpointError
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
 
@@ -87,6 +88,9 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         super().setup(trainer, pl_module, stage)
         assert self._io is not None
         self._shards = self._ask_shards()
+        if self._shards > 1 and isinstance(self._io, NeMoCheckpointIO) and self._io.async_checkpointing:
+            rank_zero_warn("saves are synchronous: each rank's old part may go only when all new parts are durable")
+            self._io.async_checkpointing = False
         self._io.companion = EMA if self._ema(trainer) is not None else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,16 +142,41 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     ) -> SaveReport | None:
         ema = self._ema(trainer)
         if ema is None:
-            return super()._save(trainer, filepath, options, weights_only=weights_only)
+            return self._save_one(trainer, filepath, options, weights_only=weights_only)
         # NeMo saves at the end of a validation, where there are no gradients; here it may be any step.
         with torch.no_grad(), ema.save_ema_model(trainer):
-            beside = super()._save(trainer, ids.companion_of(filepath, EMA), options, weights_only=weights_only)
+            beside = self._save_one(trainer, ids.companion_of(filepath, EMA), options, weights_only=weights_only)
         tiers = trainer.strategy.broadcast(sorted(beside.tiers) if beside is not None else [])
         if not tiers:
             # What is not whole is not to look whole.
             return None
         with ema.save_original_optimizer_state(trainer):
-            return super()._save(trainer, filepath, {**options, "tiers": tiers}, weights_only=weights_only)
+            return self._save_one(trainer, filepath, {**options, "tiers": tiers}, weights_only=weights_only)
+
+    def _save_one(
+        self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
+    ) -> SaveReport | None:
+        if self._shards == 1:
+            return super()._save(trainer, filepath, options, weights_only=weights_only)
+        session = self._engine.session
+        before, failed = session.last_save, session.counts["failed"]
+        report = super()._save(trainer, filepath, options, weights_only=weights_only)
+        mine = session.last_save
+        # Ranks that hold a copy of another's part save none of their own.
+        reached = mine is before or mine is None or mine.tiers >= set(options["tiers"])
+        good = trainer.strategy.reduce_boolean_decision(reached and session.counts["failed"] == failed)
+        return report if good else None
+
+    def _first_error(self, trainer: Trainer, error: TieredCheckpointError | None) -> TieredCheckpointError | None:
+        if self._shards == 1:
+            return super()._first_error(trainer, error)
+        errors: list[TieredCheckpointError | None] = [None] * trainer.world_size
+        torch.distributed.all_gather_object(errors, error)
+        return next((each for each in errors if each is not None), None)
+
+    def _is_restored(self, path: str) -> bool:
+        restored = self._engine.restored
+        return restored is not None and path == ids.join_url(self._engine.dirpath, without_rank(restored.name))
 
     def _delete(self, trainer: Trainer, path: str) -> None:
         super()._delete(trainer, path)
@@ -162,8 +191,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             # has saved is in no list of ours.
             engine, dirpath = self._engine, str(self.dirpath)
             pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
-            known = set(engine.session.names())
-            known |= {engine.restored.name} if engine.restored is not None else set()
+            known = {without_rank(name) for name in engine.session.names()}
+            known |= {without_rank(engine.restored.name)} if engine.restored is not None else set()
             paths = {ids.join_url(engine.dirpath, name) for name in known} | {self.last_model_path}
             names = sorted((path for path in paths if pattern.match(path.removeprefix(dirpath + "/"))), key=_progress)
         names = trainer.strategy.broadcast(names)

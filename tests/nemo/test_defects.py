@@ -111,7 +111,7 @@ def test_weights_only_is_taken_and_omegaconf_loads(runs):
     for argument in ({}, {"weights_only": None}, {"weights_only": True}, {"weights_only": False}):
         found = io_of(trainer).load_checkpoint("tiered:latest", **argument)
         assert OmegaConf.is_config(found["hyper_parameters"])
-        assert found["hyper_parameters"].layers[1].width == "8"
+        assert found["hyper_parameters"].cfg.layers[1].width == "8"
     io_of(trainer).teardown()
 
 

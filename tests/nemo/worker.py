@@ -7,7 +7,7 @@ import sys
 
 import torch
 from omegaconf import OmegaConf
-from support.nemo_training import Model, NeMoRuns, callback_of, io_of, restored
+from support.nemo_training import Model, NeMoRuns, PerRank, become_model_parallel, callback_of, io_of, restored
 
 
 def write(path, answer):
@@ -24,12 +24,14 @@ if __name__ == "__main__":
         os.environ["AWS_ENDPOINT_URL_S3"] = told["endpoint_url"]
     runs = NeMoRuns(told["dirpath"], told["memory_dir"], told["logs"])
     config = runs.config(*told.get("config", []))
-    strategy = {"strategy": "ddp"} if told["ranks"] > 1 else {}
+    strategy = {"strategy": PerRank() if told.get("parallel") else "ddp"} if told["ranks"] > 1 else {}
     module = None
     try:
         trainer = runs.trainer(
             config, way=told["way"], max_steps=told["steps"], devices=told["ranks"], limit_train_batches=100, **strategy
         )
+        if told.get("parallel"):
+            become_model_parallel(told["ranks"], int(os.environ["RANK"]))
         module = Model(OmegaConf.create(config["model"]), trainer, stop_at=told.get("stop_at", 0), how=told.get("how"))
         trainer.fit(module)
     except Exception as error:

@@ -6,8 +6,11 @@ import signal
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from nemo.core import ModelPT
+from nemo.utils.app_state import AppState
 from nemo.utils.exp_manager import exp_manager
+from nemo.utils.model_utils import inject_model_parallel_rank
 from omegaconf import OmegaConf
 from support.training import Stop, durable, wipe
 
@@ -17,6 +20,26 @@ from tiered_checkpoint_io.storage import open_store
 
 #: Training steps between two validations, by which NeMo saves.
 EVERY = 5
+
+
+class PerRank(DDPStrategy):
+    """As the strategies of NeMo before 3.0: each model-parallel rank has a file of its own."""
+
+    def save_checkpoint(self, checkpoint, filepath, storage_options=None):
+        self.checkpoint_io.save_checkpoint(checkpoint, inject_model_parallel_rank(filepath), storage_options)
+
+    def load_checkpoint(self, checkpoint_path):
+        return self.checkpoint_io.load_checkpoint(inject_model_parallel_rank(checkpoint_path))
+
+    def remove_checkpoint(self, filepath):
+        self.checkpoint_io.remove_checkpoint(inject_model_parallel_rank(filepath))
+
+
+def become_model_parallel(ranks, rank):
+    """What such a model tells NeMo when it is made."""
+    state = AppState()
+    state.tensor_model_parallel_size = state.model_parallel_size = ranks
+    state.tensor_model_parallel_rank, state.data_parallel_rank = rank, 0
 
 
 class Model(ModelPT):
