@@ -16,6 +16,7 @@ from tiered_checkpoint_io.adapters.nemo_io import NeMoCheckpointIO
 from tiered_checkpoint_io.adapters.nemo_layouts import EMA, without_rank
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.nemo_export import export_model
+from tiered_checkpoint_io.callbacks.nemo_slimming import drop_optimizer_states, too_old
 from tiered_checkpoint_io.engine.session import SaveReport
 from tiered_checkpoint_io.errors import TieredCheckpointError
 
@@ -49,6 +50,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         save_best_model: bool = False,
         prefix: str | None = None,
         postfix: str = ".nemo",
+        save_last_n_optim_states: int = -1,
         shards: Callable[[], int] = lambda: 1,
         **model_checkpoint_args: Any,
     ) -> None:
@@ -61,6 +63,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             save_best_model: Whether ``.nemo`` files hold the best checkpoint, not the latest state.
             prefix: The ``.nemo`` file's name, without its extension.
             postfix: Its extension.
+            save_last_n_optim_states: How many of the newest checkpoints keep their optimizer states, at least
+                one; -1 for all.
             shards: Tells, once a run begins, how many ranks save a part of each checkpoint, in folders of
                 their own.
             model_checkpoint_args: Anything that TieredModelCheckpoint takes.
@@ -71,6 +75,9 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         self.save_best_model = save_best_model
         self.prefix = prefix or "default"
         self.postfix = postfix
+        self.save_last_n_optim_states = save_last_n_optim_states
+        #: Names of those that are without them already.
+        self._slim: set[str] = set()
         self._ask_shards = shards
         self._shards = 1
         self._exported_best = ""
@@ -129,6 +136,9 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             self._landed = bool(trainer.strategy.broadcast(self._landed))
             if self._landed and not trainer.is_global_zero:
                 self._remove_withheld(trainer)
+        if self.save_last_n_optim_states >= 0 and self._naming_last and self._shards == 1 and self._io is not None:
+            names = [ids.name_in(self._engine.dirpath, path) for path in self.best_k_models if self._is_ours(path)]
+            drop_optimizer_states(trainer, self._io, too_old(names, self.save_last_n_optim_states), self._slim)
         if self.always_save_nemo and self._durable_save != before:
             self._export_with_checkpoint(trainer)
 

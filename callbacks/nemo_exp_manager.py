@@ -33,7 +33,7 @@ from tiered_checkpoint_io.errors import ConfigError, UsageError
 
 _BLOCK = "s3_checkpointing"
 #: Of NeMo's block; what is not Lightning's and ours.
-_NOT_OURS = ("filepath", "model_parallel_size", "async_save", "save_last_n_optim_states")
+_NOT_OURS = ("filepath", "model_parallel_size", "async_save")
 
 
 def take_over() -> None:

@@ -382,6 +382,17 @@ def save_id(run_id: str, counter: int) -> str:
     return f"{run_id}-{counter:08d}"
 
 
+def before_its_run(save_id: str) -> str:
+    """An id of its own that sorts before all of the run that this one is of, and behind earlier runs.
+
+    Those of several saves of the run sort as the saves do.
+    """
+    match = _SAVE_ID.match(save_id)
+    assert match is not None, save_id
+    began = datetime.strptime(match["time"], _TIME_FORMAT).replace(tzinfo=timezone.utc)
+    return f"{(began - timedelta(microseconds=1)).strftime(_TIME_FORMAT)}-{match['random']}-{match['counter']}"
+
+
 def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
     """The id of a save that ranks make without talking: all who know the same give the same id.
 

@@ -215,3 +215,24 @@ def test_a_save_that_fails_leaves_the_last_one_where_it_was(job):
         job.train(20, rules=Rules(), callback=broken, on_save_error="raise")
     assert durable(job.dirpath) == before
     assert job.train(20, rules=Rules()).io.checkpointer.restored.step == 10
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_optimizer_states_stay_in_the_newest_alone_and_the_order_of_saves_stays(job, keep):
+    def callback():
+        return job.callback(save_top_k=-1, save_last_n_optim_states=keep)
+
+    job.train(20, rules=FRESH, callback=callback())
+    names = [name for name in durable(job.dirpath) if "-last" not in name]
+    by_step = sorted(names, key=lambda name: int(name.rpartition("=")[2].removesuffix(".ckpt")))
+    job.wipe()
+    io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
+    full = [name for name in by_step if "optimizer_states" in io.load_alone(name)]
+    assert full == by_step[-max(keep, 1) :]
+    assert all("state_dict" in io.load_alone(name) for name in by_step)
+    io.teardown()
+    # What was put anew is older than all others, whenever that was done.
+    job.wipe()
+    assert job.train(25, rules=Rules(), callback=callback()).io.checkpointer.restored.step == 20
+    # A file that torch reads by itself, as before.
+    assert "optimizer_states" not in torch.load(f"{job.dirpath}/{by_step[0]}", weights_only=False)

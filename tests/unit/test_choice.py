@@ -147,3 +147,24 @@ def test_every_save_that_all_nodes_can_get_is_offered_once_the_latest_first(fact
     made = candidates(*facts)
     assert all(isinstance(candidate, Candidate) for candidate in made)
     assert [(c.content.save_id, dict(c.sources)) for c in made] == oracle(*facts)
+
+
+def test_a_pair_counts_together_and_its_second_half_never_alone():
+    pair = Selector("latest", companion="-EMA")
+
+    def save(name, number, step):
+        return replace(content(name, number), step=step)
+
+    manifests = [
+        Manifest("a.ckpt", save("a.ckpt", 2, 1)),
+        Manifest("a-EMA.ckpt", save("a-EMA.ckpt", 1, 1)),
+        Manifest("b.ckpt", save("b.ckpt", 4, 2)),
+    ]
+    assert [step for _, step, _ in chosen({"n": []}, manifests, pair)] == [1]
+    # The half that is in memory alone makes the pair whole for this node, and not for another.
+    half = Held("b-EMA.ckpt", save("b-EMA.ckpt", 3, 2))
+    assert [step for _, step, _ in chosen({"n": [half]}, manifests, pair)] == [2, 1]
+    assert [step for _, step, _ in chosen({"n": [half], "m": []}, manifests, pair)] == [1]
+    # One of another step is none; by its name alone, either half may be asked for.
+    assert chosen({"n": [Held("b-EMA.ckpt", save("b-EMA.ckpt", 3, 3))]}, manifests, pair)[0][0] == "a.ckpt"
+    assert chosen({"n": [half]}, manifests, Selector("name", "b-EMA.ckpt", companion="-EMA"))[0][0] == "b-EMA.ckpt"

@@ -133,6 +133,17 @@ class TieredCheckpointIO(CheckpointIO):
             state["pytorch-lightning_version"] = lightning_version
         return state
 
+    def load_alone(self, path: str | os.PathLike[str]) -> Any:
+        """What a checkpoint holds, for this rank by itself: no other is waited for.
+
+        It is not what the run resumed from, as :meth:`load_checkpoint` would have it.
+        """
+        restored = self.checkpointer.restored
+        try:
+            return self.checkpointer.load(path, map_location=_stay, alone=True)
+        finally:
+            self.checkpointer.restored = restored
+
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes; see :meth:`Checkpointer.remove`."""
         if self._is_scratch(path):

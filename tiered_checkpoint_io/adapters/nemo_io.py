@@ -95,6 +95,11 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         with _omegaconf_is_safe():
             return super().load_checkpoint(path, map_location, weights_only)
 
+    def load_alone(self, path: str | os.PathLike[str]) -> Any:
+        """As :meth:`TieredCheckpointIO.load_alone`."""
+        with _omegaconf_is_safe():
+            return super().load_alone(path)
+
     def teardown(self) -> None:
         """As :meth:`TieredCheckpointIO.teardown`; calls what is left of ``finalize_fn`` before."""
         self.maybe_finalize_save_checkpoint(blocking=True)
