@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -18,6 +19,7 @@ GETS_PER_SECOND = 5_500
 HEADROOM = 1.15
 #: More connections than this only cost memory on the node.
 _AUTO_LIMIT = 16
+_GLOBAL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _MAX_CONCURRENCY = 256
 
 Concurrency = int | Literal["auto"]
@@ -89,6 +91,8 @@ class TieredCheckpointConfig:
         replication_jump: Distance between the nodes of a clique; only 1 in this release.
         verify: Must be true: nothing is restored unverified.
         weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
+        safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
+            plain data.
         drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
         wait_timeout_s: Bound of every wait for the durable tier, seconds.
         log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
@@ -124,6 +128,7 @@ class TieredCheckpointConfig:
     replication_jump: int = 1
     verify: bool = True
     weights_only: bool | None = None
+    safe_globals: tuple[str, ...] = ()
     drain: Literal["process", "thread"] = "process"
     wait_timeout_s: int = 1_800
     log_dir: str | None = None
@@ -165,6 +170,10 @@ class TieredCheckpointConfig:
             _refuse("enable_async_checkpointing", self.enable_async_checkpointing, "true or false")
         if self.weights_only is not None and not isinstance(self.weights_only, bool):
             _refuse("weights_only", self.weights_only, "true, false or null")
+        names = self.safe_globals
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) and _GLOBAL.fullmatch(n) for n in names):
+            _refuse("safe_globals", names, "a list of names such as 'package.module.Class'")
+        object.__setattr__(self, "safe_globals", tuple(names))
         if self.verify is not True:
             _refuse("verify", self.verify, "true only: nothing is restored unverified")
         for key in ("replication_factor", "replication_jump"):

@@ -26,6 +26,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.shard_exchange import exchange
 from tiered_checkpoint_io.engine.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.shard_reading import OpenShards, ShardRestorer
+from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -166,7 +167,7 @@ class TieredStorageReader(StorageReader):
         if opened is None or opened.files is None or self._metadata is None:
             raise RestoreError("read_data without read_metadata", operation="load")
         try:
-            reader = PlanReader(self._metadata, opened.files, self._transforms)
+            reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config))
             if opened.scattered:
                 self._exchange(reader, plan, opened.files)
             reader.read(plan, planner)

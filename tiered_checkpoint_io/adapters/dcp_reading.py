@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from tiered_checkpoint_io.engine.shard_files import ShardFiles, Span, address_of, at
+from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.errors import ConfigError, RestoreError
 from tiered_checkpoint_io.shard_image import Skeleton, skeleton_of
 
 _LOCAL_HEADER = b"PK\x03\x04"
@@ -58,17 +61,19 @@ _Wanted = tuple[ReadItem, Any, _Layout | None]
 class PlanReader:
     """Carries out one rank's load plan."""
 
-    def __init__(self, metadata: Metadata, files: ShardFiles, transforms: Any) -> None:
+    def __init__(self, metadata: Metadata, files: ShardFiles, transforms: Any, trust: Trust) -> None:
         """Takes an open checkpoint.
 
         Args:
             metadata: What ``.metadata`` says.
             files: The bytes.
             transforms: DCP's ``_StorageReaderTransforms``; None where torch has none.
+            trust: What objects that are no tensors may hold.
         """
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._files = files
         self._transforms = transforms
+        self._trust = trust
         self._tensors: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, stored in metadata.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
@@ -125,10 +130,32 @@ class PlanReader:
         if not stream.seekable() or item.type == LoadItemType.BYTE_IO:
             stream = io.BytesIO(stream.read(-1))
         if item.type == LoadItemType.BYTE_IO:
+            self._check(item, stream, planner)
             planner.load_bytes(item, stream)
             return
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
         _into(planner, item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+
+    def _check(self, item: ReadItem, stream: io.BytesIO, planner: LoadPlanner) -> None:
+        """Refuses an object that would run code: DCP's own planner unpickles whatever it is given.
+
+        Raises:
+            RestoreError: It would, or torch does not know.
+        """
+        if self._trust.weights_only is False or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+            return
+        try:
+            self._trust.load(stream, map_location="cpu")
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise RestoreError(
+                f"torch.load refused an object, whose bytes are intact: {self._trust.reason(error)}",
+                operation="load",
+                key=item.storage_index.fqn,
+                hint=self._trust.hint(stream),
+            ) from error
+        stream.seek(0)
 
 
 def _descriptors(info: Any) -> Sequence[str]:

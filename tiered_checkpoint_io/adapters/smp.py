@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
@@ -16,7 +15,8 @@ from tiered_checkpoint_io.engine.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.local_shards import Place, save_local
 from tiered_checkpoint_io.engine.session import SaveReport
 from tiered_checkpoint_io.engine.shard_reading import OpenShards
-from tiered_checkpoint_io.errors import RestoreError, UsageError
+from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, UsageError
 from tiered_checkpoint_io.image import plan
 
 
@@ -156,17 +156,20 @@ def load_local_state(
     tier = session.open().tier
     restorer = LocalRestorer(config, tier, session.durable, session.log, place)
     with restorer.open(reader.selector) as found:
+        trust = Trust.of(config)
         try:
-            loaded = torch.load(found.path, map_location="cpu", weights_only=config.weights_only, mmap=True)
+            loaded = trust.load(found.path, map_location="cpu", mmap=True)
+        except ConfigError:
+            raise
         except Exception as error:
             raise RestoreError(
-                f"torch.load refused {found.name}, whose bytes are intact: {error}",
+                f"torch.load refused {found.name}, whose bytes are intact: {trust.reason(error)}",
                 operation="load",
                 tier=found.tier,
                 key=found.name,
                 rank=place.shard,
                 step=found.content.step,
-                hint="if it holds objects of yours and you trust it, set weights_only to false",
+                hint=trust.hint(found.path),
             ) from error
         fill(state_dict, loaded, where=f"{found.name}, shard {place.shard}")
     content = found.content

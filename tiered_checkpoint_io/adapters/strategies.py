@@ -42,6 +42,7 @@ from tiered_checkpoint_io.adapters.strategy_io import (
 from tiered_checkpoint_io.engine.checkpointer import NoCheckpoint
 from tiered_checkpoint_io.engine.restore import Restored
 from tiered_checkpoint_io.engine.shards import ShardSaver
+from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     OtherKindError,
@@ -220,7 +221,7 @@ class TieredSharding(_Base):
             optimizers=[get_optimizer_state_dict(self._wrapped, optimizer) for optimizer in optimizers],
             mesh=getattr(self, "_device_mesh", None),
             strict=module.strict_loading,
-            weights_only=reader.settings.config.weights_only if weights_only is None else weights_only,
+            trust=Trust.of(reader.settings.config, weights_only),
         )
         # The planner puts in what to load, once it knows what the checkpoint holds.
         try:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -20,7 +19,8 @@ from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.sharded_state import SHARDED, make_again
 from tiered_checkpoint_io.engine.choice import Selector, Tier
-from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.errors import ConfigError, RestoreError
 
 #: The file beside the shards in which Lightning keeps loops, callbacks and hyperparameters.
 REST = "meta.pt"
@@ -103,12 +103,12 @@ class StrategyPlanner(DefaultLoadPlanner):
         optimizers: list[dict[str, Any]],
         mesh: Any,
         strict: bool,
-        weights_only: bool | None,
+        trust: Trust,
     ) -> None:
         super().__init__(allow_partial_load=not strict)
         self._reader = reader
         self._mesh = mesh
-        self._weights_only = weights_only
+        self._trust = trust
         self.model = model
         self.optimizers = optimizers
         self.rest: dict[str, Any] = {}
@@ -156,12 +156,14 @@ class StrategyPlanner(DefaultLoadPlanner):
                 hint="it was not saved by a strategy of Lightning's; load it by tiered_checkpoint_io.dcp",
             )
         try:
-            found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=self._weights_only)
+            found: dict[str, Any] = self._trust.load(io.BytesIO(data), map_location="cpu")
+        except ConfigError:
+            raise
         except Exception as error:
             raise RestoreError(
-                f"torch.load refused {REST}: {error}",
+                f"torch.load refused {REST}: {self._trust.reason(error)}",
                 operation="load",
                 key=str(self._reader.checkpoint_id),
-                hint="if it holds objects of yours and you trust it, set weights_only to false",
+                hint=self._trust.hint(io.BytesIO(data)),
             ) from error
         return found

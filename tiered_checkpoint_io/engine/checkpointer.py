@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit, coordination
@@ -20,6 +18,7 @@ from tiered_checkpoint_io.engine.queue import Outcome
 from tiered_checkpoint_io.engine.restore import Restored, Restorer, open_restored
 from tiered_checkpoint_io.engine.saver import Facts, part_of
 from tiered_checkpoint_io.engine.session import Progress, SaveReport, Session, current_rank, current_world_size
+from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -330,19 +329,21 @@ class Checkpointer:
             return ids.normalize_dirpath(dirpath), Selector("name", ids.validate_name(name))
 
     def _torch_load(self, file: Any, restored: Restored, map_location: Any, weights_only: bool | None) -> Any:
-        only = self.config.weights_only if weights_only is None else weights_only
+        trust = Trust.of(self.config, weights_only)
         try:
             # What others wrote may be in torch's old format, which can't be mapped.
-            return torch.load(file, map_location=map_location, weights_only=only, mmap=restored.content is not None)
+            return trust.load(file, map_location=map_location, mmap=restored.content is not None)
+        except ConfigError:
+            raise
         except Exception as error:
             raise RestoreError(
-                f"torch.load refused {restored.name}, whose bytes are intact: {error}",
+                f"torch.load refused {restored.name}, whose bytes are intact: {trust.reason(error)}",
                 operation="load",
                 tier=restored.tier,
                 key=restored.name,
                 rank=current_rank(),
                 step=restored.step,
-                hint="if it holds objects of yours and you trust it, set weights_only to false",
+                hint=trust.hint(file),
             ) from error
 
     # ------------------------------------------------------------------------------- background

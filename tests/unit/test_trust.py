@@ -1,0 +1,120 @@
+"""Checkpoints that hold more than tensors and plain data: refused, unless they are allowed by name or altogether."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io import dcp as ours
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Schedule:
+    """An object of the user's own."""
+
+    def __init__(self, warmup):
+        self.warmup = warmup
+
+
+class Intruder:
+    """Runs code where it is unpickled without care."""
+
+    def __init__(self, witness):
+        self.witness = witness
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.witness),))
+
+
+NAME = f"{Schedule.__module__}.Schedule"
+
+
+class Saved:
+    """A checkpoint of one kind that holds an object beside its tensors."""
+
+    def __init__(self, kind, folder, memory_dir):
+        self.kind = kind
+        self.options = {"dirpath": str(folder), "memory_dir": memory_dir, "on_save_error": "raise"}
+
+    def save(self, held):
+        state = {"w": torch.arange(4.0), "held": held}
+        if self.kind == "full":
+            io = TieredCheckpointIO(**self.options)
+            io.save_checkpoint(state, "step=1.ckpt")
+            io.teardown()
+        else:
+            ours.save(state, checkpoint_id="step_1", kind=self.kind, **self.options)
+
+    def load(self, **trust):
+        if self.kind == "full":
+            io = TieredCheckpointIO(**self.options, **trust)
+            try:
+                return io.load_checkpoint("step=1.ckpt")["held"]
+            finally:
+                io.teardown()
+        state = {"w": torch.zeros(4), "held": None}
+        ours.load(state, kind=self.kind, **self.options, **trust)
+        return state["held"]
+
+
+@pytest.fixture(params=["full", "sharded", "local"])
+def saved(request, tmp_path, memory_dir):
+    return Saved(request.param, tmp_path / "durable", memory_dir)
+
+
+def refusal(saved, **trust):
+    with pytest.raises((RestoreError, CheckpointException)) as caught:
+        saved.load(**trust)
+    return str(caught.value)
+
+
+def test_an_object_is_refused_until_it_is_allowed_by_its_name(saved):
+    saved.save(Schedule(100))
+    said = refusal(saved)
+    assert f"it holds {NAME}: list them under safe_globals" in said
+    assert "intact: Unsupported global" in said
+    assert saved.load(safe_globals=[NAME]).warmup == 100
+    assert saved.load(weights_only=False).warmup == 100
+    assert NAME in refusal(saved, safe_globals=["collections.Counter"]), "another name does not do"
+
+
+def test_what_would_run_code_runs_none(saved, tmp_path):
+    witness = tmp_path / "ran"
+    saved.save(Intruder(witness))
+    assert "posix.mkdir" in refusal(saved)
+    assert not witness.exists()
+    saved.load(weights_only=False)
+    assert witness.exists(), "who trusts it wholly gets what they asked for"
+
+
+def test_a_name_of_nothing_is_told(saved):
+    saved.save(Schedule(1))
+    for name in ("no.such.Thing", f"{Schedule.__module__}.Missing", f"{NAME}.Missing"):
+        with pytest.raises((ConfigError, CheckpointException), match="can't be imported"):
+            saved.load(safe_globals=[name])
+
+
+def test_a_planner_of_the_users_own_reads_its_bytes_itself(tmp_path, memory_dir):
+    class Planner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, read_item, value):
+            held[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
+
+    held = {}
+    saved = Saved("sharded", tmp_path / "durable", memory_dir)
+    saved.save(Schedule(7))
+    ours.load({"w": torch.zeros(4), "held": None}, planner=Planner(), **saved.options)
+    assert held["held"].warmup == 7
+
+
+def test_errors_are_ours(saved):
+    saved.save(Schedule(1))
+    try:
+        saved.load()
+    except BaseException as error:
+        failures = getattr(error, "failures", {0: (error, None)})
+        assert all(isinstance(failure, TieredCheckpointError) for failure, _ in failures.values())
