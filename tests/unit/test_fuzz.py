@@ -1,0 +1,182 @@
+"""Whatever is read from a bucket, a node's memory, or a user: our errors, or what was meant; never code, never another path."""
+
+import io
+import os
+import pickle
+import string
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.dcp_metadata import parse_metadata
+from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    InvalidNameError,
+    ManifestError,
+    TieredCheckpointError,
+)
+from tiered_checkpoint_io.manifest import Manifest, Part
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+#: Text as it comes, and text of what paths and URLs are made of.
+texts = st.text(max_size=60) | st.text(alphabet="abc./\\:%~@?#=&-_0 \0\n" + string.punctuation, max_size=60)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=8,
+)
+many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def apart(path):
+    """The parts of a path."""
+    return path.replace("\\", "/").split("/")
+
+
+# ------------------------------------------------------------------------------------------- names
+@many
+@given(texts)
+def test_a_name_stays_below_its_folder_or_is_refused(text):
+    try:
+        name = ids.validate_name(text)
+    except InvalidNameError:
+        return
+    assert not os.path.isabs(name)
+    assert not {"", ".", ".."} & set(apart(name))
+    assert "\0" not in name
+    assert ids.name_from_manifest_key(ids.manifest_key(name)) == name
+
+
+@many
+@given(texts, texts)
+def test_a_path_names_what_is_below_dirpath_or_is_refused(dirpath, path):
+    for base in ("s3://bucket/run", "/data/run", dirpath):
+        try:
+            name = ids.name_in(ids.normalize_dirpath(base), path)
+        except InvalidNameError:
+            continue
+        assert ids.validate_name(name) == name
+
+
+@many
+@given(texts, texts, st.none() | st.integers())
+def test_urls_and_keys_of_any_kind_are_taken_apart_or_refused(text, other, step):
+    ids.parse_best_url(text)
+    ids.step_in_name(text)
+    ids.series_of(text)
+    ids.parse_part_key(text)
+    ids.name_from_manifest_key(text)
+    for call in (
+        lambda: ids.parse_s3_url(text),
+        lambda: ids.normalize_dirpath(text),
+        lambda: ids.locate("s3://bucket/run", other, step),
+        lambda: ids.validate_namespace(text),
+        lambda: ids.validate_save_id(text),
+        lambda: ids.validate_op_id(text),
+    ):
+        try:
+            call()
+        except InvalidNameError:
+            continue
+
+
+# ----------------------------------------------------------------------------------- configuration
+@many
+@given(
+    st.dictionaries(st.sampled_from([each.name for each in fields(TieredCheckpointConfig)]) | texts, values, max_size=4)
+)
+def test_any_configuration_is_valid_or_refused(block):
+    try:
+        config = TieredCheckpointConfig.from_any({"dirpath": "s3://bucket/run", **block})
+    except ConfigError as error:
+        assert str(error)
+        return
+    assert TieredCheckpointConfig.from_json(config.to_json()) == config
+
+
+# --------------------------------------------------------------------------------------- manifests
+@many
+@given(st.binary(max_size=200) | texts.map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_any_bytes_are_no_manifest(data):
+    for read in (Manifest.from_json, Part.from_json):
+        with pytest.raises(ManifestError):
+            read(data, where="x")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "1" * 100_000, '{"format": "' + "x" * (8 << 20)])
+def test_deep_and_long_documents_are_refused(text):
+    for read in (Manifest.from_json, Part.from_json):
+        with pytest.raises(ManifestError):
+            read(text.encode(), where="x")
+
+
+# --------------------------------------------------------------------------------------- .metadata
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A ``.metadata`` as DCP writes it."""
+    folder = tmp_path_factory.mktemp("dcp")
+    dcp.save({"a": torch.zeros(4, 3), "b": {"c": torch.ones(2), "d": 5}}, checkpoint_id=folder)
+    return (folder / ".metadata").read_bytes()
+
+
+def read_metadata(data):
+    return parse_metadata(data, tier="durable", where="x")
+
+
+@many
+@given(st.data())
+def test_damaged_metadata_raises_our_error_or_stays_in_its_folder(written, data):
+    document = bytearray(written)
+    for _ in range(data.draw(st.integers(1, 4))):
+        document[data.draw(st.integers(0, len(document) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = read_metadata(bytes(document[: data.draw(st.integers(0, len(document)))]))
+    except CorruptCheckpointError:
+        return
+    for info in (found.storage_data or {}).values():
+        assert ".." not in apart(info.relative_path)
+        assert not os.path.isabs(info.relative_path)
+
+
+@many
+@given(st.binary(max_size=300))
+def test_any_pickle_program_runs_no_code(program):
+    with pytest.raises(CorruptCheckpointError):
+        read_metadata(b"\x80\x04" + program)
+
+
+@pytest.mark.parametrize("what", [os.system, eval, getattr, io.open, torch.load, torch.hub.load, torch.jit.load])
+def test_metadata_names_no_function(what):
+    class Intruder:
+        def __reduce__(self):
+            return (what, ("echo",))
+
+    with pytest.raises(CorruptCheckpointError, match="does not write|can't be read"):
+        read_metadata(pickle.dumps(Intruder()))
+
+
+# ------------------------------------------------------------------------------------- torch files
+@many
+@given(st.data())
+def test_a_damaged_torch_file_runs_no_code_and_ends_in_an_error_or_plain_data(data):
+    buffer = io.BytesIO()
+    torch.save({"w": torch.arange(6.0), "step": 3, "names": ["a", "b"]}, buffer)
+    document = bytearray(buffer.getvalue())
+    for _ in range(data.draw(st.integers(1, 6))):
+        document[data.draw(st.integers(0, len(document) - 1))] = data.draw(st.integers(0, 255))
+    # Any error will do: whoever reads such a file tells which checkpoint it was.
+    try:
+        Trust().load(io.BytesIO(bytes(document[: data.draw(st.integers(0, len(document)))])), map_location="cpu")
+    except TieredCheckpointError:
+        raise
+    except Exception as error:
+        assert Trust.reason(error) is not None
