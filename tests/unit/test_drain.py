@@ -103,6 +103,24 @@ def test_a_queue_is_carried_out_in_order_and_every_part_is_marked(node, store):
     assert not is_locked(node.root / LOCK_FILE)
 
 
+def test_an_alias_that_comes_with_its_target_while_the_drain_looks_waits_for_it(node, store, monkeypatch):
+    """Found by the kill sweep: the drain has listed the saves, and not yet the requests."""
+    worker, ops = drain(node), []
+    look = worker._tier.parts
+
+    def looking():
+        found = look()
+        if not ops:
+            ops.extend([node.save("a.ckpt", b"A"), node.alias("last.ckpt", "a.ckpt")])
+        return found
+
+    monkeypatch.setattr(worker._tier, "parts", looking)
+    worker.run(once=True)
+    assert worker.run(once=True)
+    assert node.states() == dict.fromkeys(ops, "committed")
+    assert names(store) == ["a.ckpt", "last.ckpt"]
+
+
 def test_a_corrupt_part_is_set_aside_and_what_it_was_to_replace_stays(node, store):
     node.save("old.ckpt", b"old")
     bad = node.save("new.ckpt", b"new")

@@ -155,12 +155,17 @@ class Drain:
         """All operations in order, and the parts of those that are saves, by their ids."""
         parts: dict[str, StoredPart] = {}
         saves = []
+        # A trainer may add to both while we look. What is asked for behind a save must not be taken up
+        # without it: an alias would find no target, and be given up.
+        seen = {request.op_id for request in self._queue.requests()}
         for stored in self._tier.parts():
             if stored.pending:
                 part = stored.part
                 parts[stored.op_id] = stored
                 saves.append(Request(stored.op_id, "save" if part.commits else "part", part.name, part.dirpath))
-        return in_order([*saves, *self._queue.requests()]), parts
+        newest = max(parts, default="")
+        requests = [each for each in self._queue.requests() if each.op_id in seen or each.op_id < newest]
+        return in_order([*saves, *requests]), parts
 
     def _refuse_unreadable(self) -> None:
         for op_id in self._queue.unreadable():
