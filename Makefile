@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo
+.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak
 
 venv: $(STAMP)
 
@@ -59,6 +59,10 @@ test-crash: venv
 
 test-corruption: venv
 	$(BIN)/python tests/crash/corruption.py
+
+soak: venv
+	TIERED_PROFILE=soak $(BIN)/python -m pytest --timeout 3600 tests/crash/test_machine.py
+	$(BIN)/python tests/crash/soak.py
 
 test-rgw: venv
 	bash tests/support/run_rgw.sh
