@@ -42,6 +42,71 @@ def truncate(count):
     return act
 
 
+def late(seconds):
+    """Answers, but only after a while."""
+
+    def act(exchange):
+        exchange.owner.closing.wait(seconds)
+        status, headers, body = exchange.forward()
+        exchange.answer(status, body, headers)
+
+    return act
+
+
+def stall(exchange):
+    """Takes the request, and never says a word; until the proxy is closed."""
+    exchange.owner.closing.wait()
+    exchange.cut()
+
+
+def slow_body(bytes_per_second, piece=64 << 10):
+    """The answer at so many bytes a second."""
+
+    def act(exchange):
+        status, headers, body = exchange.forward()
+        exchange.answer(status, body, headers, send=0)
+        for start in range(0, len(body), piece):
+            exchange.owner.closing.wait(min(piece, len(body) - start) / bytes_per_second)
+            exchange.wfile.write(body[start : start + piece])
+
+    return act
+
+
+def wrong_bytes(exchange):
+    """An answer as it should be, but for one bit of its body."""
+    status, headers, body = exchange.forward()
+    body = bytearray(body)
+    if body:
+        body[len(body) // 2] ^= 1
+    exchange.answer(status, bytes(body), headers)
+
+
+def where(fault, *, operation=None, key="", part=None, calls=None):
+    """A plan: ``fault`` for the requests that match.
+
+    Args:
+        fault: What is done to them.
+        operation: As :func:`operation_of` names it; any by default.
+        key: Text that the request's path holds.
+        part: The number of a part of an upload.
+        calls: Numbers, from 1, among the requests that match all else; all by default.
+    """
+    lock, matched = threading.Lock(), Counter()
+
+    def plan(name, _, path):
+        query = parse_qs(urlsplit(path).query)
+        if operation not in (None, name) or key not in urlsplit(path).path:
+            return None
+        if part is not None and query.get("partNumber") != [str(part)]:
+            return None
+        with lock:
+            matched["calls"] += 1
+            return fault if calls is None or matched["calls"] in calls else None
+
+    plan.takes_path = True
+    return plan
+
+
 def whole_object(client, bucket):
     """A ranged read answered with everything, as some servers do."""
 
@@ -56,7 +121,8 @@ class FaultProxy:
     """Stands before an S3 server.
 
     ``plan(operation, number)`` is asked at each request, with its number among those of its
-    operation, from 1; what it gives is done to the request, and None lets it pass.
+    operation, from 1; what it gives is done to the request, and None lets it pass. Plans of :func:`where`
+    are asked with the path as well.
     """
 
     def __init__(self, endpoint, plan=lambda operation, number: None):
@@ -64,6 +130,8 @@ class FaultProxy:
         self.plan = plan
         self.counts = Counter()
         self.lock = threading.Lock()
+        #: Set at the end, so that nothing that is held up outlives the proxy.
+        self.closing = threading.Event()
         proxy = self
 
         class Handler(Exchange):
@@ -79,14 +147,16 @@ class FaultProxy:
         return self
 
     def __exit__(self, *_):
+        self.closing.set()
         self.server.shutdown()
         self.thread.join(10)
         self.server.server_close()
 
-    def fault_for(self, operation):
+    def fault_for(self, operation, path):
         with self.lock:
             self.counts[operation] += 1
-            return self.plan(operation, self.counts[operation])
+            asked = (operation, self.counts[operation])
+            return self.plan(*asked, path) if getattr(self.plan, "takes_path", False) else self.plan(*asked)
 
 
 class Exchange(BaseHTTPRequestHandler):
@@ -95,7 +165,7 @@ class Exchange(BaseHTTPRequestHandler):
 
     def handle_any(self):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.owner.fault_for(operation_of(self.command, self.path))
+        fault = self.owner.fault_for(operation_of(self.command, self.path), self.path)
         if fault is not None:
             fault(self)
         else:

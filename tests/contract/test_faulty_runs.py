@@ -1,0 +1,154 @@
+"""A job whose S3 has bad hours: training and memory steps go on, waits end, and in the end all is caught up."""
+
+import logging
+import time
+
+import pytest
+import torch
+from support.bad_input import state
+from support.fault_proxy import FaultProxy, late, refuse, reset, slow_body, stall, truncate, where, wrong_bytes
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine import drain as drain_module
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.storage import open_store, s3, wrappers
+
+SLOW_DOWN = refuse(503, "SlowDown")
+#: Above the smallest part size: three parts.
+LARGE = (17 << 20) // 4
+
+
+@pytest.fixture
+def proxy(s3_server):
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Bounds of minutes as bounds of seconds; that they are bounds is what is tested."""
+    monkeypatch.setattr(s3, "_READ_TIMEOUT_S", 1)
+    monkeypatch.setattr(s3, "_CONNECT_TIMEOUT_S", 1)
+    monkeypatch.setattr(wrappers, "DEADLINE_S", 2.0)
+    monkeypatch.setattr(
+        wrappers.Retry.__init__, "__kwdefaults__", {"deadline_s": 2.0, "first_wait_s": 0.05, "max_wait_s": 0.2}
+    )
+    monkeypatch.setattr(drain_module, "_FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(drain_module, "_MAX_BACKOFF_S", 0.2)
+
+
+@pytest.fixture
+def options(s3_url, memory_dir, proxy):
+    return {
+        "dirpath": s3_url,
+        "memory_dir": memory_dir,
+        "endpoint_url": proxy.endpoint_url,
+        "drain": "thread",
+        "chunk_size_MB": 8,
+        "max_pending": 2,
+        "wait_timeout_s": 60,
+    }
+
+
+@pytest.fixture
+def io_of(options):
+    made = []
+
+    def io_of(**changes):
+        made.append(TieredCheckpointIO(**{**options, **changes}))
+        return made[-1]
+
+    yield io_of
+    for io in made:
+        io.teardown()
+
+
+@pytest.mark.timeout(60)
+def test_s3_is_away_for_a_whole_run_and_comes_back(io_of, options, proxy, caplog):
+    proxy.plan = where(SLOW_DOWN)
+    io = io_of(logger=logging.getLogger("job"))
+    made = io.checkpointer
+    slowest, most = 0.0, 0
+    for step in range(1, 9):
+        started = time.monotonic()
+        tiers = {"memory", "durable"} if step % 2 == 0 else {"memory"}
+        assert made.save(state(step), f"{step}.ckpt", tiers=tiers, wait=False), "the memory step stands"
+        slowest = max(slowest, time.monotonic() - started)
+        most = max(most, len(made.session.open().drain.pending_saves()))
+    assert slowest < 15, "no save waits longer than a few failures take"
+    # Those that are waited for, and as many that were given up for them and not yet put aside.
+    assert most <= 2 * 2 + 1
+    assert made.progress().counters["failed"] >= 1
+    assert any(record.levelno >= logging.ERROR and "SlowDown" in record.getMessage() for record in caplog.records)
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 8
+    assert made.restored.tier == "memory"
+    proxy.plan = lambda *_: None
+    made.wait()
+    elsewhere = io_of(namespace="another-node")
+    assert torch.equal(elsewhere.load_checkpoint("tiered:latest")["w"], state(8)["w"])
+    assert elsewhere.checkpointer.restored.tier == "durable"
+
+
+FAULTS = {
+    "503 SlowDown": where(SLOW_DOWN, operation="part", calls={1, 2}),
+    "500 on one part": where(refuse(500, "InternalError"), part=2, calls={1}),
+    "reset on one key": where(reset, operation="put", key=".tiered/manifests", calls={1}),
+    "a stalled part": where(stall, part=3, calls={1}),
+    "a stalled last request": where(stall, operation="complete", calls={1}),
+    "latency": where(late(0.2)),
+}
+
+
+@pytest.mark.timeout(45)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_save_gets_through(fault, io_of, proxy):
+    proxy.plan = FAULTS[fault]
+    io = io_of(on_save_error="raise")
+    started = time.monotonic()
+    io.save_checkpoint(state(1, LARGE), "1.ckpt")
+    assert time.monotonic() - started < 30
+    proxy.plan = lambda *_: None
+    assert torch.equal(io_of(namespace="another-node").load_checkpoint("1.ckpt")["w"], state(1, LARGE)["w"])
+
+
+READ_FAULTS = {
+    "503 SlowDown": (where(SLOW_DOWN, operation="get", calls={1, 2}), 1),
+    "a truncated body": (where(truncate(1000), key="2.ckpt", operation="get", calls={2}), 1),
+    "a stalled answer": (where(stall, key="2.ckpt", operation="get", calls={2}), 1),
+    "a slow answer": (where(slow_body(40 << 20), key="2.ckpt", operation="get"), 1),
+    "wrong bytes": (where(wrong_bytes, key="run/2.ckpt", operation="get"), 2),
+    "wrong bytes in the manifest": (where(wrong_bytes, key="manifests/2.ckpt", operation="get"), 2),
+}
+
+
+@pytest.mark.timeout(45)
+@pytest.mark.parametrize("fault", READ_FAULTS)
+def test_a_restore_gets_the_newest_or_the_one_before(fault, io_of, proxy):
+    plan, back = READ_FAULTS[fault]
+    io = io_of(on_save_error="raise")
+    for step in (1, 2):
+        io.save_checkpoint(state(step, LARGE), f"{step}.ckpt")
+    proxy.plan = plan
+    elsewhere = io_of(namespace="another-node")
+    started = time.monotonic()
+    loaded = elsewhere.load_checkpoint("tiered:latest")
+    assert time.monotonic() - started < 30
+    assert loaded["global_step"] == 3 - back
+    assert torch.equal(loaded["w"], state(3 - back, LARGE)["w"])
+    assert bool(elsewhere.checkpointer.restored.rejected) == (back == 2)
+
+
+@pytest.mark.timeout(45)
+def test_a_server_that_never_answers_is_an_error_within_the_bound(options, proxy, s3_url):
+    proxy.plan = where(stall)
+    store = open_store(TieredCheckpointConfig.from_any(**options))
+    started = time.monotonic()
+    with pytest.raises(OSError, match="timed out|Timeout|timeout"):
+        list(store.list(""))
+    assert time.monotonic() - started < 20
+    store.close()
+    made = Checkpointer(TieredCheckpointConfig.from_any(**options))
+    with pytest.raises(OSError, match="timed out|Timeout|timeout"):
+        made.load("tiered:latest")
+    made.close()
