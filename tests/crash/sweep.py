@@ -43,7 +43,7 @@ def stories():
         made.append((Restore(kind, "the newest damaged"), False))
         made.append((Restore(kind, "the node lost"), False))
     made += [
-        (Trainer("full", "thread", "trainer and drain"), False),
+        (Trainer("full", "thread", "trainer and drain", limit=80), False),
         (Trainer("full", "process", "drain"), False),
         (ShardedDrain(), False),
         (FullDrain(), False),

@@ -95,7 +95,14 @@ class Saver:
         """
         slot, hashes = self.capture(image, protect=protect)
         part = part_of(image, facts, hashes)
-        stored = self._tier.commit(part, {part.content.files[0].basename: slot})
+        try:
+            stored = self._tier.commit(part, {part.content.files[0].basename: slot})
+        except MemoryFullError:
+            # The tier has given up the slot as well.
+            raise
+        except BaseException:
+            self._tier.give_back(slot)
+            raise
         self._retain(protect)
         self.prepare(image.size)
         return stored

@@ -36,7 +36,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage.node import is_tmpfs, node_budget
 from tiered_checkpoint_io.storage.private import private_folder, write_private
-from tiered_checkpoint_io.storage.slots import Slot, SlotPool, clean_dead
+from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE, Slot, SlotPool, clean_dead
 
 __all__ = [
     "FOLDERS",
@@ -248,9 +248,9 @@ class MemoryTier:
             )
         fresh = folder.with_name(folder.name + _NEW)
         shutil.rmtree(fresh, ignore_errors=True)
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        fresh.mkdir(mode=0o700)
         try:
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
+            fresh.mkdir(mode=0o700)
             for entry in part.content.files:
                 slot = slots[entry.basename]
                 target = fresh / entry.basename
@@ -263,13 +263,19 @@ class MemoryTier:
             if drained:
                 write_private(fresh / _DRAINED, b"")
             write_private(fresh / PART_FILE, part.to_json())
-        except MemoryFullError:
+        except OSError as error:
+            if not isinstance(error, MemoryFullError) and error.errno not in NO_SPACE:
+                raise
             # The files had their space, their description has none: what can't be whole gives all of it back.
             for slot in slots.values():
                 if not isinstance(slot, bytes):
                     self._pool.forget(slot.path)
             shutil.rmtree(fresh, ignore_errors=True)
-            raise
+            if isinstance(error, MemoryFullError):
+                raise
+            raise MemoryFullError(
+                "no space for a folder", operation="commit", tier="memory", key=str(folder), hint=FULL_HINT
+            ) from error
         os.rename(fresh, folder)
         return StoredPart(part, folder, drained)
 

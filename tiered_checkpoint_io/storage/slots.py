@@ -158,8 +158,8 @@ class SlotPool:
                 return
             try:
                 slot = self._make(size)
-            except MemoryFullError:
-                # The next save will say so, if it needs the room.
+            except OSError:
+                # No room, or no descriptor: the next save will say so, if it needs them.
                 return
         slot.populate()
         with self._lock:
@@ -169,7 +169,11 @@ class SlotPool:
         """Returns a lent slot that was not committed."""
         with self._lock:
             self._lent.pop(slot.inode, None)
-            self._keep_or_discard(slot)
+            if os.path.dirname(slot.path) != self._folder:
+                # It was on its way into a checkpoint that did not come to be.
+                self._discard(slot)
+            else:
+                self._keep_or_discard(slot)
 
     def committed(self, slot: Slot, size: int) -> None:
         """Tells that the slot's file was moved into a checkpoint's folder."""
@@ -228,7 +232,14 @@ class SlotPool:
     def _make(self, size: int) -> Slot:
         while True:
             path = os.path.join(self._folder, _slot_name())
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                raise MemoryFullError(
+                    "no space for one more file", operation="stage", tier="memory", key=path, hint=FULL_HINT
+                ) from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if os.fstat(descriptor).st_nlink == 0:
