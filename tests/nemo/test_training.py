@@ -180,9 +180,14 @@ def test_figures_that_exceed_what_s3_serves_are_warned_of(runs, monkeypatch):
 
     said = []
     monkeypatch.setattr(logging, "warning", lambda text, *_, **__: said.append(text))
-    model = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    runs.trainer(runs.config({"model": model, "s3_checkpointing": {"max_write_concurrency": 256}}), way="tiered")
-    assert not [text for text in said if "max_write_concurrency" in str(text)]
+    model = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 40}
+    cluster = {"devices": 8, "num_nodes": 64, "strategy": "ddp"}
+    for figure, told in ((9, 0), (10, 1), ("auto", 0)):
+        said.clear()
+        config = runs.config({"model": model, "s3_checkpointing": {"max_write_concurrency": figure}})
+        trainer = runs.trainer(config, way="tiered", **cluster)
+        assert sum("use at most 9, or 'auto'" in str(text) for text in said) == told
+        assert io_of(trainer).config.max_write_concurrency == (9 if figure == "auto" else figure)
 
 
 def test_trainers_of_others_are_left_to_nemo(tmp_path, runs):
