@@ -350,7 +350,12 @@ class Session:
         """
         if self._opened is None:
             return
-        fresh = self._opened.drain.new_outcomes()
+        try:
+            fresh = self._opened.drain.new_outcomes()
+        except OSError as unread:
+            # Out of descriptors, for one: training goes on, and the next call looks again.
+            self.log.error("cannot look what became of earlier saves: %s", unread)
+            return
         # Whoever polls sees them too.
         self._outcomes += fresh
         bad = [outcome for outcome in fresh if outcome.state == "failed" and outcome.action != "cancel"]
