@@ -50,6 +50,8 @@ _RANGES: dict[str, tuple[int, int]] = {
     "memory_allocation_percentage": (20, 100),
     "chunk_size_MB": (8, 5_120),
     "max_pending": (1, 1_000),
+    "replication_factor": (1, 64),
+    "replication_jump": (1, 100_000),
     "wait_timeout_s": (1, 7 * 24 * 3600),
 }
 _OPTIONAL = {"memory_every_n_train_steps", "s3_every_n_train_steps"}
@@ -87,8 +89,8 @@ class TieredCheckpointConfig:
         max_pending: Checkpoints that may wait for the durable tier at once.
         on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
         on_save_error: ``warn`` and train on, or ``raise``.
-        replication_factor: Copies in the memory of nodes; only 1 in this release.
-        replication_jump: Distance between the nodes of a clique; only 1 in this release.
+        replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
+        replication_jump: Distance between the nodes that keep each other's parts, in nodes.
         verify: Must be true: nothing is restored unverified.
         weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
         safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
@@ -176,9 +178,6 @@ class TieredCheckpointConfig:
         object.__setattr__(self, "safe_globals", tuple(names))
         if self.verify is not True:
             _refuse("verify", self.verify, "true only: nothing is restored unverified")
-        for key in ("replication_factor", "replication_jump"):
-            if getattr(self, key) != 1 or isinstance(getattr(self, key), bool):
-                _refuse(key, getattr(self, key), "1 only: copies in the memory of peers come with a later release")
         self._check_s3()
 
     def _check_s3(self) -> None:

@@ -75,10 +75,12 @@ BAD = [
     # What means nothing to the durable tier that is configured.
     ("endpoint_url", "http://host", "not an S3 URL", {}),
     ("region", "eu-central-1", "not an S3 URL", {"dirpath": "gs://bucket/run"}),
-    # What comes with later releases.
-    ("replication_factor", 2, "1 only: copies in the memory of peers come with a later release", {}),
-    ("replication_jump", 4, "1 only: copies in the memory of peers come with a later release", {}),
-    ("replication_factor", True, "1 only", {}),
+    ("replication_factor", 0, "1 to 64", {}),
+    ("replication_factor", 65, "1 to 64", {}),
+    ("replication_factor", True, "1 to 64", {}),
+    ("replication_factor", 2.0, "1 to 64", {}),
+    ("replication_jump", 0, "1 to 100000", {}),
+    ("replication_jump", "auto", "1 to 100000", {}),
 ]
 
 
