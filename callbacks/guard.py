@@ -41,18 +41,23 @@ class StrategyGuard(Callback):
     """Refuses such a strategy in any trainer that has our checkpoint IO, whatever its callbacks are.
 
     A stock sharded strategy never asks its checkpoint IO, and would write to a local folder ``./s3:/``
-    without a word. Lightning adds this callback to every trainer, by the entry point of this package;
-    it does nothing else.
+    without a word. Lightning adds this callback to every trainer, by the entry point of this package.
+    Where parts have copies in the memory of peers, it also is where the ranks meet.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Refuses a strategy that would go past our checkpoint IO.
+        """Refuses a strategy that would go past our checkpoint IO; has ranks meet that keep each other's copies.
 
         Raises:
-            UsageError: It does.
+            UsageError: It does, or there are fewer nodes than ``replication_factor``.
         """
-        if tiered_io_of(trainer.strategy.checkpoint_io) is not None:
-            check_strategy(trainer.strategy)
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is None:
+            return
+        check_strategy(trainer.strategy)
+        if stage == "fit" and io.config.replication_factor > 1:
+            # All ranks are here, on their main threads; of a full checkpoint, rank 0 alone saves later.
+            io.checkpointer.session.meet_peers()
 
 
 def guard() -> list[Callback]:

@@ -22,6 +22,7 @@
     ├── SaveError (RuntimeError)                 a save that did not reach its tiers
     ├── RestoreError (RuntimeError)              no candidate could be restored, or ranks disagree
     │   └── OtherKindError                       full where shards were asked for, or the reverse
+    ├── PeerError (RuntimeError)                 a copy that did not get to, or from, another node
     └── ExportError (RuntimeError)               an export that can't be written
 
 An error says what failed (operation, tier, key, rank, step) and what to do (hint). Errors travel
@@ -163,6 +164,10 @@ class RestoreError(TieredCheckpointError, RuntimeError):
 
 class OtherKindError(RestoreError):
     """The checkpoint to restore is a full one where a sharded one was asked for, or the reverse."""
+
+
+class PeerError(TieredCheckpointError, RuntimeError):
+    """A part did not get to another node's memory, or did not come from there."""
 
 
 class ExportError(TieredCheckpointError, RuntimeError):

@@ -97,9 +97,8 @@ def save(
     writer = storage_writer or TieredStorageWriter(**options)
     if _is_local(kind, planner, replication_group):
         show_failures()
-        return _save_local(
-            state_dict, writer, _place(process_group, replication_group, coordinator_rank, no_dist), checkpoint_id
-        )
+        place = _place(process_group, replication_group, coordinator_rank, no_dist)
+        return _save_local(state_dict, writer, place, checkpoint_id, None if no_dist else (process_group,))
     coordinator = 0 if no_dist else rank_in_group(process_group, coordinator_rank)
     try:
         with warnings.catch_warnings():
@@ -174,7 +173,7 @@ def async_save(
     if is_local:
         show_failures()
         place = _place(process_group, replication_group, coordinator_rank, no_dist)
-        saved: Any = _save_local(state_dict, writer, place, checkpoint_id)
+        saved: Any = _save_local(state_dict, writer, place, checkpoint_id, None if no_dist else (process_group,))
         if saved is not None and "durable" in saved.tiers:
             way = op_id(saved.save_id, place)
     else:
@@ -231,10 +230,14 @@ def _save_local(
     writer: TieredStorageWriter,
     place: Place,
     checkpoint_id: str | os.PathLike[str] | None,
+    ranks: tuple[Any] | None,
 ) -> SaveReport | None:
     writer.reset(checkpoint_id)
     session, located = writer.session, writer.located
     session.surface()
+    if ranks is not None:
+        # The one time that ranks wait for each other, where peers are to keep copies.
+        session.meet_peers(ranks[0])
     if not place.writes:
         return None
     try:
@@ -256,6 +259,7 @@ def _save_by(
 ) -> Metadata:
     """As DCP's ``save``, which has the first rank coordinate."""
     writer.reset(checkpoint_id)
+    writer.session.meet_peers(process_group)
     flat = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()}
     metadata: Metadata = state_dict_saver._save_state_dict(
         flat, writer, process_group=process_group, coordinator_rank=coordinator, planner=planner

@@ -7,13 +7,16 @@ import dataclasses
 import io
 import os
 import pickle
+import sys
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem
+import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -143,6 +146,9 @@ class TieredStorageWriter(StorageWriter):
         self._located = located
         self.settings = self.settings.at(located.dirpath)
         self._uuid = str(uuid.uuid4())
+        told = _as_dcp_was_told()
+        if told is not None and threading.current_thread() is threading.main_thread():
+            self.session.meet_peers(told[0])
 
     def storage_meta(self) -> StorageMeta:
         """What the planner is told of the checkpoint."""
@@ -375,6 +381,21 @@ class TieredStorageWriter(StorageWriter):
             stream.write(data.getbuffer())
         stream.close()
         return buffer.getvalue(), names
+
+
+def _as_dcp_was_told() -> tuple[Any] | None:
+    """The process group that DCP's save, which is calling us, was given; None where one process saves alone.
+
+    It is the one place that all ranks pass on their main threads, also where a thread then saves.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code, where = frame.f_code, frame.f_globals.get("__name__")
+        if where == state_dict_saver.__name__ and code.co_name in ("save", "async_save"):
+            alone = frame.f_locals.get("no_dist", False) or not (dist.is_available() and dist.is_initialized())
+            return None if alone else (frame.f_locals.get("process_group"),)
+        frame = frame.f_back
+    return None
 
 
 def _transforms(extensions: Sequence[Any] | None) -> Any:

@@ -76,13 +76,16 @@ class SingleGroup:
 class TorchGroup:
     """All ranks of torch.distributed, over a gloo group that lives for one load."""
 
-    def __init__(self, node: str, *, timeout_s: float, rendezvous_s: float = RENDEZVOUS_S) -> None:
+    def __init__(
+        self, node: str, *, timeout_s: float, rendezvous_s: float = RENDEZVOUS_S, what: str = "load_checkpoint"
+    ) -> None:
         """Makes the group; every rank has to.
 
         Args:
             node: See :class:`Group`.
             timeout_s: Bound of each later collective: a node may fetch as long, seconds.
             rendezvous_s: Bound of the wait for ranks that are still to come, seconds.
+            what: What the ranks come to.
 
         Raises:
             UsageError: Some rank did not come, or this is not the main thread.
@@ -91,9 +94,9 @@ class TorchGroup:
 
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
-                "load_checkpoint was called from a thread while torch.distributed is initialised",
+                f"{what} was called from a thread while torch.distributed is initialised",
                 operation="load",
-                hint="ranks restore together: call it on the main thread of every rank",
+                hint="ranks do it together: call it on the main thread of every rank",
             )
         self._dist: Any = dist
         self.node = node
@@ -108,11 +111,10 @@ class TorchGroup:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise UsageError(
-                f"not all {self.world_size} ranks came to load_checkpoint within {rendezvous_s:.0f} s: {error}",
+                f"not all {self.world_size} ranks came to {what} within {rendezvous_s:.0f} s: {error}",
                 operation="load",
                 rank=self.rank,
-                hint="load_checkpoint is a collective call while torch.distributed is initialised:"
-                " every rank has to make it",
+                hint=f"{what} is a collective call while torch.distributed is initialised: every rank has to make it",
             ) from error
         finally:
             if meeting is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.local_run import current_run
+from tiered_checkpoint_io.engine.retention import safest
 from tiered_checkpoint_io.engine.saver import versions
 from tiered_checkpoint_io.engine.session import SaveReport, Session
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError
@@ -194,6 +195,8 @@ def surplus(held: Collection[StoredPart], mine: _Mine, keep_last: int) -> list[S
     if len(kept) < keep:
         others = sorted({stored.save_id for stored in older} - set(kept))
         kept = [*kept, *others[len(kept) - keep :]]
+    # What is safe with peers goes only once a newer save is.
+    kept = [*kept, *safest((stored.save_id, stored.replicated) for stored in held if mine.belongs(stored))]
     return [stored for stored in older if stored.save_id not in kept]
 
 

@@ -40,8 +40,8 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int, jump: int) -> list[tupl
         )
     order = list(ranks)
     peers: list[tuple[int, ...]] = [()] * len(nodes)
-    for node, others in enumerate(node_peers(len(order), factor=factor, jump=jump)):
-        for position, rank in enumerate(ranks[order[node]]):
+    for own, others in zip(order, node_peers(len(order), factor=factor, jump=jump), strict=True):
+        for position, rank in enumerate(ranks[own]):
             there = (ranks[order[other]] for other in others)
             peers[rank] = tuple(each[position % len(each)] for each in there)
     return peers

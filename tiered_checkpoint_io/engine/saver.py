@@ -177,7 +177,9 @@ class Saver:
                 # Ranks of one node may each have a part of the same save.
                 others = held.get(stored.save_id, retention.Held(stored.save_id, 0, pending=False))
                 size = others.size + stored.part.content.size
-                held[stored.save_id] = retention.Held(stored.save_id, size, others.pending or stored.pending)
+                held[stored.save_id] = retention.Held(
+                    stored.save_id, size, others.pending or stored.pending, others.replicated or stored.replicated
+                )
         return list(held.values())
 
     def _remove(self, save_ids: Collection[str], mine: Callable[[StoredPart], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -10,17 +11,22 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine import meeting
 from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
+from tiered_checkpoint_io.engine.replication import Replicator
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
 from tiered_checkpoint_io.engine.supervise import DrainHandle
 from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.storage import Store, open_store
-from tiered_checkpoint_io.storage.memory import MemoryTier, node_budget
+from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart, node_budget
+
+#: At the end of a process, what was not closed in order is not waited for long.
+_RELEASE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,8 @@ class Progress:
         pending: Operations that wait for the drain.
         drain: What the drain last said.
         last_save: The newest save of this process.
-        counters: ``saved``, ``failed`` and ``skipped`` saves of this process.
+        counters: ``saved``, ``failed`` and ``skipped`` saves of this process; parts that are ``replicated``, and
+            that are ``unreplicated`` although they should be.
     """
 
     pending: int
@@ -87,7 +94,7 @@ class Session:
         config: The configuration.
         dirpath: The durable tier.
         log: Where to log.
-        counts: ``saved``, ``failed`` and ``skipped`` saves of this process.
+        counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
         newest_seen: The newest save id that a restore saw in any tier; new ids sort behind it.
     """
@@ -101,6 +108,9 @@ class Session:
         self.newest_seen: str | None = None
         self._pins = HostPins()
         self._opened: Opened | None = None
+        self._peers: dict[object, Replicator] = {}
+        #: Who sends what is saved now.
+        self._current: Replicator | None = None
         self._store: Store | None = None
         self._run_id: str | None = None
         self._counter = 0
@@ -128,6 +138,7 @@ class Session:
             if os.path.isdir(config.memory_dir):
                 budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
             tier = MemoryTier.open(config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin)
+            tier.on_commit = self._committed
             saver = Saver(tier, keep_last=config.memory_keep_last, pins=self._pins)
             self._opened = Opened(tier, saver, DrainHandle(tier, config, self.log))
             self._opened.drain.leave_by = self._leave_by
@@ -147,6 +158,7 @@ class Session:
             return
         tier, saver, drain = self.open()
         try:
+            self._part_from_peers(float(self.config.wait_timeout_s))
             if drain.pending():
                 try:
                     drain.start()
@@ -173,6 +185,7 @@ class Session:
         """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
         if self._opened is not None:
             tier, saver, _ = self.open()
+            self._part_from_peers(_RELEASE_S)
             saver.close()
             tier.close()
 
@@ -221,6 +234,51 @@ class Session:
                 tier="memory",
                 hint="see whether the node is out of memory or of processor time",
             )
+
+    # ------------------------------------------------------------------------------------- peers
+    def meet_peers(self, process_group: Any = None) -> None:
+        """Prepares copies in the memory of peers, once; every rank of the group calls this, on its main thread.
+
+        Does nothing where ``replication_factor`` is 1, or these ranks have met before.
+
+        Args:
+            process_group: The ranks that save together; all of them where it is None.
+
+        Raises:
+            UsageError: There are fewer nodes than copies, or some rank did not come.
+        """
+        if self.config.replication_factor == 1:
+            return
+        key = meeting.key_of(process_group)
+        if key not in self._peers:
+            self._peers[key] = meeting.meet(lambda: self.open().tier, self.config, self.log, self.counts, process_group)
+            if len(self._peers) == 1:
+                # Threads that call into torch must have ended before the interpreter does.
+                atexit.register(self._part_from_peers, _RELEASE_S)
+        self._current = self._peers[key]
+
+    def _committed(self, stored: StoredPart) -> None:
+        if self.config.replication_factor == 1:
+            return
+        if self._current is not None:
+            self._current.offer(stored)
+            return
+        self.counts["unreplicated"] += 1
+        self.log.warning(
+            "Step %d: %s stays in this node's memory alone: the ranks have not met on their main threads",
+            stored.part.content.step,
+            stored.part.name,
+        )
+
+    def copies_pending(self) -> int:
+        """Parts of this process that are still on their way to peers."""
+        return sum(each.pending for each in self._peers.values())
+
+    def _part_from_peers(self, timeout_s: float) -> None:
+        atexit.unregister(self._part_from_peers)
+        peers, self._peers, self._current = list(self._peers.values()), {}, None
+        for each in peers:
+            each.close(timeout_s)
 
     # --------------------------------------------------------------------------------------- ids
     def next_id(self) -> str:

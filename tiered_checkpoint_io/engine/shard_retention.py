@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.engine.retention import safest
 from tiered_checkpoint_io.engine.tickets import Ticket
 from tiered_checkpoint_io.storage.memory import StoredPart
 
@@ -35,6 +36,7 @@ def surplus(held: Iterable[StoredPart], ticket: Ticket, keep_last: int) -> list[
     if not ticket.completed:
         return []
     newest = ticket.completed[-1]
+    held = list(held)
     older = [
         stored
         for stored in held
@@ -47,4 +49,6 @@ def surplus(held: Iterable[StoredPart], ticket: Ticket, keep_last: int) -> list[
     if len(kept) < keep:
         others = sorted({stored.save_id for stored in older} - set(kept))
         kept = {*kept, *others[len(kept) - keep :]}
+    # What is safe with peers goes only once a newer save is.
+    kept = {*kept, *safest((stored.save_id, stored.replicated) for stored in held)}
     return [stored for stored in older if stored.save_id not in kept]

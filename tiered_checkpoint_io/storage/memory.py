@@ -6,6 +6,8 @@
       saves/<save_id>/rank-00000/{<file>, part.json}   appears whole, by one rename
                                  drained               marker: the durable tier has it, or gave up
                                  pinned                marker: mapped by a reader, never recycled
+                                 replicated            marker: all parts of the save are on other nodes too
+      replicas/<save_id>/...     the same, of other nodes' parts: never uploaded from here
       slots/  trash/  quarantine/  requests/  status/
 
 No checkpoint's name becomes a folder here, only the last component of its path, as a file.
@@ -41,6 +43,7 @@ from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE, Slot, SlotPo
 __all__ = [
     "FOLDERS",
     "PART_FILE",
+    "REPLICAS",
     "MemoryTier",
     "StoredPart",
     "is_tmpfs",
@@ -48,10 +51,13 @@ __all__ = [
     "node_budget",
 ]
 
-FOLDERS = ("saves", "slots", "trash", "quarantine", "requests", "status")
+SAVES = "saves"
+REPLICAS = "replicas"
+FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "requests", "status")
 PART_FILE = "part.json"
 _DRAINED = "drained"
 _PINNED = "pinned"
+_REPLICATED = "replicated"
 _NEW = ".new"
 #: A folder that is being made is renamed within milliseconds; an older one's maker died.
 _STALE_S = 60.0
@@ -65,11 +71,13 @@ class StoredPart:
         part: What it is.
         folder: Where it lies.
         drained: Whether the durable tier needs nothing more of it.
+        replicated: Whether all parts of its save are in the memory of other nodes as well.
     """
 
     part: Part
     folder: Path
     drained: bool
+    replicated: bool = False
 
     @property
     def save_id(self) -> str:
@@ -83,7 +91,12 @@ class StoredPart:
     @property
     def pending(self) -> bool:
         """Whether it waits for the durable tier."""
-        return self.part.durable and not self.drained
+        return self.part.durable and not self.drained and not self.is_replica
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether it is the copy of another node's part; that node uploads it."""
+        return self.folder.parent.parent.name == REPLICAS
 
     def file(self, basename: str) -> Path:
         return self.folder / basename
@@ -98,7 +111,12 @@ class MemoryTier:
     """The memory tier of one namespace on this node, as one process uses it."""
 
     def __init__(
-        self, root: Path, *, budget_bytes: int | None = None, unmap: Callable[[memoryview], None] | None = None
+        self,
+        root: Path,
+        *,
+        budget_bytes: int | None = None,
+        unmap: Callable[[memoryview], None] | None = None,
+        folder: str = SAVES,
     ) -> None:
         """Takes a root that :meth:`open` has checked.
 
@@ -106,9 +124,14 @@ class MemoryTier:
             root: ``<memory_dir>/tiered-<uid>/<namespace>``.
             budget_bytes: What all ranks of the node may use together; None for no limit of ours.
             unmap: See :class:`SlotPool`.
+            folder: ``saves``, or ``replicas``.
         """
         self.root = root
+        self._parts = root / folder
         self._budget = budget_bytes
+        self._replicas: MemoryTier | None = None
+        #: Told of each part that is saved here, once it is committed.
+        self.on_commit: Callable[[StoredPart], None] | None = None
         self._pool = SlotPool(str(root / "slots"), self.room, unmap)
         self._known: dict[Path, tuple[tuple[int, int], Part]] = {}
 
@@ -150,6 +173,13 @@ class MemoryTier:
         tier.clean()
         return tier
 
+    @property
+    def replicas(self) -> MemoryTier:
+        """The copies of other nodes' parts that this node keeps, with slots of their own."""
+        if self._replicas is None:
+            self._replicas = MemoryTier(self.root, budget_bytes=self._budget, folder=REPLICAS)
+        return self._replicas
+
     # ------------------------------------------------------------------------------- looking
     def parts(self) -> list[StoredPart]:
         """All committed parts that can be read, in the order of their saves."""
@@ -161,20 +191,20 @@ class MemoryTier:
 
     def _scan(self) -> Iterator[StoredPart | tuple[Path, Exception]]:
         known: dict[Path, tuple[tuple[int, int], Part]] = {}
-        for save_id in sorted(os.listdir(self.root / "saves")):
+        for save_id in sorted(os.listdir(self._parts)):
             try:
-                ranks = sorted(os.listdir(self.root / "saves" / save_id))
+                ranks = sorted(os.listdir(self._parts / save_id))
             except (FileNotFoundError, NotADirectoryError):
                 continue
             for rank in ranks:
-                folder = self.root / "saves" / save_id / rank
+                folder = self._parts / save_id / rank
                 if rank.endswith(_NEW):
                     continue
                 try:
                     part = self._read_part(folder / PART_FILE, known)
                     if part.save_id != save_id:
                         raise ManifestError(f"part of save {part.save_id} in the folder of {save_id}", key=str(folder))
-                    yield StoredPart(part, folder, (folder / _DRAINED).exists())
+                    yield StoredPart(part, folder, (folder / _DRAINED).exists(), (folder / _REPLICATED).exists())
                 except FileNotFoundError as error:
                     # Removed while we looked; only a folder that is still there is damaged.
                     if folder.exists():
@@ -222,21 +252,24 @@ class MemoryTier:
 
     def is_taken(self, save_id: str, rank: int) -> bool:
         """Whether there is anything at a part's place, readable or not."""
-        return (self.root / "saves" / save_id / ids.rank_folder(rank)).exists()
+        return (self._parts / save_id / ids.rank_folder(rank)).exists()
 
-    def commit(self, part: Part, slots: Mapping[str, Slot | bytes], *, drained: bool = False) -> StoredPart:
+    def commit(
+        self, part: Part, slots: Mapping[str, Slot | bytes], *, drained: bool = False, saved: bool = True
+    ) -> StoredPart:
         """Makes a filled part exist, at once and whole.
 
         Args:
             part: Its description; each of its files has a slot, or is here as bytes, by its basename.
             slots: The filled slots, which belong to the tier afterwards; small files just as bytes.
             drained: Whether the durable tier has it already.
+            saved: Whether this is a save, of which peers are to get copies, and not what a restore brought.
 
         Raises:
             MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
             MemoryTierError: Memory holds it already.
         """
-        folder = self.root / "saves" / part.save_id / ids.rank_folder(part.rank)
+        folder = self._parts / part.save_id / ids.rank_folder(part.rank)
         if folder.exists():
             raise MemoryTierError(
                 "memory holds a part of this save already",
@@ -277,16 +310,25 @@ class MemoryTier:
                 "no space for a folder", operation="commit", tier="memory", key=str(folder), hint=FULL_HINT
             ) from error
         os.rename(fresh, folder)
-        return StoredPart(part, folder, drained)
+        stored = StoredPart(part, folder, drained)
+        if saved and not drained and self.on_commit is not None:
+            self.on_commit(stored)
+        return stored
 
     def mark_drained(self, stored: StoredPart) -> None:
         """Notes that the durable tier needs nothing more of a part."""
         with contextlib.suppress(FileNotFoundError):
             write_private(stored.folder / _DRAINED, b"")
 
+    def mark_replicated(self, stored: StoredPart) -> None:
+        """Notes that all parts of this part's save are in the memory of other nodes as well."""
+        with contextlib.suppress(FileNotFoundError):
+            write_private(stored.folder / _REPLICATED, b"")
+
     def remove(self, stored: StoredPart) -> None:
         """Removes a part; its files become free slots where this process filled them."""
-        trash = self.root / "trash" / f"{stored.save_id}.{stored.folder.name}.{os.getpid()}"
+        name = f"{self._parts.name}.{stored.save_id}.{stored.folder.name}.{os.getpid()}"
+        trash = self.root / "trash" / name
         try:
             os.rename(stored.folder, trash)
         except FileNotFoundError:
@@ -305,7 +347,8 @@ class MemoryTier:
 
     def quarantine(self, folder: Path, reason: str) -> Path:
         """Takes a corrupt part's folder out of use, without deleting it."""
-        target = self.root / "quarantine" / f"{folder.parent.name}.{folder.name}"
+        mark = f"{REPLICAS}." if folder.parent.parent.name == REPLICAS else ""
+        target = self.root / "quarantine" / f"{mark}{folder.parent.name}.{folder.name}"
         if target.exists():
             shutil.rmtree(target)
         with contextlib.suppress(FileNotFoundError):
@@ -318,6 +361,8 @@ class MemoryTier:
     def close(self) -> None:
         """Gives free slots back to the node; committed parts stay."""
         self._pool.close()
+        if self._replicas is not None:
+            self._replicas.close()
 
     # ------------------------------------------------------------------------------- reading
     @contextlib.contextmanager
@@ -390,7 +435,7 @@ class MemoryTier:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(entry.path, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
-        for save in os.scandir(self.root / "saves"):
+        for save in (*os.scandir(self._parts), *os.scandir(self.root / REPLICAS)):
             with contextlib.suppress(OSError):
                 for rank in os.scandir(save.path):
                     if rank.name.endswith(_NEW) and now - rank.stat(follow_symlinks=False).st_mtime > _STALE_S:

@@ -1,0 +1,42 @@
+"""Jobs on nodes that are simulated by memory folders of their own, whose parts have copies on peers."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support.launch import launch, said
+
+WORKER = Path(__file__).with_name("worker.py")
+DEADLINE_S = 90.0
+
+
+@pytest.fixture
+def ranks(tmp_path, memory_dir):
+    """Runs steps of ``worker.py`` on ranks placed on nodes (a letter a rank); the answers, by step and rank."""
+
+    def run(nodes, *steps, dead=(), **options):
+        options = {"dirpath": str(tmp_path / "durable"), "save_to_s3": False, "wait_timeout_s": 60, **options}
+        jobs = []
+        for node in nodes:
+            os.makedirs(f"{memory_dir}/{node}", exist_ok=True)
+            jobs.append({"options": {**options, "memory_dir": f"{memory_dir}/{node}"}, "steps": steps})
+        answers = launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)
+        assert [r for r, answer in enumerate(answers) if answer is None] == list(dead), said(
+            tmp_path, next((r for r, a in enumerate(answers) if a is None and r not in dead), 0)
+        )
+        told = [[answer[index] if answer else None for answer in answers] for index in range(len(steps))]
+        return [[each.get("got", each) if each else None for each in by_rank] for by_rank in told]
+
+    return run
+
+
+@pytest.fixture
+def lose(memory_dir):
+    """Takes all that some nodes have in memory."""
+
+    def lose(*nodes):
+        for node in nodes:
+            shutil.rmtree(f"{memory_dir}/{node}")
+
+    return lose

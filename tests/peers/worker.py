@@ -1,0 +1,229 @@
+"""One rank of a job whose parts have copies on peers; steps as in ``tests/dcp/worker.py``, which it builds on."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dcp"))
+import worker as base
+
+from tiered_checkpoint_io import dcp as ours
+from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+
+IO = []
+SETTLE_S = 30.0
+
+
+def io_of(job):
+    """What Lightning's IO is made of (which takes long to import); its ranks have met, as in a Trainer's set-up."""
+    if not IO:
+        IO.append(Checkpointer(TieredCheckpointConfig(**base.reading(job))))
+        IO[0].session.meet_peers()
+    return IO[0]
+
+
+def session_of(job):
+    if IO:
+        return IO[0].session
+    return shared_of(settings_of(None, base.reading(job))).session
+
+
+def told(job):
+    """What this node's memory holds: own parts and copies, each with its step, rank and whether it is safe."""
+    tier = session_of(job).open().tier
+
+    def each(tier):
+        return [[s.part.content.step, s.part.rank, s.replicated] for s in tier.parts()]
+
+    return {"own": each(tier), "copies": each(tier.replicas), "counts": dict(session_of(job).counts)}
+
+
+def settle(job):
+    """Until nothing is on its way to peers, and this node knows so."""
+    session = session_of(job)
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        newest = [stored.replicated for stored in session.open().tier.parts()][-1:]
+        if not session.copies_pending() and (all(newest) or session.counts["unreplicated"]):
+            break
+        time.sleep(0.02)
+    dist.barrier()
+    # The copies of others on this node are marked by its ranks within a look.
+    time.sleep(0.6)
+    dist.barrier()
+    return told(job)
+
+
+def save(job, seed, **more):
+    ours.save(
+        base.sharded(seed, more.pop("rows", base.ROWS)), checkpoint_id=f"step_{seed}", **{**base_options(job), **more}
+    )
+    return settle(job)
+
+
+def save_async(job, seed, **more):
+    ours.async_save(base.sharded(seed), checkpoint_id=f"step_{seed}", **{**base_options(job), **more})
+    return settle(job)
+
+
+def save_by_thread_of_dcp(job, seed):
+    base.dcp.async_save(base.sharded(seed), checkpoint_id=f"step_{seed}", storage_writer=base.writer(job)).result()
+    return settle(job)
+
+
+def save_and_go(job, seed):
+    """Without waiting for any copy."""
+    ours.save(base.sharded(seed), checkpoint_id=f"step_{seed}", **base_options(job))
+    return told(job)
+
+
+def save_local(job, seed):
+    state = {"w": torch.full((1000,), 100.0 * seed + dist.get_rank())}
+    ours.async_save(state, checkpoint_id=f"step_{seed}", kind="local", **base_options(job))
+    return settle(job)
+
+
+def load_local(job, name=None):
+    state = {"w": torch.zeros(1000)}
+    reader = ours.load(state, checkpoint_id=name, kind="local", **base.reading(job))
+    return {"value": state["w"].unique().tolist(), "asked": reader.session.asked, "name": reader.opened.name}
+
+
+def base_options(job):
+    return job["options"]
+
+
+def full_state(seed, size=50_000):
+    generator = torch.Generator().manual_seed(seed)
+    return {"w": torch.randn(size, generator=generator), "global_step": seed, "epoch": 0}
+
+
+def save_full(job, seed, tiers=("memory",)):
+    """As DDP does: rank 0 alone saves."""
+    io = io_of(job)
+    if dist.get_rank() == 0:
+        io.save(full_state(seed), f"step={seed}.ckpt", tiers=tiers)
+    dist.barrier()
+    return settle(job)
+
+
+def load_full(job, seed, path="tiered:latest"):
+    io = IO[0] if IO else Checkpointer(TieredCheckpointConfig(**base.reading(job)))
+    state = io.load(path)
+    restored = io.restored
+    answer = {
+        "matches": bool(state) and torch.equal(state["w"], full_state(seed)["w"]),
+        "step": restored.step if restored else None,
+        "tier": restored.tier if restored else None,
+        "asked": io.asked,
+        "rejected": restored.rejected if restored else [],
+        "pending": [s.part.rank for s in io.session.open().tier.parts() if s.pending],
+    }
+    if not IO:
+        io.close()
+    return answer
+
+
+def load(job, seed, **more):
+    answer = base.load_ours(job, seed, **more)
+    answer["tiers"] = told(job)
+    return answer
+
+
+def stop(job, rank, seconds):
+    """One rank stands still for a while; its fellows go on."""
+    if dist.get_rank() == rank:
+        pid = os.getpid()
+        if os.fork() == 0:
+            time.sleep(seconds)
+            os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        os.kill(pid, signal.SIGSTOP)
+    return told(job) if session_of(job)._opened else None
+
+
+def save_alone(job, seed, rank):
+    """One rank saves a full checkpoint, without a word to the others."""
+    if dist.get_rank() != rank:
+        return None
+    began = time.monotonic()
+    io_of(job).save(full_state(seed), f"step={seed}.ckpt", tiers=["memory"])
+    return time.monotonic() - began
+
+
+def wait_for_copies(job, rank, seconds):
+    """How long it took until nothing was on its way from a rank."""
+    if dist.get_rank() != rank:
+        return None
+    session, began = session_of(job), time.monotonic()
+    while session.copies_pending() and time.monotonic() < began + seconds:
+        time.sleep(0.05)
+    return {"seconds": time.monotonic() - began, "pending": session.copies_pending(), **told(job)}
+
+
+def meet_all(job):
+    io_of(job)
+
+
+def die_without_a_word(job, ranks):
+    """Some ranks are gone; the others' process group notices only when it is used."""
+    if dist.get_rank() in ranks:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+
+
+def hurry(job, **seconds):
+    """Shorter bounds, by the names of the module's constants."""
+    from tiered_checkpoint_io.engine import replication
+
+    for name, value in seconds.items():
+        assert hasattr(replication, name)
+        setattr(replication, name, value)
+
+
+def spoil(job, seed, rank):
+    """A rank's memory gives other bytes than those it has described."""
+    from tiered_checkpoint_io.engine.peer_link import Link
+
+    if dist.get_rank() == rank:
+        send, sent = Link.send, []
+
+        def bad(self, data):
+            sent.append(len(data))
+            data = bytearray(data)
+            if len(sent) > 1:
+                data[len(data) // 2] ^= 1
+            send(self, memoryview(data))
+
+        Link.send = bad
+
+
+def close(job):
+    """Ends this process' use of the tiers; how long that took."""
+    began = time.monotonic()
+    if IO:
+        IO.pop().close()
+    else:
+        session_of(job).close()
+    return time.monotonic() - began
+
+
+def threads(job):
+    return sorted(each.name for each in threading.enumerate() if each.name.startswith("tiered"))
+
+
+for each in [name for name in globals() if not name.startswith("_")]:
+    if callable(globals()[each]):
+        setattr(base, each, globals()[each])
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    base.main()

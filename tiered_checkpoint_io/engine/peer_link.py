@@ -1,0 +1,200 @@
+"""How two ranks move a part between them: a board of offers that all ranks see, and a link for each transfer.
+
+The board is the key-value store of torch.distributed, over a connection of its own. A rank looks there for what
+is offered to it a few times a second; each pair of ranks has keys of its own, so that one that dies half-way
+leaves no gap for others.
+
+A link is a gloo connection of two ranks, in one direction, kept until a transfer fails. A group of all ranks would
+not do: gloo closes *every* pair of a group whose timeout passes on any of them, so one stalled peer would end
+replication on all its fellows for good. A link takes a few milliseconds to make and fails alone; the next one finds
+a peer that has woken up again. Making it is no collective, and concerns nobody but the two.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from tiered_checkpoint_io.engine.shard_files import at
+from tiered_checkpoint_io.errors import PeerError
+
+#: Bytes of a verdict on the wire.
+_VERDICT = 1024
+_WITHDRAWN = "withdrawn"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A part that a rank has for another one.
+
+    Attributes:
+        key: What tells it from any other of these ranks.
+        source: Whose part it is.
+        link: Over which link it comes: a number that grows with each new one of the two.
+        size: Bytes of the part's description, which is sent first.
+    """
+
+    key: str
+    source: int
+    link: str
+    size: int
+
+
+class Board:
+    """What the ranks of one group tell each other; each look is answered at once.
+
+    Its methods raise ``PeerError`` where the store can't be asked: the rank that holds it has ended.
+    """
+
+    def __init__(self, store: Any, token: str, rank: int) -> None:
+        """Takes a store that all ranks of the group share.
+
+        Args:
+            store: Of torch.distributed.
+            token: Tells this group of ranks from all others that used the same store.
+            rank: This rank, in the group.
+        """
+        # Waiting for an answer locks a connection: training has another one.
+        clone = getattr(store, "clone", None)
+        self.store = distributed_c10d.PrefixStore(f"tiered-peers/{token}", clone() if clone is not None else store)
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._sent: Counter[int] = Counter()
+        self._taken: Counter[int] = Counter()
+
+    def offer(self, target: int, link: int, size: int) -> Offer:
+        """Offers a rank a part whose description has so many bytes, over a link of this number."""
+        self._sent[target] += 1
+        offer = Offer(f"{self._rank}/{target}/{self._sent[target]}", self._rank, f"{self._rank}/{target}/{link}", size)
+        self._set(f"offer/{offer.key}", json.dumps([offer.source, offer.link, offer.size]))
+        return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """Tells whoever has not looked yet that an offer holds no longer."""
+        self._set(f"offer/{offer.key}", _WITHDRAWN)
+
+    def next_offer(self, source: int) -> Offer | None:
+        """What a rank offers to this one next; None where there is nothing new."""
+        while True:
+            key = f"{source}/{self._rank}/{self._taken[source] + 1}"
+            told = self._get(f"offer/{key}")
+            if told is None:
+                return None
+            self._taken[source] += 1
+            self._forget(f"offer/{key}")
+            if told != _WITHDRAWN:
+                return Offer(key, *json.loads(told))
+
+    def accept(self, offer: Offer) -> None:
+        """Tells its source that this rank is ready for it."""
+        self._set(f"accepted/{offer.key}", "")
+
+    def is_accepted(self, offer: Offer) -> bool:
+        """Whether the target is ready; to be asked until it is."""
+        accepted = self._get(f"accepted/{offer.key}") is not None
+        if accepted:
+            self._forget(f"accepted/{offer.key}")
+        return accepted
+
+    def copied(self, save_id: str, parts: int) -> None:
+        """Notes that one part of a save, which has so many, is on all peers that are to keep it."""
+        if self._ask(lambda: self.store.add(f"copied/{save_id}", 1)) >= parts:
+            self._set(f"whole/{save_id}", "")
+
+    def is_whole(self, save_id: str) -> bool:
+        """Whether all parts of a save are on their peers."""
+        return self._get(f"whole/{save_id}") is not None
+
+    def ends(self) -> None:
+        """Tells that this rank offers nothing more, and soon takes nothing more."""
+        self._set(f"ended/{self._rank}", "")
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has said :meth:`ends`."""
+        return self._get(f"ended/{rank}") is not None
+
+    def _get(self, key: str) -> str | None:
+        told: bytes | None = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+        return told.decode() if told is not None else None
+
+    def _forget(self, key: str) -> None:
+        # A job makes many saves, and the store lives as long as the job.
+        self._ask(lambda: self.store.delete_key(key))
+
+    def _set(self, key: str, value: str) -> None:
+        # An empty value would look like none.
+        self._ask(lambda: self.store.set(key, value or "-"))
+
+    def _ask(self, question: Any) -> Any:
+        with self._lock:
+            try:
+                return question()
+            except Exception as error:
+                raise PeerError(
+                    f"the store of torch.distributed can't be asked: {str(error).partition(chr(10))[0]}",
+                    operation="replicate",
+                    rank=self._rank,
+                    hint="the rank that holds it has ended, or its host is gone",
+                ) from error
+
+
+class Link:
+    """A connection of two ranks, in one direction; its methods raise ``PeerError``."""
+
+    def __init__(self, board: Board, offer: Offer, *, sends: bool, timeout_s: float) -> None:
+        """Opens it; both ranks have to, within the bound.
+
+        Args:
+            board: Where the two find each other.
+            offer: What is to travel first.
+            sends: Whether this rank is the offer's source.
+            timeout_s: Bound of this, and of each message, seconds.
+        """
+        self._other = 1 if sends else 0
+        self.name = offer.link
+        self._group: Any = None
+        store = distributed_c10d.PrefixStore(f"link/{offer.link}", board.store)
+        self._group = self._do(
+            lambda: distributed_c10d.ProcessGroupGloo(store, 1 - self._other, 2, timedelta(seconds=timeout_s))
+        )
+
+    def send(self, data: memoryview) -> None:
+        """Sends bytes straight from where they lie."""
+        tensor = torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8)
+        self._do(lambda: self._group.send([tensor], self._other, 0).wait())
+
+    def receive(self, data: memoryview) -> None:
+        """Fills ``data``."""
+        tensor = torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8)
+        self._do(lambda: self._group.recv([tensor], self._other, 0).wait())
+
+    def tell(self, problem: str) -> None:
+        """Tells the other how it went; an empty text for well."""
+        data = bytearray(problem.encode()[:_VERDICT].ljust(_VERDICT))
+        self.send(memoryview(data))
+
+    def hear(self) -> str:
+        """What the other has to :meth:`tell`."""
+        data = bytearray(_VERDICT)
+        self.receive(memoryview(data))
+        return data.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._group = None
+
+    def _do(self, work: Any) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            # The first line tells; what follows are frames of C++.
+            raise PeerError(
+                f"lost the peer: {str(error).partition(chr(10))[0]}", operation="replicate", key=self.name
+            ) from error
