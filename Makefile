@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak
+.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery test-peers
 
 venv: $(STAMP)
 
@@ -67,6 +67,10 @@ soak: venv
 test-rgw: venv
 	bash tests/support/run_rgw.sh
 
+# Every single node lost, and with three copies every pair: 26 losses of a job of 6 or 8 ranks.
+test-peers: venv
+	TIERED_TEST_ALL_LOSSES=1 $(BIN)/python -m pytest -n 2 tests/peers
+
 test-lightning-min: $(MIN_STAMP)
 	$(MIN_VENV)/bin/python -m pytest -n 2 tests/lightning
 
@@ -85,6 +89,9 @@ bench-stall: venv
 
 bench-sharded: venv
 	$(BIN)/python benchmarks/sharded.py
+
+bench-recovery: venv
+	$(BIN)/python benchmarks/recovery.py
 
 clean:
 	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) build dist *.egg-info

@@ -102,18 +102,19 @@ def test_four_ranks_with_wiped_memory_read_each_byte_once_a_node(durable, nodes,
     assert total(again, "bytes.down") < MIB
 
 
-def test_a_corrupt_copy_on_one_node_sends_that_node_to_s3(durable, nodes, run):
+def test_a_corrupt_copy_on_one_node_sends_that_node_to_its_peer(durable, nodes, run):
     into_durable(durable, "new.ckpt", NEW, 2, chunk=CHUNK)
     into_memory(tier(nodes[0]), durable.url, "new.ckpt", NEW, 2, chunk=CHUNK)
     flip(into_memory(tier(nodes[1]), durable.url, "new.ckpt", NEW, 2, chunk=CHUNK), 9 * MIB)
     answers = run(jobs(durable.url, [nodes[0], nodes[1], nodes[1]]))
     assert [(answer["save_id"], answer["digest"]) for answer in answers] == [(save_id(2), digest(NEW))] * 3
-    assert [answer["tier"] for answer in answers] == ["memory", "durable", "durable"]
+    assert [answer["tier"] for answer in answers] == ["memory", "peer", "peer"]
+    assert total(answers, "bytes.down") < MIB
 
 
-def test_a_corrupt_copy_that_s3_does_not_have_sends_all_to_the_older_one(durable, nodes, run):
+def test_corrupt_copies_that_s3_does_not_have_send_all_to_the_older_one(durable, nodes, run):
     into_durable(durable, "old.ckpt", OLD, 1, chunk=CHUNK)
-    into_memory(tier(nodes[0]), durable.url, "new.ckpt", NEW, 2, chunk=CHUNK)
+    flip(into_memory(tier(nodes[0]), durable.url, "new.ckpt", NEW, 2, chunk=CHUNK))
     flip(into_memory(tier(nodes[1]), durable.url, "new.ckpt", NEW, 2, chunk=CHUNK), 9 * MIB)
     answers = run(jobs(durable.url, nodes))
     assert got(answers) == [(save_id(1), "durable", digest(OLD))] * 2

@@ -67,7 +67,7 @@ def test_closing_at_once_still_sends_what_was_saved(ranks):
     )
     assert max(seconds) < 20
     assert after == [[], []]
-    (answers,) = ranks("ab", ["told"])
+    (answers,) = ranks("ab", ["held"])
     for answer in answers:
         assert answer["copies"][-1][0] == 2
 

@@ -36,7 +36,7 @@ def session_of(job):
     return shared_of(settings_of(None, base.reading(job))).session
 
 
-def told(job):
+def held(job):
     """What this node's memory holds: own parts and copies, each with its step, rank and whether it is safe."""
     tier = session_of(job).open().tier
 
@@ -59,7 +59,7 @@ def settle(job):
     # The copies of others on this node are marked by its ranks within a look.
     time.sleep(0.6)
     dist.barrier()
-    return told(job)
+    return held(job)
 
 
 def save(job, seed, **more):
@@ -82,7 +82,7 @@ def save_by_thread_of_dcp(job, seed):
 def save_and_go(job, seed):
     """Without waiting for any copy."""
     ours.save(base.sharded(seed), checkpoint_id=f"step_{seed}", **base_options(job))
-    return told(job)
+    return held(job)
 
 
 def save_local(job, seed):
@@ -106,11 +106,11 @@ def full_state(seed, size=50_000):
     return {"w": torch.randn(size, generator=generator), "global_step": seed, "epoch": 0}
 
 
-def save_full(job, seed, tiers=("memory",)):
+def save_full(job, seed, tiers=("memory",), name=None):
     """As DDP does: rank 0 alone saves."""
     io = io_of(job)
     if dist.get_rank() == 0:
-        io.save(full_state(seed), f"step={seed}.ckpt", tiers=tiers)
+        io.save(full_state(seed), name or f"step={seed}.ckpt", tiers=tiers)
     dist.barrier()
     return settle(job)
 
@@ -132,10 +132,10 @@ def load_full(job, seed, path="tiered:latest"):
     return answer
 
 
-def load(job, seed, **more):
-    answer = base.load_ours(job, seed, **more)
-    answer["tiers"] = told(job)
-    return answer
+def load(job, seed, rows=base.ROWS, **more):
+    state = base.blank(rows=rows)
+    reader = ours.load(state, **{**base.reading(job), **more})
+    return {**base.told(reader, state, seed, rows), "tiers": held(job)}
 
 
 def stop(job, rank, seconds):
@@ -147,7 +147,7 @@ def stop(job, rank, seconds):
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
         os.kill(pid, signal.SIGSTOP)
-    return told(job) if session_of(job)._opened else None
+    return held(job) if session_of(job)._opened else None
 
 
 def save_alone(job, seed, rank):
@@ -166,7 +166,7 @@ def wait_for_copies(job, rank, seconds):
     session, began = session_of(job), time.monotonic()
     while session.copies_pending() and time.monotonic() < began + seconds:
         time.sleep(0.05)
-    return {"seconds": time.monotonic() - began, "pending": session.copies_pending(), **told(job)}
+    return {"seconds": time.monotonic() - began, "pending": session.copies_pending(), **held(job)}
 
 
 def meet_all(job):

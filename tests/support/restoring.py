@@ -1,7 +1,9 @@
 """Checkpoints made by hand, and ranks as threads, for tests of restore."""
 
+import collections
 import json
 import pickle
+import queue
 import threading
 
 from tiered_checkpoint_io import ids
@@ -73,6 +75,12 @@ class ThreadGroup:
     def broadcast(self, obj):
         return self.all_gather(obj)[0]
 
+    def send(self, data, rank):
+        self._shared["mail"][self.rank, rank].put(bytes(data))
+
+    def receive(self, data, rank):
+        data[:] = self._shared["mail"][rank, self.rank].get(timeout=30)
+
     def close(self):
         pass
 
@@ -83,6 +91,7 @@ def in_ranks(nodes, work, timeout_s=30.0):
         "size": len(nodes),
         "slots": [b""] * len(nodes),
         "barrier": threading.Barrier(len(nodes), timeout=timeout_s),
+        "mail": collections.defaultdict(queue.Queue),
     }
     results = [None] * len(nodes)
 

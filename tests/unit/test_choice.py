@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.restoring import make_content, save_id
 
-from tiered_checkpoint_io.engine.choice import Candidate, Held, Selector, candidates
+from tiered_checkpoint_io.engine.choice import Candidate, Held, Selector, candidates, spread
 from tiered_checkpoint_io.manifest import Manifest, Metric
 
 NAMES = ["a.ckpt", "b.ckpt", "last.ckpt", "x/last-v1.ckpt", "blast.ckpt"]
@@ -60,11 +60,39 @@ def test_the_later_save_comes_first_whatever_its_step_and_memory_comes_before_th
     ]
 
 
-def test_what_one_node_alone_holds_is_none_unless_the_durable_tier_has_it_for_the_others():
+def test_what_one_node_alone_holds_it_gives_to_the_others():
     memory = {"n": [held("a.ckpt", 1), held("b.ckpt", 2)], "m": []}
     assert chosen(memory, [Manifest("a.ckpt", content("a.ckpt", 1))], LATEST) == [
-        ("a.ckpt", 1, {"n": "memory+durable", "m": "durable"})
+        ("b.ckpt", 2, {"n": "memory", "m": "peer"}),
+        ("a.ckpt", 1, {"n": "memory+durable", "m": "peer+durable"}),
     ]
+
+
+def test_a_save_of_which_only_copies_are_left_is_orphaned_unless_the_durable_tier_has_it():
+    copy = replace(held("a.ckpt", 1), owns=False)
+
+    def orphaned(memory, durable=()):
+        return [each.orphaned for each in candidates(memory, durable, LATEST)]
+
+    assert orphaned({"n": [copy], "m": [copy]}) == [True]
+    assert orphaned({"n": [copy], "m": [held("a.ckpt", 1)]}) == [False]
+    assert orphaned({"n": [copy], "m": []}, [Manifest("a.ckpt", content("a.ckpt", 1))]) == [False]
+
+
+@given(st.integers(1, 9), st.integers(0, 40))
+def test_who_has_received_a_checkpoint_sends_it_on(having, lacking):
+    holders, rest = list(range(having)), list(range(having, having + lacking))
+    have, turns = set(holders), 0
+    planned = spread(holders, rest)
+    assert [target for _, target in planned] == rest
+    while planned:
+        turn = []
+        while planned and planned[0][0] in have and planned[0][0] not in {source for source, _ in turn}:
+            turn.append(planned.pop(0))
+        assert turn, "a rank sends what it has not received"
+        have |= {target for _, target in turn}
+        turns += 1
+    assert having * 2 ** max(0, turns - 1) < having + lacking or turns == 0
 
 
 def test_an_overwrite_under_way_offers_the_new_content_and_then_the_old():
@@ -132,9 +160,17 @@ def oracle(memory, durable, selector, aliases):
         meant = number in readable or any(
             e.content.step == number and e.name in names for entries in memory.values() for e in entries
         )
-        if meant and all(node in on or number in readable for node in memory):
+        if meant:
             sources = {
-                node: tuple(t for t, has in (("memory", node in on), ("durable", number in readable)) if has)
+                node: tuple(
+                    t
+                    for t, has in (
+                        ("memory", node in on),
+                        ("peer", bool(on - {node})),
+                        ("durable", number in readable),
+                    )
+                    if has
+                )
                 for node in memory
             }
             expected.append((save_id(number), sources))

@@ -335,17 +335,17 @@ def test_two_nodes_fetch_once_each_and_all_ranks_have_it(world):
     assert world.restore_all(["n", "n", "m", "m"]) == [(save_id(1), "memory", NEW)] * 4
 
 
-def test_a_corrupt_copy_on_one_node_sends_that_node_to_the_durable_tier(world):
+def test_a_corrupt_copy_on_one_node_sends_that_node_to_its_peer(world):
     into_durable(world.store, "a.ckpt", NEW, 2)
     into_memory(world.tier("n"), world.store.url, "a.ckpt", NEW, 2)
     flip(into_memory(world.tier("m"), world.store.url, "a.ckpt", NEW, 2))
     got = world.restore_all(["n", "m", "m"])
-    assert got == [(save_id(2), tier, NEW) for tier in ("memory", "durable", "durable")]
+    assert got == [(save_id(2), tier, NEW) for tier in ("memory", "peer", "peer")]
 
 
-def test_a_corrupt_copy_on_one_node_and_no_other_sends_all_to_the_older_one(world):
+def test_corrupt_copies_and_no_other_send_all_to_the_older_one(world):
     into_durable(world.store, "old.ckpt", OLD, 1)
-    into_memory(world.tier("n"), world.store.url, "m.ckpt", NEW, 2)
+    flip(into_memory(world.tier("n"), world.store.url, "m.ckpt", NEW, 2))
     flip(into_memory(world.tier("m"), world.store.url, "m.ckpt", NEW, 2))
     assert world.restore_all(["n", "m", "m"]) == [(save_id(1), "durable", OLD)] * 3
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import fetch
+from tiered_checkpoint_io.engine.carrying import commit_received, find_part, receive_file
 from tiered_checkpoint_io.engine.choice import Candidate, Tier
-from tiered_checkpoint_io.engine.coordination import portable
+from tiered_checkpoint_io.engine.coordination import Group, portable
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -88,6 +89,9 @@ class Bringer:
         """Tries one source after the other, until one gives an intact copy. Never raises."""
         result = Brought()
         for tier in sources:
+            if tier == "peer":
+                # All ranks do that together; see engine/carrying.py.
+                continue
             try:
                 with self.lock():
                     (self._from_memory if tier == "memory" else self._from_durable)(candidate, result)
@@ -125,7 +129,7 @@ class Bringer:
         store = self._store()
         started = time.monotonic()
         try:
-            slot = self._room(candidate.content.save_id, entry.size)
+            slot = self.room(candidate.content.save_id, entry.size)
         except MemoryTierError as error:
             self._log.warning("fetching into a temporary file: %s", error)
             with fetch.temporary_file(entry.size) as (path, view):
@@ -139,12 +143,17 @@ class Bringer:
                 self._tier.give_back(slot)
                 raise
             part = Part(candidate.name, self._part_rank or 0, candidate.content, self._dirpath, durable=True)
-            stored = self._tier.commit(part, {entry.basename: slot}, drained=True)
+            stored = self._tier.commit(part, {entry.basename: slot}, drained=True, saved=False)
             result.path = str(stored.file(entry.basename))
         result.bytes_read = entry.size
         self._log.info("fetched %s: %s", candidate.name, rate(entry.size, time.monotonic() - started))
 
-    def _room(self, save_id: str, size: int) -> Slot:
+    def room(self, save_id: str, size: int) -> Slot:
+        """A slot for the file of a save.
+
+        Raises:
+            MemoryTierError: No room for it, or its place is taken by something that can't be used.
+        """
         if self._tier.is_taken(save_id, self._part_rank or 0):
             # A newer release's, for one: not ours to remove.
             raise MemoryTierError(
@@ -156,15 +165,65 @@ class Bringer:
         return self._tier.acquire(size)
 
     def find(self, save_id: str) -> StoredPart:
-        """The part of a save in this node's memory.
+        """The part of a save in this node's memory, or the copy of it that this node keeps.
 
         Raises:
             CheckpointNotFoundError: It is not there, or no longer.
         """
-        for stored in self._tier.parts():
-            if stored.save_id == save_id and self._part_rank in (None, stored.part.rank):
-                return stored
-        raise CheckpointNotFoundError("no longer in memory", operation="restore", tier="memory", key=save_id)
+        return find_part(self._tier, save_id, self._part_rank)
+
+    def from_peer(self, part: Part, group: Group, source: int, *, drained: bool) -> Brought:
+        """Receives a checkpoint of one file from another rank, which is sending it. Raises only if that is lost.
+
+        Args:
+            part: Its description, with the hashes.
+            group: The ranks that restore together.
+            source: Which rank sends.
+            drained: Whether this node has nothing to do for it to get to the durable tier.
+
+        Raises:
+            RestoreError: The source is gone.
+        """
+        result, started = Brought(tier="peer"), time.monotonic()
+        (entry,) = part.content.files
+        slot: Slot | None = None
+        problem: TieredCheckpointError | None = None
+        with contextlib.ExitStack() as stack:
+            view: memoryview | None = None
+            try:
+                slot = self.room(part.save_id, entry.size)
+                view = stack.enter_context(slot.view)
+            except MemoryTierError as error:
+                self._log.warning("receiving into a temporary file: %s", error)
+                try:
+                    path, view = stack.enter_context(fetch.temporary_file(entry.size))
+                    result.path, result.temporary = str(path), True
+                except RestoreError as no_room:
+                    # What is on its way has to be received all the same.
+                    problem = no_room
+            try:
+                receive_file(group, entry, view, source)
+            except CorruptCheckpointError as error:
+                problem = problem or error
+        if slot is not None and problem is not None:
+            self._tier.give_back(slot)
+        elif slot is not None:
+            try:
+                stored = commit_received(self._tier, part, {entry.basename: slot}, drained=drained)
+                result.path = str(stored.file(entry.basename))
+            except MemoryTierError as error:
+                problem = error
+        if problem is None:
+            self._log.info(
+                "received %s from rank %d: %s", part.name, source, rate(entry.size, time.monotonic() - started)
+            )
+            return result
+        if result.temporary and result.path is not None:
+            os.unlink(result.path)
+        note = f"rank {group.rank}: peer (rank {source}) {part.name} (step {part.content.step}): {problem}"
+        result.path, result.temporary, result.rejected = None, False, [note]
+        self._log.error("not restored, looking further: %s", note)
+        return result
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -10,7 +10,9 @@ from typing import Literal
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.manifest import Content, Manifest, newest_first
 
-Tier = Literal["memory", "durable"]
+#: Where a node has a checkpoint from: its own memory (its own parts, and copies that it keeps for others), the
+#: memory of another node, or the durable tier.
+Tier = Literal["memory", "peer", "durable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,17 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A complete checkpoint in the memory of a node."""
+    """A complete checkpoint in the memory of a node.
+
+    Attributes:
+        name: Its name.
+        content: What it holds.
+        owns: Whether it is this node's own, which the node brings to the durable tier where it is to go there.
+    """
 
     name: str
     content: Content
+    owns: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +83,13 @@ class Candidate:
         name: The checkpoint's name.
         content: What it holds.
         sources: For each node, the tiers to try, in order.
+        orphaned: Whether there are only copies of it left, and it is not on the durable tier.
     """
 
     name: str
     content: Content
     sources: Mapping[str, tuple[Tier, ...]]
+    orphaned: bool = False
 
 
 def candidates(
@@ -96,7 +107,8 @@ def candidates(
         aliases: Aliases that are queued but not yet on the durable tier, and their targets.
 
     Returns:
-        In the selector's order, only such as each node can get, from its own memory or from the durable tier.
+        In the selector's order; each node can get them from its own memory, from another node's, or from the
+        durable tier.
     """
     wanted = {target for alias, target in (aliases or {}).items() if selector.wants(alias)}
     found: dict[str, tuple[str, Content]] = {}
@@ -111,12 +123,14 @@ def candidates(
     made = []
     for content in selector.in_order(content for _, content in found.values()):
         save_id, name = content.save_id, found[content.save_id][0]
-        sources = {}
-        for node, held in memory.items():
-            here: tuple[Tier, ...] = ("memory",) if any(e.content.save_id == save_id for e in held) else ()
-            sources[node] = (*here, "durable") if save_id in on_durable else here
-        if all(sources.values()):
-            made.append(Candidate(name, content, sources))
+        mine = [(node, e) for node, held in memory.items() for e in held if e.content.save_id == save_id]
+        holders = {node for node, _ in mine}
+        sources: dict[str, tuple[Tier, ...]] = {}
+        for node in memory:
+            tiers: list[tuple[Tier, bool]] = [("memory", node in holders), ("peer", bool(holders - {node}))]
+            sources[node] = tuple(tier for tier, has in (*tiers, ("durable", save_id in on_durable)) if has)
+        orphaned = save_id not in on_durable and not any(entry.owns for _, entry in mine)
+        made.append(Candidate(name, content, sources, orphaned))
     return _complete(made, selector.companion) if selector.companion and selector.kind != "name" else made
 
 
@@ -150,3 +164,21 @@ def durable_contents(
         target = by_name.get(manifest.alias_of or "", manifest)
         for content in (target.content, *target.previous):
             yield target.name, content
+
+
+def spread(holders: Sequence[int], lacking: Sequence[int]) -> list[tuple[int, int]]:
+    """Who sends a whole checkpoint to whom, in the order in which all ranks do it.
+
+    Those that have received it send it on, so that as many are sending at once as have it.
+
+    Args:
+        holders: Ranks that have it.
+        lacking: Ranks that need it.
+    """
+    have, planned, rest = list(holders), [], list(lacking)
+    while rest:
+        turn = list(zip(have, rest, strict=False))
+        planned += turn
+        have += [target for _, target in turn]
+        rest = rest[len(turn) :]
+    return planned

@@ -41,7 +41,7 @@ class Group(Protocol):
         """Sends bytes to a rank, which is receiving as many."""
         ...
 
-    def receive(self, data: bytearray, rank: int) -> None:
+    def receive(self, data: bytearray | memoryview, rank: int) -> None:
         """Fills ``data`` with the bytes that a rank sends."""
         ...
 
@@ -66,7 +66,7 @@ class SingleGroup:
     def send(self, data: memoryview, rank: int) -> None:
         raise AssertionError(f"a process alone has nobody to send {len(data)} bytes to (rank {rank})")
 
-    def receive(self, data: bytearray, rank: int) -> None:
+    def receive(self, data: bytearray | memoryview, rank: int) -> None:
         raise AssertionError(f"a process alone has nobody to get {len(data)} bytes from (rank {rank})")
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class TorchGroup:
     def send(self, data: memoryview, rank: int) -> None:
         _send(self, data, rank, self._group)
 
-    def receive(self, data: bytearray, rank: int) -> None:
+    def receive(self, data: bytearray | memoryview, rank: int) -> None:
         _receive(self, data, rank, self._group)
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class GivenGroup:
     def send(self, data: memoryview, rank: int) -> None:
         _send(self, data, self._dist.get_global_rank(self._group, rank), self._group)
 
-    def receive(self, data: bytearray, rank: int) -> None:
+    def receive(self, data: bytearray | memoryview, rank: int) -> None:
         _receive(self, data, self._dist.get_global_rank(self._group, rank), self._group)
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ def _send(group: Group, data: memoryview, rank: int, process_group: Any) -> None
         raise _lost(group.rank, error) from error
 
 
-def _receive(group: Group, data: bytearray, rank: int, process_group: Any) -> None:
+def _receive(group: Group, data: bytearray | memoryview, rank: int, process_group: Any) -> None:
     import torch
     import torch.distributed as dist
 

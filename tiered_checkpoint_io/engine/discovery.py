@@ -163,7 +163,7 @@ class Here:
     """What one node's memory holds for one durable tier.
 
     Attributes:
-        held: Complete checkpoints, without their hashes: all ranks are told of them.
+        held: Complete checkpoints, without their hashes: all ranks are told of them. Copies are among them.
         parts: Ranks' parts of sharded checkpoints, likewise.
         damaged: Parts that can't be read, and why.
         quarantined: Parts that earlier restores found corrupt.
@@ -186,15 +186,15 @@ def look_here(tier: MemoryTier, dirpath: str) -> Here:
         OSError: The memory tier can't be read.
     """
     here = Here()
-    for stored in tier.parts():
-        part = stored.part
+    for stored in (*tier.parts(), *tier.replicas.parts()):
+        part, owns = stored.part, not stored.is_replica
         if part.dirpath != dirpath:
             continue
         if part.content.kind == "full":
-            here.held.append(Held(part.name, _without_hashes(part.content)))
+            here.held.append(Held(part.name, _without_hashes(part.content), owns))
         elif part.content.kind == "sharded":
-            here.parts.append(HeldPart(part.name, part.rank, part.commits, _without_hashes(part.content)))
-    for folder, error in tier.damaged():
+            here.parts.append(HeldPart(part.name, part.rank, part.commits, _without_hashes(part.content), owns))
+    for folder, error in (*tier.damaged(), *tier.replicas.damaged()):
         here.damaged.append(f"memory {folder}: {error}")
         if isinstance(error, FormatVersionError):
             here.newer = error

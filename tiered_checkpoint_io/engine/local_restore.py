@@ -4,7 +4,7 @@ A save is taken if it is known to be whole: it is committed on the durable tier,
 the parts of all its shards. The first rank that has an intact file of one leaves word which save that is,
 see ``local_run``; all others take theirs of that save, from their node's memory, else from the durable tier.
 A save that several nodes hold in memory alone is loaded where its name is asked for: no node can see that
-it is whole, but whoever lacks a part says so.
+it is whole, but whoever lacks a part says so. The copies that a node keeps for others count as what it holds.
 """
 
 from __future__ import annotations
@@ -211,12 +211,13 @@ class LocalRestorer:
 
     def _held(self) -> list[Part]:
         dirpath = self._config.dirpath
-        for folder, error in self._tier.damaged():
+        for folder, error in (*self._tier.damaged(), *self._tier.replicas.damaged()):
             note = f"memory {folder}: {error}"
             if note not in self._rejected:
                 self._rejected.append(note)
                 self._log.error("not restored, looking further: %s", note)
-        parts = [stored.part for stored in self._tier.parts() if stored.part.dirpath == dirpath]
+        held = (*self._tier.parts(), *self._tier.replicas.parts())
+        parts = [stored.part for stored in held if stored.part.dirpath == dirpath]
         self._see(part.save_id for part in parts)
         return parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import secrets
 import threading
 from collections import Counter
@@ -16,7 +17,77 @@ from tiered_checkpoint_io.engine.placement import peers_of_ranks
 from tiered_checkpoint_io.engine.replication import Clique, Replicator
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
+
+#: At the end of a process, what was not closed in order is not waited for long.
+RELEASE_S = 10.0
+
+
+class Peering:
+    """What one session has to do with peers: for each group of ranks that save together, one replicator."""
+
+    def __init__(self, config: TieredCheckpointConfig, counts: Counter[str]) -> None:
+        """Takes what does not change.
+
+        Args:
+            config: For factor, jump and bounds.
+            counts: ``replicated`` and ``unreplicated`` parts.
+        """
+        self._config = config
+        self._counts = counts
+        self._replicators: dict[object, Replicator] = {}
+        #: Who sends what is saved now.
+        self._current: Replicator | None = None
+
+    def meet(self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any) -> None:
+        """Prepares copies in the memory of peers, once; every rank of the group calls this, on its main thread.
+
+        Does nothing where ``replication_factor`` is 1, or these ranks have met before.
+
+        Args:
+            open_tier: Opens this node's memory.
+            logger: Where to log.
+            process_group: The ranks that save together; all of them where it is None.
+
+        Raises:
+            UsageError: There are fewer nodes than copies, or some rank did not come.
+            MemoryTierError: Some rank can't use its memory tier.
+        """
+        if self._config.replication_factor == 1:
+            return
+        key = key_of(process_group)
+        if key not in self._replicators:
+            self._replicators[key] = meet(open_tier, self._config, logger, self._counts, process_group)
+            if len(self._replicators) == 1:
+                # Threads that call into torch must have ended before the interpreter does.
+                atexit.register(self.close, RELEASE_S)
+        self._current = self._replicators[key]
+
+    def committed(self, stored: StoredPart, logger: Logger) -> None:
+        """Takes each part that is saved on this node by this process."""
+        if self._config.replication_factor == 1:
+            return
+        if self._current is not None:
+            self._current.offer(stored)
+            return
+        self._counts["unreplicated"] += 1
+        logger.warning(
+            "Step %d: %s stays in this node's memory alone: the ranks have not met on their main threads",
+            stored.part.content.step,
+            stored.part.name,
+        )
+
+    @property
+    def pending(self) -> int:
+        """Parts that are still on their way."""
+        return sum(each.pending for each in self._replicators.values())
+
+    def close(self, timeout_s: float) -> None:
+        """Sends what waits, within the bound, and ends; ranks may meet again."""
+        atexit.unregister(self.close)
+        replicators, self._replicators, self._current = list(self._replicators.values()), {}, None
+        for each in replicators:
+            each.close(timeout_s)
 
 
 def key_of(process_group: Any) -> object:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine import retention
+from tiered_checkpoint_io.engine.carrying import commit_received
 from tiered_checkpoint_io.engine.peer_link import Board, Link, Offer
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
@@ -373,25 +374,23 @@ class Replicator:
                             except CorruptCheckpointError as error:
                                 # The source has to get rid of the rest all the same.
                                 damage = damage or str(error)
-            if not damage:
-                stored = kept.commit(part, slots)
-        except MemoryTierError as error:
-            # All bytes have come: the link is as good as before.
-            damage = str(error)
         except BaseException:
-            self._give_back(slots)
+            for slot in slots.values():
+                kept.give_back(slot)
             raise
         if damage:
-            self._give_back(slots)
+            for slot in slots.values():
+                kept.give_back(slot)
+        else:
+            try:
+                commit_received(kept, part, slots)
+            except MemoryTierError as error:
+                # All bytes have come: the link is as good as before.
+                damage = str(error)
         link.tell(damage)
         if not damage:
             self._unsettle(part.save_id)
-            self._prune(stored.part, keep_last=self._keep_last)
-
-    def _give_back(self, slots: dict[str, Slot]) -> None:
-        for slot in slots.values():
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                self._tier.replicas.give_back(slot)
+            self._prune(part, keep_last=self._keep_last)
 
     def _prune(self, part: Part, *, keep_last: int) -> None:
         kept = self._tier.replicas

@@ -1,8 +1,9 @@
 """Restore: find the candidates, bring the best one to every node, verify it, and agree on it.
 
 Rank 0 alone asks the durable tier what is there. On each node one process verifies or fetches;
-the others map the same pages. A bad copy leads to the next source, then to the next candidate; it
-is quarantined and reported, never loaded.
+the others map the same pages. A node that has no copy gets it from one that has, and only where none has
+from the durable tier. A bad copy leads to the next source, then to the next candidate; it is quarantined
+and reported, never loaded.
 
 Whatever fails on one rank is carried to the next exchange of all ranks and raised there on each of
 them, so that none waits for one that has left.
@@ -21,7 +22,8 @@ from pathlib import Path
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.bring import Bringer, Brought
-from tiered_checkpoint_io.engine.choice import Candidate, Selector, Tier, candidates
+from tiered_checkpoint_io.engine.carrying import send_part
+from tiered_checkpoint_io.engine.choice import Candidate, Selector, Tier, candidates, spread
 from tiered_checkpoint_io.engine.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.discovery import Here, Known, discover, look_here, read_more
 from tiered_checkpoint_io.errors import (
@@ -32,7 +34,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, gib
-from tiered_checkpoint_io.manifest import Content
+from tiered_checkpoint_io.manifest import Content, Part
 from tiered_checkpoint_io.storage.base import Store
 from tiered_checkpoint_io.storage.memory import MemoryTier
 
@@ -217,7 +219,7 @@ class Restorer:
         if here.damaged:
             # Under the lock, so that no other process moves the same folder; listed again there.
             with self._bringer.lock():
-                for folder, error in self._tier.damaged():
+                for folder, error in (*self._tier.damaged(), *self._tier.replicas.damaged()):
                     # What a newer release wrote is not damaged.
                     if not isinstance(error, FormatVersionError):
                         self._tier.quarantine(folder, str(error))
@@ -249,10 +251,56 @@ class Restorer:
                 hint="load it by tiered_checkpoint_io.dcp or with a sharded strategy of this package, or make a full"
                 " one of it: tiered-ckpt export",
             )
-        leads = search.leaders[group.node] == group.rank
-        mine = self._bringer.bring(candidate, candidate.sources[group.node], group.rank) if leads else None
-        here = self._share(mine, search, group)
+        here = self._share(self._bring(candidate, search, group), search, group)
         return None if here is None else self._settle(candidate, here, search, group)
+
+    def _bring(self, candidate: Candidate, search: _Search, group: Group) -> Brought | None:
+        """This node's copy, on its leader: from its own memory, from another node's, or from the durable tier."""
+        leads, sources = search.leaders[group.node] == group.rank, candidate.sources[group.node]
+        mine = self._bringer.bring(candidate, ("memory",) if "memory" in sources else (), group.rank) if leads else None
+        if any("peer" in each for each in candidate.sources.values()):
+            mine = self._from_peers(candidate, mine, group)
+        if mine is not None and mine.path is None and mine.error is None and "durable" in sources:
+            fetched = self._bringer.bring(candidate, ("durable",), group.rank)
+            fetched.rejected = mine.rejected + fetched.rejected
+            return fetched
+        return mine
+
+    def _from_peers(self, candidate: Candidate, mine: Brought | None, group: Group) -> Brought | None:
+        """Has leaders whose memory has it send it to those whose memory has not."""
+        described: Part | None = None
+        if mine is not None and mine.path is not None:
+            try:
+                stored = self._bringer.find(candidate.content.save_id)
+                if candidate.orphaned and group.rank == 0 and stored.is_replica:
+                    stored = self._tier.adopt(stored, drained=False)
+                    mine.path = str(stored.file(stored.part.content.files[0].basename))
+                described = stored.part
+            except CheckpointNotFoundError as error:
+                mine.path, mine.rejected = None, [*mine.rejected, f"rank {group.rank}: {error}"]
+        outcomes: list[tuple[bool, Part | None]] = group.all_gather(
+            (mine is not None and mine.error is None, described)
+        )
+        holders = [rank for rank, (_, part) in enumerate(outcomes) if part is not None]
+        lacking = [rank for rank, (leads, part) in enumerate(outcomes) if leads and part is None]
+        if not holders:
+            return mine
+        part = outcomes[holders[0]][1]
+        assert part is not None
+        for source, target in spread(holders, lacking):
+            if group.rank == source:
+                problem = send_part(group, self._tier, part, target)
+                if problem is not None:
+                    self._log.error("rank %d was sent a damaged copy: %s", target, problem)
+            elif group.rank == target:
+                assert mine is not None
+                # Of what only copies are left, one node takes over what the lost one would have done.
+                received = self._bringer.from_peer(
+                    part, group, source, drained=not (candidate.orphaned and group.rank == 0)
+                )
+                received.rejected = mine.rejected + received.rejected
+                mine = received
+        return mine
 
     def _share(self, mine: Brought | None, search: _Search, group: Group) -> Brought | None:
         """Tells all ranks how the leaders fared; the outcome on this node, if all succeeded."""

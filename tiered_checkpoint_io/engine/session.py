@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -15,18 +14,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine import meeting
+from tiered_checkpoint_io.engine.meeting import RELEASE_S, Peering
 from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
-from tiered_checkpoint_io.engine.replication import Replicator
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
 from tiered_checkpoint_io.engine.supervise import DrainHandle
 from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.storage import Store, open_store
-from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart, node_budget
-
-#: At the end of a process, what was not closed in order is not waited for long.
-_RELEASE_S = 10.0
+from tiered_checkpoint_io.storage.memory import MemoryTier, node_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +103,7 @@ class Session:
         self.newest_seen: str | None = None
         self._pins = HostPins()
         self._opened: Opened | None = None
-        self._peers: dict[object, Replicator] = {}
-        #: Who sends what is saved now.
-        self._current: Replicator | None = None
+        self._peering = Peering(config, self.counts)
         self._store: Store | None = None
         self._run_id: str | None = None
         self._counter = 0
@@ -138,7 +131,7 @@ class Session:
             if os.path.isdir(config.memory_dir):
                 budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
             tier = MemoryTier.open(config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin)
-            tier.on_commit = self._committed
+            tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
             saver = Saver(tier, keep_last=config.memory_keep_last, pins=self._pins)
             self._opened = Opened(tier, saver, DrainHandle(tier, config, self.log))
             self._opened.drain.leave_by = self._leave_by
@@ -158,7 +151,7 @@ class Session:
             return
         tier, saver, drain = self.open()
         try:
-            self._part_from_peers(float(self.config.wait_timeout_s))
+            self._peering.close(float(self.config.wait_timeout_s))
             if drain.pending():
                 try:
                     drain.start()
@@ -185,7 +178,7 @@ class Session:
         """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
         if self._opened is not None:
             tier, saver, _ = self.open()
-            self._part_from_peers(_RELEASE_S)
+            self._peering.close(RELEASE_S)
             saver.close()
             tier.close()
 
@@ -237,48 +230,12 @@ class Session:
 
     # ------------------------------------------------------------------------------------- peers
     def meet_peers(self, process_group: Any = None) -> None:
-        """Prepares copies in the memory of peers, once; every rank of the group calls this, on its main thread.
-
-        Does nothing where ``replication_factor`` is 1, or these ranks have met before.
-
-        Args:
-            process_group: The ranks that save together; all of them where it is None.
-
-        Raises:
-            UsageError: There are fewer nodes than copies, or some rank did not come.
-        """
-        if self.config.replication_factor == 1:
-            return
-        key = meeting.key_of(process_group)
-        if key not in self._peers:
-            self._peers[key] = meeting.meet(lambda: self.open().tier, self.config, self.log, self.counts, process_group)
-            if len(self._peers) == 1:
-                # Threads that call into torch must have ended before the interpreter does.
-                atexit.register(self._part_from_peers, _RELEASE_S)
-        self._current = self._peers[key]
-
-    def _committed(self, stored: StoredPart) -> None:
-        if self.config.replication_factor == 1:
-            return
-        if self._current is not None:
-            self._current.offer(stored)
-            return
-        self.counts["unreplicated"] += 1
-        self.log.warning(
-            "Step %d: %s stays in this node's memory alone: the ranks have not met on their main threads",
-            stored.part.content.step,
-            stored.part.name,
-        )
+        """See :meth:`Peering.meet`."""
+        self._peering.meet(lambda: self.open().tier, self.log, process_group)
 
     def copies_pending(self) -> int:
         """Parts of this process that are still on their way to peers."""
-        return sum(each.pending for each in self._peers.values())
-
-    def _part_from_peers(self, timeout_s: float) -> None:
-        atexit.unregister(self._part_from_peers)
-        peers, self._peers, self._current = list(self._peers.values()), {}, None
-        for each in peers:
-            each.close(timeout_s)
+        return self._peering.pending
 
     # --------------------------------------------------------------------------------------- ids
     def next_id(self) -> str:

@@ -18,12 +18,14 @@ class HeldPart:
         rank: The rank that saved it.
         commits: Whether it holds ``.metadata``.
         content: The rank's files, without their hashes.
+        owns: Whether it is this node's own, and not a copy that it keeps for another one.
     """
 
     name: str
     rank: int
     commits: bool
     content: Content
+    owns: bool = True
 
 
 @dataclass(frozen=True, slots=True)

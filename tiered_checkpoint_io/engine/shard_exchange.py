@@ -1,19 +1,21 @@
-"""Bytes of a checkpoint that lies in memory alone, from the nodes that hold them to those that need them.
+"""Bytes of a checkpoint that lies in memory, from the nodes that hold them to those that need them.
 
 What DCP saves once (replicated tensors, plain objects) lies on one node, and after a change of the
-world size shards do as well. The ranks tell each other what they lack, agree on a list of transfers,
-and carry it out in its order, so that no two of them wait for each other. A chunk travels once to
-each node that needs it, and is verified where it arrives.
+world size, or the loss of a node, shards do as well. The ranks tell each other what they lack, agree
+on a list of transfers, and carry it out in its order, so that no two of them wait for each other. A
+chunk travels once to each node that needs it. It is verified before it is sent, so that another copy
+can be taken where one is damaged, and again where it arrives.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.shard_files import ShardFiles, Span, chunks_of
-from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.manifest import FileEntry
 
 
@@ -23,7 +25,7 @@ class Need:
 
     Attributes:
         node: Where it is.
-        lacks: Files that its node can get nowhere else, and the ``(offset, length)`` spans it needs.
+        lacks: Files that are not in its node's memory, and the ``(offset, length)`` spans it needs of them.
         holds: The files of this node's memory; of a node, its lowest rank alone tells them.
         error: Why it can't take part.
     """
@@ -55,20 +57,27 @@ def transfers(needs: Sequence[Need]) -> tuple[dict[str, FileEntry], list[Transfe
     Returns:
         The files that are concerned, and the transfers.
     """
-    holders: dict[str, tuple[int, FileEntry]] = {}
+    holders: dict[str, list[tuple[int, FileEntry]]] = {}
     leaders: dict[str, int] = {}
     for rank, need in enumerate(needs):
         leaders.setdefault(need.node, rank)
         for basename, entry in need.holds.items():
-            holders.setdefault(basename, (rank, entry))
+            holders.setdefault(basename, []).append((rank, entry))
     wanted: set[Transfer] = set()
     entries: dict[str, FileEntry] = {}
+    load: Counter[int] = Counter()
+    chosen: dict[str, int] = {}
     for need in needs:
-        for basename, spans in need.lacks.items():
-            if basename in holders:
-                source, entries[basename] = holders[basename]
-                target = leaders[need.node]
-                wanted |= {Transfer(basename, index, source, target) for index in chunks_of(entries[basename], spans)}
+        for basename, spans in sorted(need.lacks.items()):
+            if basename not in holders:
+                continue
+            if basename not in chosen:
+                # Of several copies, that of the node which sends least so far.
+                chosen[basename], entries[basename] = min(holders[basename], key=lambda each: (load[each[0]], each[0]))
+            target = leaders[need.node]
+            chunks = chunks_of(entries[basename], spans)
+            load[chosen[basename]] += len(chunks)
+            wanted |= {Transfer(basename, index, chosen[basename], target) for index in chunks}
     return entries, sorted(wanted)
 
 
@@ -86,20 +95,34 @@ def exchange(
     Raises:
         TieredCheckpointError: Some rank failed.
     """
-    need = Need(
-        node=group.node,
-        lacks={name: wanted for name, wanted in (spans or {}).items() if not files.within_reach(name)},
-        holds=files.held,
-        error=portable(error, group.rank),
-    )
-    needs: list[Need] = group.all_gather(need)
-    raise_first((each.error for each in needs), error)
+    spans = spans or {}
+    for basename, wanted in spans.items():
+        # What is damaged here comes from elsewhere.
+        files.check(basename, wanted)
+    while True:
+        need = Need(
+            node=group.node,
+            lacks={name: wanted for name, wanted in spans.items() if name not in files.held},
+            holds=files.held,
+            error=portable(error, group.rank),
+        )
+        needs: list[Need] = group.all_gather(need)
+        raise_first((each.error for each in needs), error)
+        try:
+            entries, planned = transfers(needs)
+        except Exception as caught:
+            # As pure as its arguments, which are the same everywhere: all ranks are here.
+            raise portable(caught, group.rank) or caught from caught
+        mine: dict[str, list[Span]] = {}
+        for transfer in planned:
+            if transfer.source == group.rank:
+                offset, length = entries[transfer.basename].chunks[transfer.index]
+                mine.setdefault(transfer.basename, []).append((offset, length))
+        damaged = [name for name, sent in mine.items() if files.check(name, sent) is not None]
+        if not any(group.all_gather(damaged)):
+            break
     failed: Exception | None = None
-    try:
-        entries, planned = transfers(needs)
-    except Exception as caught:
-        # As pure as its arguments, which are the same everywhere: all ranks are here.
-        raise portable(caught, group.rank) or caught from caught
+    spare = {basename for basename in entries if files.is_durable(basename)}
     for basename, entry in entries.items():
         if basename in need.lacks:
             files.adopt(entry)
@@ -115,6 +138,9 @@ def exchange(
             try:
                 files.adopt(entry)
                 files.put(transfer.basename, transfer.index, chunk)
+            except CorruptCheckpointError as caught:
+                if transfer.basename not in spare:
+                    failed = failed or caught
             except Exception as caught:
                 failed = failed or caught
     agree(group, failed)

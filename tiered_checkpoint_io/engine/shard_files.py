@@ -373,9 +373,22 @@ class ShardFiles:
         """The files that lie in this node's memory, by basename."""
         return {basename: file.entry for basename, (_, file) in self._parts.items()}
 
-    def within_reach(self, basename: str) -> bool:
-        """Whether a file is in this node's memory, or on the durable tier."""
-        return basename in self._parts or basename in self._durable
+    def is_durable(self, basename: str) -> bool:
+        """Whether a file is on the durable tier."""
+        return basename in self._durable
+
+    def check(self, basename: str, spans: Iterable[Span]) -> CorruptCheckpointError | None:
+        """Verifies spans of a file in this node's memory; what is damaged is no longer held, and given back as such."""
+        if basename not in self._parts:
+            return None
+        stored, file = self._parts[basename]
+        try:
+            file.ensure(spans)
+        except CorruptCheckpointError as error:
+            del self._parts[basename]
+            self._on_damage(stored, error)
+            return error
+        return None
 
     def peek(self, basename: str, offset: int, length: int) -> memoryview:
         """Bytes of a file in this node's memory, which whoever gets them has to verify."""
@@ -402,16 +415,11 @@ class ShardFiles:
                 :meth:`FetchedFile.ensure`.
         """
         spans = list(spans)
+        error = self.check(basename, spans)
+        if error is not None and basename not in self._durable:
+            raise error
         if basename in self._parts:
-            stored, file = self._parts[basename]
-            try:
-                file.ensure(spans)
-                return file.view
-            except CorruptCheckpointError as error:
-                del self._parts[basename]
-                self._on_damage(stored, error)
-                if basename not in self._durable:
-                    raise
+            return self._parts[basename][1].view
         try:
             fetched = self._fetch_file(basename)
             fetched.ensure(spans)

@@ -21,6 +21,7 @@ from tiered_checkpoint_io.engine.coordination import Group, agree, portable, rai
 from tiered_checkpoint_io.engine.discovery import Here, Known, discover, look_here, read_more
 from tiered_checkpoint_io.engine.shard_choice import HeldPart, ShardCandidate, shard_candidates
 from tiered_checkpoint_io.engine.shard_files import ShardFiles, clear_reads
+from tiered_checkpoint_io.engine.shard_homing import bring_home
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -51,7 +52,7 @@ class OpenShards:
         files: The bytes that it names; None until it is known which files others wrote.
         rejected: What was tried before it, and why it was not taken.
         newest_save_id: The newest save that was seen in any tier.
-        scattered: Whether its bytes lie in the memory of several nodes, and nowhere else.
+        scattered: Whether its bytes lie in the memory of several nodes.
     """
 
     name: str
@@ -82,6 +83,7 @@ class _Search:
     selector: Selector
     nodes: list[str]
     full: dict[str, list[Held]]
+    memory: dict[str, list[HeldPart]] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -131,7 +133,7 @@ class ShardRestorer:
         nodes: dict[str, Here] = {node: theirs for node, theirs, _, _ in reversed(gathered)}
         full = {node: theirs.held for node, theirs in nodes.items()}
         search = _Search(selector, [node for node, _, _, _ in gathered], full)
-        memory = {node: theirs.parts for node, theirs in nodes.items()}
+        memory = search.memory = {node: theirs.parts for node, theirs in nodes.items()}
         bad = {save_id for _, _, theirs, _ in gathered for save_id in theirs}
         search.rejected += [f"save {save_id}: damaged" for save_id in sorted(bad)]
         search.damaged = list(dict.fromkeys(n for _, h, _, _ in gathered for n in (*h.damaged, *h.quarantined)))
@@ -196,13 +198,16 @@ class ShardRestorer:
     # ------------------------------------------------------------------------------- one candidate
     def _try(self, candidate: ShardCandidate, search: _Search, group: Group) -> OpenShards | None:
         small: dict[str, bytes] | None = None
-        if candidate.metadata_nodes:
-            rank = min(search.leads(node) for node in candidate.metadata_nodes)
+        for rank in sorted(search.leads(node) for node in candidate.metadata_nodes):
             small = self._share(rank, lambda: self._small_here(candidate), candidate, "memory", search, group)
+            if small is not None:
+                break
         if small is None and candidate.durable is not None:
             small = self._share(0, lambda: self._small_there(candidate), candidate, "durable", search, group)
         if small is None:
             return None
+        if candidate.metadata_nodes:
+            bring_home(group, self._tier, self._log, candidate, search.memory, search.nodes)
         files: ShardFiles | None = None
         failed: Exception | None = None
         try:
@@ -211,7 +216,7 @@ class ShardRestorer:
                 list(candidate.durable.files) if candidate.durable else [],
                 search,
                 group,
-                [stored for stored in self._tier.parts() if stored.save_id == candidate.save_id],
+                [stored for stored in self._held() if stored.save_id == candidate.save_id],
             )
         except Exception as error:
             failed = error
@@ -232,7 +237,7 @@ class ShardRestorer:
             files=files,
             rejected=search.rejected,
             newest_save_id=newest,
-            scattered=candidate.durable is None and len(set(search.nodes)) > 1,
+            scattered=bool(candidate.metadata_nodes) and len(set(search.nodes)) > 1,
         )
 
     def _share(
@@ -263,7 +268,8 @@ class ShardRestorer:
         return data
 
     def _small_here(self, candidate: ShardCandidate) -> dict[str, bytes]:
-        for stored in self._tier.parts():
+        damage: CorruptCheckpointError | None = None
+        for stored in self._held():
             if stored.save_id == candidate.save_id and stored.part.commits:
                 try:
                     with self._tier.reading(stored) as views:
@@ -275,7 +281,9 @@ class ShardRestorer:
                         return found
                 except CorruptCheckpointError as error:
                     self._quarantine(stored, error)
-                    raise
+                    damage = damage or error
+        if damage is not None:
+            raise damage
         raise CheckpointNotFoundError(
             "no longer in memory",
             operation="restore",
@@ -365,11 +373,14 @@ class ShardRestorer:
         opened.files = self._open_files(key[:32], entries, self._foreign_search, group, [])
 
     # ------------------------------------------------------------------------------------ inside
+    def _held(self) -> list[StoredPart]:
+        return [*self._tier.parts(), *self._tier.replicas.parts()]
+
     def _look_here(self, rank: int) -> Here:
         here = look_here(self._tier, self._config.dirpath)
         if here.damaged:
             with self._bringer.lock():
-                for folder, error in self._tier.damaged():
+                for folder, error in (*self._tier.damaged(), *self._tier.replicas.damaged()):
                     if not isinstance(error, FormatVersionError):
                         self._tier.quarantine(folder, str(error))
             here.damaged = [f"rank {rank}: {note}" for note in here.damaged]

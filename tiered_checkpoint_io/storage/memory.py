@@ -315,6 +315,28 @@ class MemoryTier:
             self.on_commit(stored)
         return stored
 
+    def adopt(self, copy: StoredPart, *, drained: bool) -> StoredPart:
+        """Makes a copy that this node keeps its own part: the node that had it is lost.
+
+        Args:
+            copy: One of :attr:`replicas`.
+            drained: Whether the durable tier has it already.
+
+        Raises:
+            CheckpointNotFoundError: It was removed meanwhile.
+        """
+        folder = self._parts / copy.save_id / copy.folder.name
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            if drained:
+                write_private(copy.folder / _DRAINED, b"")
+            os.rename(copy.folder, folder)
+        except FileNotFoundError as error:
+            raise _gone(copy) from error
+        with contextlib.suppress(OSError):
+            os.rmdir(copy.folder.parent)
+        return StoredPart(copy.part, folder, drained, copy.replicated)
+
     def mark_drained(self, stored: StoredPart) -> None:
         """Notes that the durable tier needs nothing more of a part."""
         with contextlib.suppress(FileNotFoundError):

@@ -1,0 +1,147 @@
+"""How long a job waits for its state after the loss of a node: from a peer's memory beside from S3.
+
+Two nodes (memory folders of their own) of one rank each, over gloo, each with a part of a sharded checkpoint.
+In every round both ways are taken, in turn: node b loses all its memory and gets its part back from node a;
+then the same without the copies on node a, so that the part comes from S3 (rclone on this machine, which is
+closer and faster than S3 is). The time is that of the slower rank's load: discovery, transfer, hashes, tensors.
+Prints medians, and, last, ``recovery_ratio_to_s3=X``: the median over rounds of the one time by the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+NAMES = ("from a peer's memory", "from S3")
+WARM_ROUNDS = 1
+
+
+def rank_main(folder: str, dirpath: str, mebibytes: int, rounds: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from tiered_checkpoint_io import dcp
+    from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
+    from tiered_checkpoint_io.storage.memory import namespace_root
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    memory_dir = f"{folder}/{'ab'[rank]}"
+    os.makedirs(memory_dir, exist_ok=True)
+    config: dict[str, Any] = {"dirpath": dirpath, "memory_dir": memory_dir, "replication_factor": 2}
+    mesh = init_device_mesh("cpu", (2,))
+
+    def state(step: int) -> dict[str, Any]:
+        shards = (torch.full((mebibytes << 18,), float(step * 100 + i)) for i in range(4))
+        return {f"w{i}": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False) for i, shard in enumerate(shards)}
+
+    def session() -> Any:
+        return shared_of(settings_of(None, config)).session
+
+    def load(step: int) -> float:
+        into = state(0)
+        dist.barrier()
+        began = time.perf_counter()
+        reader = dcp.load(into, checkpoint_id=f"step_{step}", **config)
+        mine = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        assert all(bool((t.to_local() == step * 100 + i).all()) for i, t in enumerate(into.values()))
+        asked = reader.session.asked.get("bytes.down", 0)
+        reader.close()
+        down = torch.tensor(float(asked))
+        dist.all_reduce(down)
+        return float(mine), float(down)  # type: ignore[return-value]
+
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    root = namespace_root(memory_dir, "default")
+    size = 4 * (mebibytes << 20)
+    for number in range(1, rounds + WARM_ROUNDS + 1):
+        dcp.save(state(number), checkpoint_id=f"step_{number}", save_to_s3=True, wait=True, **config)
+        while session().copies_pending():
+            time.sleep(0.05)
+        dist.barrier()
+        session().wait(300)
+        session().close()
+        dist.barrier()
+        for name in NAMES:
+            if rank == 1:
+                shutil.rmtree(root)
+            elif name == NAMES[1]:
+                shutil.rmtree(root / "replicas")
+                os.mkdir(root / "replicas", 0o700)
+            seconds, down = load(number)  # type: ignore[misc]
+            assert (down >= size) == (name == NAMES[1]), f"{name}: {down} bytes came from S3"
+            if number > WARM_ROUNDS:
+                times[name].append(seconds)
+        if rank == 0:
+            shutil.rmtree(root)
+    if rank == 0:
+        os.write(1, (json.dumps(times) + "\n").encode())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mebibytes", type=int, default=512, help="of each rank; a multiple of 4")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        rank_main(*arguments.rank, arguments.mebibytes // 4, arguments.rounds)
+        return
+    from tiered_checkpoint_io.testing.servers import RcloneServer
+
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        os.mkdir(f"{folder}/s3")
+        server = stack.enter_context(RcloneServer(f"{folder}/s3"))
+        os.environ.update(server.env())
+        server.make_bucket("recovery")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        command = [sys.executable, __file__, "--rank", folder, "s3://recovery/run"]
+        command += ["--mebibytes", str(arguments.mebibytes), "--rounds", str(arguments.rounds)]
+        ranks = []
+        for rank in range(2):
+            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+            stack.callback(ranks[-1].kill)
+        told, _ = ranks[0].communicate()
+        times: dict[str, list[float]] = json.loads(told.strip().splitlines()[-1])
+        ranks[1].communicate()
+    ratio = statistics.median(peer / s3 for peer, s3 in zip(*times.values(), strict=True))
+    show(times, arguments.mebibytes)
+    print(f"recovery_ratio_to_s3={ratio:.2f}")
+
+
+def show(times: dict[str, list[float]], mebibytes: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"A lost node's part of {mebibytes} MiB: seconds, median of {len(times[NAMES[0]])} rounds")
+    for column in ("", "seconds", "fastest", "slowest"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, seconds in times.items():
+        table.add_row(name, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()

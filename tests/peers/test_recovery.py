@@ -1,0 +1,132 @@
+"""Nodes are lost with all that is in their memory; the job goes on from their peers', without the durable tier."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from support.restoring import flip
+
+#: Nodes of two ranks each, and how many copies there are.
+CASES = [("aabbcc", 2), ("aabbccdd", 2), ("aabbcc", 3), ("aabbccdd", 3)]
+LOSSES = [
+    pytest.param(nodes, factor, lost, id=f"{len(set(nodes))} nodes, factor {factor}, without {''.join(lost)}")
+    for nodes, factor in CASES
+    for lost in itertools.combinations(sorted(set(nodes)), factor - 1)
+]
+
+
+def gets(answer):
+    return {key: value for key, value in answer["asked"].items() if key in ("requests.get", "bytes.down") and value}
+
+
+ALL = os.environ.get("TIERED_TEST_ALL_LOSSES") == "1"
+#: One of the smallest job and one of the largest; all of them by ``make test-peers``.
+SAMPLE = [LOSSES[0], LOSSES[-1]]
+
+
+@pytest.mark.parametrize(("nodes", "factor", "lost"), LOSSES if ALL else SAMPLE)
+def test_a_job_goes_on_from_peers(ranks, lose, s3_url, nodes, factor, lost):
+    options = {"replication_factor": factor, "dirpath": s3_url}
+    full = ["save_full", 1, {"name": "last.ckpt"}]
+    ranks(nodes, full, ["save", 2], ["save", 3], ["close"], **options)
+    lose(*lost)
+    shards, full, _ = ranks(nodes, ["load", 3], ["load_full", 1, {"path": "tiered:last"}], ["close"], **options)
+    for rank, answer in enumerate(shards):
+        assert answer.get("matches"), answer
+        assert gets(answer) == {}
+        # What was lost is back where it belongs.
+        assert [3, rank] in [each[:2] for each in answer["tiers"]["own"]]
+    for node, answer in zip(nodes, full, strict=True):
+        assert answer.get("matches"), answer
+        assert (answer["step"], gets(answer)) == (1, {})
+        if node in lost:
+            assert answer["tier"] == "peer"
+
+
+def test_what_is_on_the_durable_tier_as_well_comes_from_peers_all_the_same(ranks, lose, s3_url):
+    options = {"replication_factor": 2, "dirpath": s3_url, "save_to_s3": True}
+    ranks(
+        "aabb", ["save", 1, {"rows": 60_000}], ["save_full", 2, ["memory", "durable"]], ["wait"], ["close"], **options
+    )
+    lose("a")
+    shards, full = ranks("aabb", ["load", 1, {"checkpoint_id": "step_1", "rows": 60_000}], ["load_full", 2], **options)
+    assert all(answer.get("matches") for answer in (*shards, *full)), (shards, full)
+    # The manifests, and nothing else.
+    assert sum(answer["asked"].get("bytes.down", 0) for answer in full) < 50_000
+
+
+def test_other_numbers_of_ranks_and_nodes_use_what_memory_covers(ranks, lose):
+    ranks("aabbcc", ["save", 1], ["save", 2], ["close"], replication_factor=2)
+    lose("b")
+    (answers,) = ranks("aac", ["load", 2], replication_factor=2)
+    assert all(answer.get("matches") for answer in answers), answers
+
+
+def test_more_lost_nodes_than_copies_lead_to_the_durable_tier_never_to_half_a_state(ranks, lose):
+    options = {"replication_factor": 2}
+    ranks("aabbcc", ["save", 1, {"save_to_s3": True}], ["wait"], ["save", 2], ["close"], **options)
+    lose("a", "b")
+    (answers,) = ranks("aabbcc", ["load", 1], **options)
+    assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 6
+
+
+def test_a_damaged_part_is_quarantined_and_the_peers_copy_is_taken(ranks, memory_dir):
+    ranks("ab", ["save", 1], ["save", 2], ["close"], replication_factor=2)
+    (path,) = Path(memory_dir, "a").glob(
+        "tiered-*/default/saves/*/rank-00000/__0_0-*.distcp".replace("saves/*", "saves/*2")
+    )
+    flip(path, at=path.stat().st_size // 2)
+    (answers,) = ranks("ab", ["load", 2], replication_factor=2)
+    for answer in answers:
+        assert (answer["matches"], answer["name"], gets(answer)) == (True, "step_2", {})
+    assert list(Path(memory_dir, "a").glob("tiered-*/default/quarantine/*rank-00000/reason.txt"))
+
+
+def test_a_damaged_copy_leads_to_the_third_one(ranks, lose, memory_dir):
+    ranks("abc", ["save_full", 1, {"name": "last.ckpt"}], ["save", 2], ["save", 3], ["close"], replication_factor=3)
+    lose("a")
+    for pattern in ("*2/rank-00000/__0_0-*.distcp", "*/rank-00000/*.ckpt"):
+        (path,) = Path(memory_dir, "b").glob(f"tiered-*/default/replicas/{pattern}")
+        flip(path, at=path.stat().st_size // 2)
+    shards, full = ranks("abc", ["load", 3], ["load_full", 1, {"path": "tiered:last"}], replication_factor=3)
+    assert all(answer.get("matches") for answer in (*shards, *full)), (shards, full)
+    assert all(gets(answer) == {} for answer in (*shards, *full))
+    assert len(list(Path(memory_dir, "b").glob("tiered-*/default/quarantine/replicas.*/reason.txt"))) == 2
+    assert any("rank 1" in note and "memory" in note for note in full[0]["rejected"])
+
+
+def test_when_no_copy_is_intact_all_go_back_a_step_together(ranks, memory_dir):
+    ranks("ab", ["save", 1], ["save", 2], ["close"], replication_factor=2)
+    for node, folder in (("a", "saves"), ("b", "replicas")):
+        (path,) = Path(memory_dir, node).glob(f"tiered-*/default/{folder}/*2/rank-00000/__0_0-*.distcp")
+        flip(path, at=path.stat().st_size // 2)
+    (answers,) = ranks("ab", ["load", 1], replication_factor=2)
+    assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 2
+
+
+def test_a_full_checkpoint_of_one_node_is_sent_to_all_others(ranks, s3_url):
+    ranks("aabbcc", ["save_full", 1], ["close"], dirpath=s3_url)
+    (answers,) = ranks("aabbcc", ["load_full", 1], dirpath=s3_url)
+    assert all(answer.get("matches") for answer in answers), answers
+    assert [answer["tier"] for answer in answers] == ["memory"] * 2 + ["peer"] * 4
+    assert all(gets(answer) == {} for answer in answers)
+
+
+def test_what_a_lost_node_was_to_upload_is_uploaded_by_who_takes_its_place(ranks, lose, tmp_path):
+    options = {"replication_factor": 2}
+    # Nothing gets to the durable tier while its folder is a file.
+    (tmp_path / "durable").write_text("")
+    ranks("ab", ["save_full", 1, ["memory", "durable"]], **options)
+    lose("a")
+    (tmp_path / "durable").unlink()
+    loaded, _ = ranks("ab", ["load_full", 1], ["close"], **options)
+    assert [answer.get("matches") for answer in loaded] == [True] * 2
+    assert (tmp_path / "durable" / "step=1.ckpt").exists()
+
+
+def test_local_checkpoints_of_two_nodes_are_whole_on_each_of_them(ranks, lose):
+    ranks("ab", ["save_local", 1], ["save_local", 2], ["close"], replication_factor=2)
+    (answers,) = ranks("aa", ["load_local"], replication_factor=2)
+    assert [answer["value"] for answer in answers] == [[200.0], [201.0]]
+    assert all(gets(answer) == {} for answer in answers)
