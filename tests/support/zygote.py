@@ -14,6 +14,7 @@ import warnings
 
 # Nothing that a rank has to start by itself is started here: no thread, no process group.
 import lightning.pytorch  # noqa: F401
+import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp

@@ -113,12 +113,20 @@ class Board:
         return self._get(f"whole/{save_id}") is not None
 
     def ends(self) -> None:
-        """Tells that this rank offers nothing more, and soon takes nothing more."""
+        """Tells that this rank offers nothing more."""
         self._set(f"ended/{self._rank}", "")
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank has said :meth:`ends`."""
+        """Whether a rank offers nothing more."""
         return self._get(f"ended/{rank}") is not None
+
+    def leaves(self) -> None:
+        """Tells that this rank takes nothing more."""
+        self._set(f"left/{self._rank}", "")
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank takes nothing more."""
+        return self._get(f"left/{rank}") is not None
 
     def _get(self, key: str) -> str | None:
         told: bytes | None = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)

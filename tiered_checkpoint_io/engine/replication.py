@@ -278,7 +278,7 @@ class Replicator:
         bound = min(self._timeout_s, _ACCEPT_AGAIN_S if target in self._lost else _ACCEPT_S)
         deadline = time.monotonic() + bound
         while not self._outgoing.is_accepted(offer):
-            if self._outgoing.has_ended(target):
+            if self._outgoing.has_left(target):
                 raise PeerError("it has ended", operation="replicate")
             if time.monotonic() > deadline:
                 raise PeerError(f"it does not answer within {bound:.0f} s", operation="replicate")
@@ -299,6 +299,7 @@ class Replicator:
                 ended_at = ended_at or time.monotonic()
                 over = all(self._incoming.has_ended(source) for source in self._clique.sources)
                 if idle and (over or time.monotonic() > ended_at + _LINGER_S):
+                    self._incoming.leaves()
                     return
             if idle:
                 with self._changed:
