@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from tiered_checkpoint_io.engine.coordination import Group
 from tiered_checkpoint_io.errors import (
@@ -20,6 +21,8 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.manifest import FileEntry, Part
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
 from tiered_checkpoint_io.storage.slots import Slot
+
+_HASH_THREADS = 2
 
 
 def find_part(tier: MemoryTier, save_id: str, rank: int | None = None) -> StoredPart:
@@ -52,6 +55,7 @@ def send_part(group: Group, tier: MemoryTier, part: Part, target: int) -> Tiered
             views = held.enter_context(tier.reading(stored))
         except (CheckpointNotFoundError, CorruptCheckpointError) as error:
             problem = error
+        checks = held.enter_context(contextlib.closing(_Checks()))
         for entry in part.content.files:
             for index, (offset, length) in enumerate(entry.chunks):
                 if not length:
@@ -60,11 +64,9 @@ def send_part(group: Group, tier: MemoryTier, part: Part, target: int) -> Tiered
                     group.send(memoryview(bytes(length)), target)
                     continue
                 chunk = views[entry.basename][offset : offset + length]
-                try:
-                    entry.check_chunk(index, chunk, tier="memory", where=str(stored.file(entry.basename)))
-                except CorruptCheckpointError as error:
-                    problem = problem or error
+                checks.add(entry, index, chunk, tier="memory", where=str(stored.file(entry.basename)))
                 group.send(chunk, target)
+        problem = problem or checks.damage()
     if isinstance(problem, CorruptCheckpointError):
         with contextlib.suppress(OSError):
             tier.quarantine(stored.folder, str(problem))
@@ -78,21 +80,39 @@ def receive_file(group: Group, entry: FileEntry, view: memoryview | None, source
         CorruptCheckpointError: A chunk differs from its hash; all of them were received.
         RestoreError: The source is gone.
     """
-    damage: CorruptCheckpointError | None = None
-    for index, (offset, length) in enumerate(entry.chunks):
-        if not length:
-            continue
-        if view is None:
-            group.receive(bytearray(length), source)
-            continue
-        with view[offset : offset + length] as chunk:
-            group.receive(chunk, source)
-            try:
-                entry.check_chunk(index, chunk, tier="peer", where=f"rank {source}")
-            except CorruptCheckpointError as error:
-                damage = damage or error
+    with contextlib.closing(_Checks()) as checks:
+        for index, (offset, length) in enumerate(entry.chunks):
+            if length and view is None:
+                # Nowhere to put it, but the sender has to get rid of it.
+                group.receive(bytearray(length), source)
+            elif length and view is not None:
+                chunk = view[offset : offset + length]
+                group.receive(chunk, source)
+                checks.add(entry, index, chunk, tier="peer", where=f"rank {source}")
+        damage = checks.damage()
     if damage is not None:
         raise damage
+
+
+class _Checks:
+    """Hashes chunks while others are on their way."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="tiered-check")
+        self._jobs: list[Future[None]] = []
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def add(self, entry: FileEntry, index: int, chunk: memoryview, *, tier: str, where: str) -> None:
+        """Begins with a chunk."""
+        self._jobs.append(self._pool.submit(entry.check_chunk, index, chunk, tier=tier, where=where))
+
+    def damage(self) -> CorruptCheckpointError | None:
+        """Waits for all of them; what was wrong with the first that was."""
+        found = [job.exception() for job in self._jobs]
+        self._jobs.clear()
+        return next((error for error in found if isinstance(error, CorruptCheckpointError)), None)
 
 
 def receive_part(group: Group, tier: MemoryTier, part: Part, source: int, *, drained: bool) -> StoredPart:

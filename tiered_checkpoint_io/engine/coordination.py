@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from tiered_checkpoint_io.engine.shard_files import at
 from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError, UsageError
 
 #: Ranks reach the load within this time of each other, or one of them never will.
@@ -247,8 +248,8 @@ def _send(group: Group, data: memoryview, rank: int, process_group: Any) -> None
     import torch.distributed as dist
 
     try:
-        # A copy: torch warns of bytes that it must not write to.
-        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=rank, group=process_group)
+        # By its address: torch warns of bytes that it must not write to, though it only reads them.
+        dist.send(torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8), dst=rank, group=process_group)
     except RuntimeError as error:
         raise _lost(group.rank, error) from error
 

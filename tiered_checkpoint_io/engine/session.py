@@ -105,6 +105,7 @@ class Session:
         self._opened: Opened | None = None
         self._peering = Peering(config, self.counts)
         self._store: Store | None = None
+        self._opening = threading.Lock()
         self._run_id: str | None = None
         self._counter = 0
         self._known: set[str] | None = None
@@ -141,9 +142,11 @@ class Session:
         """The durable tier; another one where a dirpath is given."""
         if dirpath is not None and dirpath != self.dirpath:
             return open_store(self.config, dirpath)
-        if self._store is None:
-            self._store = open_store(self.config)
-        return self._store
+        with self._opening:
+            # Threads that fetch ask for it all at once.
+            if self._store is None:
+                self._store = open_store(self.config)
+            return self._store
 
     def close(self) -> None:
         """Waits for queued work, shows background errors once, and frees everything."""
