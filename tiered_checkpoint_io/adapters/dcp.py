@@ -20,6 +20,7 @@ from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_
 from tiered_checkpoint_io.adapters.dcp_reader import DAMAGE, TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.full_state import save_full
+from tiered_checkpoint_io.adapters.planners import save_planner
 from tiered_checkpoint_io.adapters.smp import load_local_state, place_of, rank_in_group, save_local_state
 from tiered_checkpoint_io.engine.local_shards import Place, op_id
 from tiered_checkpoint_io.engine.session import SaveReport
@@ -73,7 +74,7 @@ def save(
             ``local``: anything that can be pickled; of DTensors and ShardedTensors the rank's own part.
         checkpoint_id: Its name, path or URL; the same on all ranks.
         storage_writer: The writer; by default one made from ``options``.
-        planner: As DCP takes it; for ``sharded`` alone.
+        planner: As DCP takes it, for ``sharded`` alone; by default one that plans once what stays the same.
         process_group: As DCP takes it. Of kind ``local``: the ranks that have one shard each; all by default.
         no_dist: As DCP takes it.
         coordinator_rank: The global rank of the group's member that coordinates; the first by default. Of
@@ -100,6 +101,9 @@ def save(
         place = _place(process_group, replication_group, coordinator_rank, no_dist)
         return _save_local(state_dict, writer, place, checkpoint_id, None if no_dist else (process_group,))
     coordinator = 0 if no_dist else rank_in_group(process_group, coordinator_rank)
+    if planner is None:
+        what = f"{writer.settings.config.namespace}/{coordinator}"
+        planner = save_planner(what, process_group, alone=no_dist)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_NO_DIST)
@@ -191,6 +195,7 @@ def async_save(
         finally:
             writer.seals_behind = told
         if saved is not None:
+            writer.seal()
             sealing, way = writer.sealing, writer.op_id
     located, session = writer.located, writer.session
     groups = (process_group or _world(), replication_group)

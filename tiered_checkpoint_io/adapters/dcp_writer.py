@@ -276,6 +276,10 @@ class TieredStorageWriter(StorageWriter):
         """How many threads copy, where that was told."""
         return self._threads
 
+    def seal(self) -> None:
+        """Behind a save with :attr:`seals_behind`, once it has succeeded: see :meth:`ShardSaver.seal_behind`."""
+        self._shared.saver.seal_behind()
+
     @property
     def sealing(self) -> Future[None] | None:
         """How the part ends that this rank seals behind its last save; None where it is sealed."""

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,6 +30,7 @@ from tiered_checkpoint_io.adapters.lightning import (
     read_storage_options,
     tiered_io_of,
 )
+from tiered_checkpoint_io.adapters.planners import save_planner
 from tiered_checkpoint_io.adapters.sharded_state import SHARDED, part_off, put_back
 from tiered_checkpoint_io.adapters.strategy_io import (
     MODEL_KEYS,
@@ -170,7 +170,8 @@ class TieredSharding(_Base):
             torch.save(rest, buffer)
             writer.extra = (REST, buffer.getvalue())
         try:
-            state_dict_saver.save(state, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
+            state_dict_saver.save(state, storage_writer=writer, planner=save_planner("strategy"))
+            writer.seal()
         except CheckpointException as error:
             ranks = sorted(error.failures)
             first = error.failures[ranks[0]][0] if ranks else error

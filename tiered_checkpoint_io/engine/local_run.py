@@ -24,6 +24,7 @@ theirs of the same save.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import Counter
@@ -34,6 +35,7 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import UsageError
 
 _PREFIX = "tiered-checkpoint"
+_numbers = itertools.count(1)
 
 
 class Run:
@@ -42,6 +44,8 @@ class Run:
     def __init__(self, store: Any) -> None:
         """Takes the store that all ranks share; None for a process alone."""
         self.store = store
+        #: Which start it is, in this process.
+        self.number = next(_numbers)
         self._lock = threading.Lock()
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}

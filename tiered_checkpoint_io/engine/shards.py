@@ -56,6 +56,7 @@ class _Unsealed:
         started: When the save began, by the monotonic clock.
         threads: How many hash.
         direct: Its file, where memory has no room for it.
+        small: Its other files; None where they are still to come.
     """
 
     ticket: Ticket
@@ -66,6 +67,7 @@ class _Unsealed:
     started: float
     threads: int | None
     direct: DirectFile | None = None
+    small: dict[str, bytes] | None = None
 
     @property
     def is_behind(self) -> bool:
@@ -198,7 +200,7 @@ class ShardSaver:
     ) -> None:
         """Makes the checkpoint exist; called by the coordinator once every rank has reported.
 
-        Where it was captured with ``behind``, that goes on behind the caller's back: see :attr:`sealing`.
+        Where it was captured with ``behind``, that is left to :meth:`seal_behind`.
 
         Args:
             save_id: Which save.
@@ -225,7 +227,12 @@ class ShardSaver:
         small = {METADATA: metadata}
         if extra is not None:
             small[ticket.name_beside(extra[0])] = extra[1]
-        self._end(unsealed, small)
+        if unsealed.is_behind:
+            unsealed.small = small
+            with self._lock:
+                self._unsealed = unsealed
+        else:
+            self._end(unsealed, small)
         if not in_memory or unsealed.direct is not None:
             # Not whole there, it lets no older one go.
             pass
@@ -266,7 +273,8 @@ class ShardSaver:
     ) -> tuple[list[Placed], bool]:
         """Puts this rank's items into memory. When it returns, later changes of them are not in it.
 
-        The part is committed, but for the coordinator's, which :meth:`finish` commits. Where memory has no
+        The part is committed, but for the coordinator's, which :meth:`finish` commits, and for those that
+        :meth:`seal_behind` commits. Where memory has no
         room for a durable save, the part goes straight to the durable tier, with one warning.
 
         Args:
@@ -275,7 +283,7 @@ class ShardSaver:
             items: What it contributes; it has no file where there is nothing.
             coordinator: Whether it is the coordinator.
             threads: How many threads copy.
-            behind: Whether the part is hashed and committed behind the caller's back: see :attr:`sealing`.
+            behind: Whether the part is hashed and committed by :meth:`seal_behind`.
 
         Returns:
             Where each item lies in ``ticket.file_name(rank)``; and whether that is in memory.
@@ -305,12 +313,27 @@ class ShardSaver:
                 self._session.warn_small(error)
                 unsealed.direct = DirectFile(image, threads=threads)
                 unsealed.hashes = unsealed.direct.hashes
-        if coordinator:
+        if not coordinator:
+            unsealed.small = {}
+        if coordinator or unsealed.is_behind:
             with self._lock:
                 self._unsealed = unsealed
         else:
             self._end(unsealed, {})
         return placed, unsealed.direct is None
+
+    def seal_behind(self) -> None:
+        """Hashes and commits behind the caller's back what was captured so: see :attr:`sealing`.
+
+        To be called when the save has succeeded on all ranks, and not before: what they still have to
+        tell each other would wait for the processor.
+        """
+        with self._lock:
+            unsealed = self._unsealed
+            if unsealed is None or unsealed.small is None or not unsealed.is_behind:
+                return
+            self._unsealed = None
+        self._end(unsealed, unsealed.small)
 
     def give_up(self) -> None:
         """Frees what a save left that did not finish: some other rank failed, and DCP has told all."""
