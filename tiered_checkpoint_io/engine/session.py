@@ -154,7 +154,10 @@ class Session:
             return
         tier, saver, drain = self.open()
         try:
-            self._peering.close(float(self.config.wait_timeout_s))
+            timeout_s = float(self.config.wait_timeout_s)
+            if self._leave_by is not None:
+                timeout_s = max(0.0, min(timeout_s, self._leave_by - time.monotonic()))
+            self._peering.close(timeout_s)
             if drain.pending():
                 try:
                     drain.start()
