@@ -118,9 +118,9 @@ def test_a_process_out_of_descriptors_at_any_point(kept):
     assert loads(io, 1)
     for spare in range(16):
         step = spare + 2
-        lowest = os.open("/", os.O_RDONLY)
-        os.close(lowest)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
+        used = set(map(int, os.listdir("/proc/self/fd")))
+        free = [number for number in range(soft) if number not in used]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], hard))
         try:
             io.save_checkpoint(state(step), f"{step}.ckpt", storage_options=MEMORY_ONLY)
             newest = step
