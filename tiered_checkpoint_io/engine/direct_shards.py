@@ -1,7 +1,7 @@
 """A rank's part of a sharded checkpoint where node memory has no room for it: straight to the durable tier.
 
-The rank waits until its file is there; the coordinator then commits by itself, in place of its
-node's drain. Ranks that do have room go through memory as ever.
+The process uploads it by itself, in an asynchronous save behind that; the coordinator then commits, in
+place of its node's drain. Ranks that do have room go through memory as ever.
 """
 
 from __future__ import annotations

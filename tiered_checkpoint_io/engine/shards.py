@@ -52,9 +52,10 @@ class _Unsealed:
         rank: Whose part it is.
         image: Its file; of no bytes where the rank has none.
         slot: Where that lies.
-        hashes: Of its chunks; None where they are made behind the save.
+        hashes: Of its chunks; None where they are still to be made.
         started: When the save began, by the monotonic clock.
         threads: How many hash.
+        is_behind: Whether it is committed behind its save.
         direct: Its file, where memory has no room for it.
         small: Its other files; None where they are still to come.
     """
@@ -66,13 +67,9 @@ class _Unsealed:
     hashes: tuple[str, ...] | None
     started: float
     threads: int | None
+    is_behind: bool
     direct: DirectFile | None = None
     small: dict[str, bytes] | None = None
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether it is hashed and committed behind its save."""
-        return self.hashes is None
 
 
 class ShardSaver:
@@ -299,7 +296,7 @@ class ShardSaver:
         for stored in surplus(held, ticket, self._session.config.memory_keep_last):
             tier.remove(stored)
         image, placed = plan_shard(items)
-        unsealed = _Unsealed(ticket, rank, None, None, None if behind else (), started, threads)
+        unsealed = _Unsealed(ticket, rank, None, None, None, started, threads, behind)
         if placed:
             image = unsealed.image = image if image.size else _one_byte()
             try:
