@@ -86,6 +86,21 @@ def test_drained_is_remembered(tier):
     assert not seen.pending
 
 
+def test_what_is_drained_never_looks_pending_while_it_is_removed(tier, monkeypatch):
+    # A drain that took it up again would find it gone, and tell that a save which is durable was given up.
+    stored = save(tier, b"abc", 1, durable=True)
+    tier.mark_drained(stored)
+    read = MemoryTier._read_part
+
+    def read_then_lose(self, *args):
+        part = read(self, *args)
+        MemoryTier(tier.root).remove(stored)
+        return part
+
+    monkeypatch.setattr(MemoryTier, "_read_part", read_then_lose)
+    assert (tier.parts(), tier.damaged()) == ([], [])
+
+
 def test_a_save_that_is_there_is_not_overwritten(tier):
     stored = save(tier, b"first", 1)
     slot = tier.acquire(6)

@@ -204,7 +204,11 @@ class MemoryTier:
                     part = self._read_part(folder / PART_FILE, known)
                     if part.save_id != save_id:
                         raise ManifestError(f"part of save {part.save_id} in the folder of {save_id}", key=str(folder))
-                    yield StoredPart(part, folder, (folder / _DRAINED).exists(), (folder / _REPLICATED).exists())
+                    drained, replicated = ((folder / name).exists() for name in (_DRAINED, _REPLICATED))
+                    if not drained:
+                        # Or else it was taken away, marker and all, since its description was read.
+                        (folder / PART_FILE).stat()
+                    yield StoredPart(part, folder, drained, replicated)
                 except FileNotFoundError as error:
                     # Removed while we looked; only a folder that is still there is damaged.
                     if folder.exists():
