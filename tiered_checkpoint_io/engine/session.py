@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine.behind import Behind
 from tiered_checkpoint_io.engine.meeting import RELEASE_S, Peering
 from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
@@ -66,14 +67,6 @@ class Progress:
 T = TypeVar("T")
 
 
-class _Behind(NamedTuple):
-    """The end of a save that runs while training goes on."""
-
-    name: str
-    thread: threading.Thread
-    future: Future[object]
-
-
 class Opened(NamedTuple):
     """What is open while a session is in use."""
 
@@ -112,7 +105,7 @@ class Session:
         self._given: set[str] = set()
         self._asked: Counter[str] = Counter()
         self._outcomes: list[Outcome] = []
-        self._behind: _Behind | None = None
+        self._behind = Behind(float(config.wait_timeout_s))
         self._warned_small = False
         self._leave_by: float | None = None
 
@@ -189,50 +182,12 @@ class Session:
             tier.close()
 
     def run_behind(self, name: str, work: Callable[[], T]) -> Future[T]:
-        """Runs the end of a save while training goes on.
-
-        Whoever opens the session next waits for it: there is no second order of operations to think
-        about, and no part that is missing where the next restore, delete or save looks for it. A
-        process that ends waits for it too.
-
-        Args:
-            name: The checkpoint's name.
-            work: What is left to do.
-
-        Returns:
-            Its result, or the exception that it raised, which is for the caller to show.
-        """
-        self.settle()
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        thread = threading.Thread(target=run, name="tiered-seal")
-        self._behind = _Behind(name, thread, future)  # type: ignore[arg-type]
-        thread.start()
-        return future
+        """See :meth:`Behind.run`."""
+        return self._behind.run(name, work)
 
     def settle(self) -> None:
-        """Waits for what :meth:`run_behind` runs, however it ends.
-
-        Raises:
-            DrainError: It has not ended within ``wait_timeout_s``.
-        """
-        behind = self._behind
-        if behind is None or threading.current_thread() is behind.thread:
-            return
-        behind.thread.join(float(self.config.wait_timeout_s))
-        if behind.thread.is_alive():
-            raise DrainError(
-                f"{behind.name} is not whole in memory after {self.config.wait_timeout_s} s",
-                operation="save",
-                tier="memory",
-                hint="see whether the node is out of memory or of processor time",
-            )
+        """See :meth:`Behind.settle`."""
+        self._behind.settle()
 
     # ------------------------------------------------------------------------------------- peers
     def meet_peers(self, process_group: Any = None) -> None:
@@ -313,7 +268,7 @@ class Session:
         """Whether a save or alias of this name is still on its way to the durable tier."""
         if self._opened is None:
             return False
-        if self._behind is not None and self._behind.name == name and not self._behind.future.done():
+        if self._behind.is_running(name):
             return True
         if any(request.name == name for request in self._opened.drain.queue.requests()):
             return True
