@@ -125,6 +125,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         Raises:
             UsageError: It is not ours, or the strategy would go past it.
             ConfigError: The callback's dirpath is not below the IO's, or differs between ranks.
+            UsageError: Another live run writes to the same dirpath and namespace.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
@@ -146,6 +147,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
                 f"the callback's dirpath {dirpath!r} is not below the IO's {root!r}",
                 hint="leave the callback's dirpath out",
             )
+        if stage == "fit":
+            self._claim(trainer, io)
         self._io = io
         self._ask_exists = True
         if ids.parse_best_url(self.best_model_path) is not None:
@@ -156,6 +159,18 @@ class TieredModelCheckpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
         finally:
             self.dirpath = dirpath
+
+    def _claim(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
+        """Finds out, before anything is trained, whether another run writes where this one would."""
+        error = None
+        if trainer.is_global_zero:
+            try:
+                io.checkpointer.session.claim()
+            except UsageError as caught:
+                error = caught
+        error = trainer.strategy.broadcast(error)
+        if error is not None:
+            raise error
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)

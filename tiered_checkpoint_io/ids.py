@@ -29,6 +29,7 @@ _BEST_URL = "tiered://best"
 META_PREFIX = ".tiered/"
 MANIFEST_PREFIX = META_PREFIX + "manifests/"
 PART_PREFIX = META_PREFIX + "parts/"
+LEASE_PREFIX = META_PREFIX + "leases/"
 
 _MANIFEST_SUFFIX = ".json"
 _PART_SUFFIX = ".json"
@@ -321,6 +322,16 @@ def name_from_manifest_key(key: str) -> str | None:
     if not (key.startswith(MANIFEST_PREFIX) and key.endswith(_MANIFEST_SUFFIX)):
         return None
     return key[len(MANIFEST_PREFIX) : -len(_MANIFEST_SUFFIX)] or None
+
+
+def lease_prefix(namespace: str) -> str:
+    """``.tiered/leases/<namespace>/``: below it lies one object for each process that saves."""
+    return f"{LEASE_PREFIX}{namespace}/"
+
+
+def lease_key(namespace: str, token: str) -> str:
+    """``.tiered/leases/<namespace>/<token>.json``."""
+    return f"{lease_prefix(namespace)}{token}.json"
 
 
 def rank_folder(rank: int) -> str:

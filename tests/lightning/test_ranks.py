@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support.running import Run
 from support.training import Model, Runs, durable, wipe
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -81,7 +82,8 @@ def test_ddp_ranks_resume_from_s3_and_rank_0_alone_asks_it(launch, s3_url, memor
     store.close()
     restored, asked = first
     assert restored == (4, "durable")
-    assert asked["requests.list"] == 1
+    # What there is to resume from, and who else writes here.
+    assert asked["requests.list"] == 2
     # The manifest, and the object in one range of 16 MiB.
     assert asked["requests.get"] == 2
     assert size < asked["bytes.down"] < 1.02 * size
@@ -101,3 +103,19 @@ def test_an_error_of_rank_0_ends_all_ranks(launch, tmp_path):
     for rank in (0, 1):
         assert f"[rank{rank}]" in done.stderr
     assert done.stderr.count("SaveError: ") >= 2
+
+
+def test_a_second_run_is_refused_on_all_ranks_before_it_trains(launch, s3_url, tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    first = Run(s3_url, str(tmp_path / "elsewhere")).ready()
+    try:
+        assert first.do("save a.ckpt") == "ok"
+        done = launch(s3_url, 4, 2)
+        assert done.returncode != 0
+        assert "RANK" not in done.stdout
+        refusal = "UsageError: another run writes to the same dirpath and namespace"
+        assert done.stderr.count(f"{refusal}: process {first.process.pid} on") == 2
+        assert first.do("save b.ckpt") == "ok"
+        assert durable(s3_url) == ["a.ckpt", "b.ckpt"]
+    finally:
+        first.end()

@@ -87,6 +87,7 @@ class Checkpointer:
         Raises:
             InvalidNameError: The path is not below dirpath, or not a valid name.
             UsageError: Unknown tiers.
+            UsageError: Another live run writes to the same dirpath and namespace.
             SaveError: The save, or an earlier one in the background, failed and ``on_save_error``
                 is ``raise``.
         """
@@ -98,6 +99,9 @@ class Checkpointer:
         name = ids.name_in(self.dirpath, path)
         started = time.monotonic()
         self.session.surface()
+        self.session.check_lease()
+        if "durable" in wanted and current_rank() == 0:
+            self.session.claim()
         step, epoch = _position(state, name)
         try:
             facts = Facts(

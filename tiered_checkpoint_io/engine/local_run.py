@@ -67,7 +67,7 @@ class Run:
             if self._run_id is None:
                 # A launcher may keep one store over several attempts.
                 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                self._run_id = self._first(f"run/{attempt}", new_run_id())
+                self._run_id = self.first(f"run/{attempt}", new_run_id())
             last, repeat = self._saved.get((namespace, series), (-1, 0))
             if step <= last or (step < 0 and (namespace, series) in self._saved):
                 repeat += 1
@@ -89,9 +89,14 @@ class Run:
 
     def choose(self, load: str, mine: str) -> str:
         """What all load: ``mine``, or what another rank has chosen before."""
-        return self._first(load, mine)
+        return self.first(load, mine)
 
-    def _first(self, key: str, mine: str) -> str:
+    def first(self, key: str, mine: str) -> str:
+        """The word that the first rank to ask for ``key`` has left: ``mine``, where that is this one.
+
+        Raises:
+            UsageError: The store could not be asked.
+        """
         if self.store is None:
             return mine
         first = self._ask(lambda: self.store.compare_set(f"{_PREFIX}/{key}", "", mine))

@@ -64,9 +64,13 @@ def save_local(
     Raises:
         MemoryFullError: No room, even after older checkpoints made some.
         SaveError: It did not reach the durable tier while we waited.
-        UsageError: The run's id could not be learnt.
+        UsageError: The run's id could not be learnt; or another live run writes to the same dirpath and
+            namespace.
     """
     started = time.monotonic()
+    session.check_lease()
+    if durable and place.shard == 0:
+        session.claim()
     tier, saver, drain = session.open()
     series = ids.series_of(name)
     held = tier.parts()

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.behind import Behind
+from tiered_checkpoint_io.engine.lease_keeper import CLOSE_S, FIRST_LOOK_S, LeaseKeeper, launch_rank, owner_of_process
 from tiered_checkpoint_io.engine.meeting import RELEASE_S, Peering
 from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
@@ -105,6 +106,7 @@ class Session:
         self._given: set[str] = set()
         self._asked: Counter[str] = Counter()
         self._outcomes: list[Outcome] = []
+        self._lease: LeaseKeeper | None = None
         self._behind = Behind(float(config.wait_timeout_s))
         self._warned_small = False
         self._leave_by: float | None = None
@@ -143,14 +145,24 @@ class Session:
 
     def close(self) -> None:
         """Waits for queued work, shows background errors once, and frees everything."""
-        if self._opened is None:
-            return
+        try:
+            if self._opened is not None:
+                self._close_tiers()
+            if self._lease is not None:
+                self._lease.show()
+        finally:
+            if self._lease is not None:
+                self._lease.close(self._in_time(CLOSE_S))
+                self._lease = None
+            if self._store is not None:
+                self._asked.update(self._store.metrics.snapshot())
+                self._store.close()
+                self._store = None
+
+    def _close_tiers(self) -> None:
         tier, saver, drain = self.open()
         try:
-            timeout_s = float(self.config.wait_timeout_s)
-            if self._leave_by is not None:
-                timeout_s = max(0.0, min(timeout_s, self._leave_by - time.monotonic()))
-            self._peering.close(timeout_s)
+            self._peering.close(self._in_time(self.config.wait_timeout_s))
             if drain.pending():
                 try:
                     drain.start()
@@ -168,10 +180,6 @@ class Session:
             saver.close()
             drain.close(timeout_s=self.config.wait_timeout_s)
             tier.close()
-            if self._store is not None:
-                self._asked.update(self._store.metrics.snapshot())
-                self._store.close()
-                self._store = None
 
     def release(self) -> None:
         """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
@@ -180,6 +188,8 @@ class Session:
             self._peering.close(RELEASE_S)
             saver.close()
             tier.close()
+        if self._lease is not None:
+            self._lease.close(self._in_time(CLOSE_S))
 
     def run_behind(self, name: str, work: Callable[[], T]) -> Future[T]:
         """See :meth:`Behind.run`."""
@@ -188,6 +198,35 @@ class Session:
     def settle(self) -> None:
         """See :meth:`Behind.settle`."""
         self._behind.settle()
+
+    # ------------------------------------------------------------------------------------- lease
+    def claim(self, wait_s: float = FIRST_LOOK_S) -> None:
+        """Claims the dirpath and namespace for this launch, in the background; repeated, looks how that went.
+
+        A rank other than 0 that torch.distributed does not know yet claims nothing.
+
+        Args:
+            wait_s: How long to wait the first time, seconds, for the first look, which tells nearly all.
+
+        Raises:
+            UsageError: Another live run writes there.
+        """
+        if self._lease is None:
+            if current_world_size() == 1 and launch_rank() > 0:
+                return
+            self._lease = LeaseKeeper(self.durable, self.config.namespace, self.log, owner=owner_of_process())
+            self._lease.start()
+            self._lease.check(self._in_time(wait_s))
+        self._lease.check()
+
+    def check_lease(self) -> None:
+        """Looks how the claim went, where one was made.
+
+        Raises:
+            UsageError: Another live run writes to the same dirpath and namespace.
+        """
+        if self._lease is not None:
+            self._lease.check()
 
     # ------------------------------------------------------------------------------------- peers
     def meet_peers(self, process_group: Any = None) -> None:
@@ -302,6 +341,11 @@ class Session:
         self._leave_by = deadline
         if self._opened is not None:
             self._opened.drain.leave_by = deadline
+
+    def _in_time(self, timeout_s: float) -> float:
+        if self._leave_by is None:
+            return float(timeout_s)
+        return max(0.0, min(float(timeout_s), self._leave_by - time.monotonic()))
 
     @property
     def _is_leaving(self) -> bool:

@@ -155,8 +155,14 @@ class ShardSaver:
             durable: Whether it is to go to the durable tier, where there is room.
             epoch: The epoch.
             metric: What a ModelCheckpoint monitored, and its value.
+
+        Raises:
+            UsageError: Another live run writes to the same dirpath and namespace.
         """
         session = self._session
+        session.check_lease()
+        if durable:
+            session.claim()
         drain = session.open().drain
         if self._agreeing is not None:
             self.is_complete(self._agreeing.name, self._agreeing.save_id)
