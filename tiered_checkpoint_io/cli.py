@@ -37,6 +37,8 @@ _MemoryDir = Annotated[str, typer.Option(help="The folder that holds the memory 
 _Namespace = Annotated[str, typer.Option(help="The job's namespace.")]
 _Root = Annotated[Path | None, typer.Option(help="The memory tier's root itself, in place of the two.")]
 _Endpoint = Annotated[str | None, typer.Option(help="Of an S3 server other than AWS.")]
+#: How often a drain that stands by looks whether it is needed, seconds.
+_STAND_BY_S = 1.0
 _SHOWN_OUTCOMES = 10
 _SHM = "/dev/shm"  # noqa: S108 - where the memory tier lies by default
 
@@ -65,10 +67,10 @@ def drain(
         signal.signal(number, lambda *_: stop.set())
     log = get_logger(root.name)
     worker = Drain(root, logger=log, stop=stop, stay=stay)
-    while not worker.run(once=once):
+    if not worker.run(once=once):
         log.info("another drain works on %s; %s", root, "standing by" if stay else "leaving")
-        if not stay or stop.wait(1.0):
-            return
+        while stay and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
+            pass
 
 
 @app.command()

@@ -1,6 +1,10 @@
 """The command line, as a person at a node uses it."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from support.draining import Node, names
@@ -54,6 +58,44 @@ def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
     assert command("clean", *where).exit_code == 0
     assert os.listdir(memory_dir) == []
     assert names(DirectoryStore(node.dirpath)) == ["epoch=0-step=1.ckpt", "last.ckpt"]
+
+
+def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
+    """Two sidecars over one tmpfs."""
+
+    def start():
+        ours = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--stay", "--root", str(node.root)]
+        return subprocess.Popen(ours, stderr=subprocess.PIPE, text=True)
+
+    def wait_for(said, process):
+        assert any(said in line for line in process.stderr), "it ended without a word of it"
+
+    first = start()
+    second = None
+    try:
+        op = node.save("a.ckpt", b"A")
+        until(lambda: node.states() == {op: "committed"})
+        second = start()
+        wait_for("standing by", second)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        later = node.save("b.ckpt", b"B")
+        until(lambda: node.states() == {op: "committed", later: "committed"})
+        second.send_signal(signal.SIGTERM)
+        told = second.communicate(timeout=30)[1]
+        assert (second.returncode, told.count("standing by")) == (0, 0), "said once"
+    finally:
+        for process in filter(None, (first, second)):
+            process.kill()
+            process.wait()
+            process.stderr.close()
+
+
+def until(is_it, deadline_s=30):
+    end = time.monotonic() + deadline_s
+    while not is_it():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_namespace_that_is_not_there_is_an_error(memory_dir):
