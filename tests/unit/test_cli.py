@@ -77,6 +77,8 @@ def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
         until(lambda: node.states() == {op: "committed"})
         second = start()
         wait_for("standing by", second)
+        # Time to look again, and to say it again.
+        time.sleep(1.5)
         first.send_signal(signal.SIGKILL)
         first.wait()
         later = node.save("b.ckpt", b"B")
