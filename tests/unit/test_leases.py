@@ -177,7 +177,17 @@ def test_a_process_may_have_several_and_its_children_belong_to_it(runs, tmp_path
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b"[]", b"\xff", b"null", b'{"format_version": 1, "owner": 3}', b'{"format_version":1}' * 2]
+    "data",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff",
+        b"null",
+        b'{"format_version": 1, "owner": 3}',
+        b'{"format_version":1}' * 2,
+        b"[" * 60_000,
+    ],
 )
 def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_beats(data, tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "BEAT_S", 0.1)

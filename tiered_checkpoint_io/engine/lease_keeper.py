@@ -32,6 +32,8 @@ FIRST_LOOK_S = 5.0
 _POLL_S = 5.0
 #: How long to wait at the end for what is asked of the store, seconds: a lease that stays runs out.
 CLOSE_S = 5.0
+#: None of ours is as long.
+_MAX_BYTES = 1 << 16
 #: Where a process keeps its owner, so that those which it starts know that they belong to it.
 _OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
 
@@ -234,7 +236,7 @@ class LeaseKeeper:
         modified, lease = self._read.get(info.key, (None, None))
         if modified != info.modified or (lease is not None and not lease.held):
             # A lease that is written twice within a second may keep its time.
-            lease = Lease.from_json(store.get(info.key))
+            lease = Lease.from_json(store.get(info.key)) if info.size <= _MAX_BYTES else None
             self._read[info.key] = (info.modified, lease)
         return lease
 

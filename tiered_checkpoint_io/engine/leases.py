@@ -64,7 +64,7 @@ class Lease:
             raw = json.loads(data)
             raw.pop("format_version")
             lease = cls(**raw)
-        except (ValueError, TypeError, AttributeError, KeyError):
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return None
         texts = (lease.owner, lease.token, lease.host, lease.boot_id, lease.pid_ns)
         known = all(isinstance(each, str) for each in texts) and isinstance(lease.held, bool)
@@ -108,7 +108,7 @@ def is_alive(seen: Seen, mine: Lease, born: Callable[[int], int | None]) -> bool
         born: When a process of this machine began; None where there is none.
     """
     lease = seen.lease
-    if lease is not None and lease.boot_id and (lease.boot_id, lease.pid_ns) == (mine.boot_id, mine.pid_ns):
+    if lease is not None and "" not in (here := (lease.boot_id, lease.pid_ns)) and here == (mine.boot_id, mine.pid_ns):
         return born(lease.pid) == lease.born
     # One that is old may be that of a run which the store was away for: it will beat again.
     if seen.quiet > (2 * BEAT_S if seen.age > TTL_S else TTL_S):
