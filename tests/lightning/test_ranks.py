@@ -1,6 +1,7 @@
 """Several ranks: real processes, as Lightning launches them."""
 
 import ast
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.running import Run
+from support.running import Run, runner
 from support.training import Model, Runs, durable, wipe
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -107,15 +108,12 @@ def test_an_error_of_rank_0_ends_all_ranks(launch, tmp_path):
 
 def test_a_second_run_is_refused_on_all_ranks_before_it_trains(launch, s3_url, tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    first = Run(s3_url, str(tmp_path / "elsewhere")).ready()
-    try:
+    with runner() as path, contextlib.closing(Run(path, s3_url, str(tmp_path / "elsewhere"))) as first:
         assert first.do("save a.ckpt") == "ok"
         done = launch(s3_url, 4, 2)
         assert done.returncode != 0
         assert "RANK" not in done.stdout
         refusal = "UsageError: another run writes to the same dirpath and namespace"
-        assert done.stderr.count(f"{refusal}: process {first.process.pid} on") == 2
+        assert done.stderr.count(f"{refusal}: process {first.pid} on") == 2
         assert first.do("save b.ckpt") == "ok"
         assert durable(s3_url) == ["a.ckpt", "b.ckpt"]
-    finally:
-        first.end()

@@ -1,7 +1,13 @@
-"""A run that does as it is told, line by line: ``save NAME``, ``close``. Answers each with ``ok``, or the error."""
+"""Runs that do as they are told, line by line: ``save NAME``, ``close``; each answers ``ok``, or the error.
+
+One process imports everything and listens; each connection is a run, forked from it, that takes its
+options from the first line and answers that with the number of its process.
+"""
 
 import json
 import os
+import signal
+import socket
 import sys
 
 import torch
@@ -11,20 +17,21 @@ from tiered_checkpoint_io.engine import lease_keeper, leases
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 
 
-def answer(text):
-    os.write(1, f"{text}\n".encode())
+def live(lines):
+    def answer(text):
+        lines.write(f"{text}\n")
+        lines.flush()
 
-
-def main():
-    told = json.loads(sys.argv[1])
+    told = json.loads(lines.readline())
     machine = told.pop("machine")
     if machine:
         # Nodes share neither this nor the numbers of their processes.
         leases._boot_id = lambda: machine
     leases.BEAT_S, leases.TTL_S, lease_keeper._POLL_S = told.pop("times")
+    os.environ.update(told.pop("env"))
     made = Checkpointer(TieredCheckpointConfig.from_any(**told))
-    answer("ready")
-    for number, line in enumerate(sys.stdin, start=1):
+    answer(os.getpid())
+    for number, line in enumerate(lines, start=1):
         what, _, name = line.strip().partition(" ")
         try:
             if what == "save":
@@ -35,6 +42,23 @@ def main():
             answer(f"{type(error).__name__}: {error}")
         else:
             answer("ok")
+
+
+def main():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(sys.argv[1])
+        listener.listen()
+        os.write(1, b"ready\n")
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                with connection.makefile("rw") as lines:
+                    live(lines)
+                os._exit(0)
+            connection.close()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Runs that other processes are, which do as they are told."""
+"""Runs that other processes are, which do as they are told: see :mod:`support.lease_worker`."""
 
+import contextlib
 import json
 import os
-import queue
 import signal
+import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,49 +17,57 @@ ANSWER_S = 60.0
 QUICK = (0.3, 1.5, 0.1)
 
 
-class Run:
-    """A process of :mod:`support.lease_worker`."""
-
-    def __init__(self, dirpath, memory_dir, *, machine="", times=QUICK, **options):
-        told = {"dirpath": dirpath, "memory_dir": memory_dir, "machine": machine, "times": times, **options}
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), json.dumps(told)],
-            stdin=subprocess.PIPE,
+@contextlib.contextmanager
+def runner():
+    """The process that runs are forked from; gives what :class:`Run` takes first."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/runs"
+        process = subprocess.Popen(
+            [sys.executable, str(WORKER), path],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
-            bufsize=1,
             env={name: value for name, value in os.environ.items() if name != "TIERED_CHECKPOINT_OWNER"},
         )
-        self._told = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            yield path
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
-    def _listen(self):
-        for line in self.process.stdout:
-            self._told.put(line.strip())
 
-    def ready(self):
-        assert self._told.get(timeout=ANSWER_S) == "ready"
-        return self
+class Run:
+    """A run on a dirpath, on a machine of its own where that has a name."""
+
+    def __init__(self, path, dirpath, memory_dir, *, machine="", times=QUICK, **options):
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(ANSWER_S)
+        self._socket.connect(path)
+        self._lines = self._socket.makefile("rw")
+        env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        told = {"dirpath": dirpath, "memory_dir": memory_dir, "machine": machine, "times": times, "env": env}
+        self.pid = int(self.do(json.dumps({**told, **options})))
 
     def tell(self, line):
-        self.process.stdin.write(line + "\n")
+        self._lines.write(line + "\n")
+        self._lines.flush()
 
     def hear(self):
-        return self._told.get(timeout=ANSWER_S)
+        return self._lines.readline().strip()
 
     def do(self, line):
         self.tell(line)
         return self.hear()
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
-    def end(self):
+    def close(self):
         self.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self._lines.close()
+        self._socket.close()
 
     def until(self, line, is_it, deadline_s):
         """Does a line again and again; gives the first answer that is it."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.counting_proxy import CountingProxy
 from support.launch import free_port
-from support.running import Run
+from support.running import Run, runner
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import lease_keeper, leases
@@ -28,22 +28,25 @@ from tiered_checkpoint_io.storage import open_store
 from tiered_checkpoint_io.storage.base import ObjectInfo
 
 
+@pytest.fixture(scope="module")
+def path():
+    with runner() as path:
+        yield path
+
+
 @pytest.fixture
-def runs(memory_dir):
-    """Starts runs, at the same time where there are several, each on a node of its own."""
+def runs(memory_dir, path):
+    """Starts runs, each on a node of its own."""
     with contextlib.ExitStack() as stack:
 
-        def start(*places, nodes=None, **options):
+        def start(*places, nodes=range(9), machines=("",) * 9, **options):
             made = []
-            for number, place in enumerate(places):
-                node = f"{memory_dir}/{(nodes or range(9))[number]}"
+            for place, number, machine in zip(places, nodes, machines, strict=False):
+                node = f"{memory_dir}/{number}"
                 Path(node).mkdir(mode=0o700, exist_ok=True)
-                machine = options.get("machines", [""] * len(places))[number]
-                more = {key: value for key, value in options.items() if key != "machines"}
-                run = Run(place, node, machine=machine, **more)
-                stack.callback(run.end)
-                made.append(run)
-            return [run.ready() for run in made]
+                made.append(Run(path, place, node, machine=machine, **options))
+                stack.callback(made[-1].close)
+            return made
 
         yield start
 
@@ -60,7 +63,7 @@ def test_a_second_run_on_a_node_is_refused_before_it_writes_and_a_crashed_one_ho
     assert first.do("save a.ckpt") == "ok"
     refused = second.do("save b.ckpt")
     assert refused.startswith("UsageError: another run writes to the same dirpath and namespace: process ")
-    assert f"process {first.process.pid} on" in refused
+    assert f"process {first.pid} on" in refused
     assert "namespace default" in refused
     assert "stop one of the two" in refused
     # It stays refused, whatever it does, until it makes a new start.
@@ -113,14 +116,14 @@ def test_a_run_that_crashed_on_another_machine_holds_up_nobody(runs, tmp_path):
 def test_a_run_that_was_stopped_finds_that_another_took_over(runs, tmp_path):
     first, second = runs(str(tmp_path), str(tmp_path), machines=["one", "two"])
     assert first.do("save a.ckpt") == "ok"
-    first.process.send_signal(signal.SIGSTOP)
+    os.kill(first.pid, signal.SIGSTOP)
     (old,) = names_and_leases(str(tmp_path))[1]
     assert second.do("save b.ckpt") == "ok"
     end = time.monotonic() + 10
     while old in names_and_leases(str(tmp_path))[1]:
         assert time.monotonic() < end
         time.sleep(0.1)
-    first.process.send_signal(signal.SIGCONT)
+    os.kill(first.pid, signal.SIGCONT)
     told = first.until("save c.ckpt", lambda answer: answer != "ok", deadline_s=10)
     assert "took over while this one was not heard of" in told
     assert second.do("save d.ckpt") == "ok"
@@ -160,8 +163,6 @@ def test_without_the_store_training_goes_on_and_the_claim_is_made_when_it_is_bac
 
 def test_a_process_may_have_several_and_its_children_belong_to_it(runs, tmp_path, memory_dir, monkeypatch):
     (run,) = runs(str(tmp_path), nodes=[0])
-    with open(f"/proc/{run.process.pid}/environ", "rb") as environment:
-        assert b"TIERED_CHECKPOINT_OWNER" not in environment.read()
     made = [Checkpointer(TieredCheckpointConfig(dirpath=str(tmp_path), memory_dir=memory_dir)) for _ in range(2)]
     for number, each in enumerate(made):
         each.session.claim()
