@@ -67,9 +67,10 @@ soak: venv
 test-rgw: venv
 	bash tests/support/run_rgw.sh
 
-# Every single node lost, and with three copies every pair: 26 losses of a job of 6 or 8 ranks.
+# Every single node lost, and with three copies every pair: 16 losses of a job of 6 or 8 ranks, some 8 s each.
+# One line a test as it ends; the last but one is losses_recovered=16 durable_gets=0.
 test-peers: venv
-	TIERED_TEST_ALL_LOSSES=1 $(BIN)/python -m pytest -n 2 tests/peers
+	TIERED_TEST_ALL_LOSSES=1 timeout -k 10 900 $(BIN)/python -m pytest -v -n 2 tests/peers
 
 test-lightning-min: $(MIN_STAMP)
 	$(MIN_VENV)/bin/python -m pytest -n 2 tests/lightning
@@ -91,7 +92,7 @@ bench-sharded: venv
 	$(BIN)/python benchmarks/sharded.py
 
 bench-recovery: venv
-	$(BIN)/python benchmarks/recovery.py
+	timeout -k 10 300 $(BIN)/python benchmarks/recovery.py
 
 clean:
 	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) build dist *.egg-info

@@ -40,3 +40,11 @@ def lose(memory_dir):
             shutil.rmtree(f"{memory_dir}/{node}")
 
     return lose
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Tells how many losses were recovered from, and what that asked of the durable tier."""
+    told = [dict(each.user_properties) for each in terminalreporter.getreports("passed") if each.when == "call"]
+    losses = [each["durable_gets"] for each in told if "durable_gets" in each]
+    if losses:
+        terminalreporter.write_line(f"losses_recovered={len(losses)} durable_gets={sum(losses)}")

@@ -26,7 +26,7 @@ SAMPLE = [LOSSES[0], LOSSES[-1]]
 
 
 @pytest.mark.parametrize(("nodes", "factor", "lost"), LOSSES if ALL else SAMPLE)
-def test_a_job_goes_on_from_peers(ranks, lose, s3_url, nodes, factor, lost):
+def test_a_job_goes_on_from_peers(ranks, lose, s3_url, record_property, nodes, factor, lost):
     options = {"replication_factor": factor, "dirpath": s3_url}
     full = ["save_full", 1, {"name": "last.ckpt"}]
     ranks(nodes, full, ["save", 2], ["save", 3], ["close"], **options)
@@ -42,6 +42,7 @@ def test_a_job_goes_on_from_peers(ranks, lose, s3_url, nodes, factor, lost):
         assert (answer["step"], gets(answer)) == (1, {})
         if node in lost:
             assert answer["tier"] == "peer"
+    record_property("durable_gets", sum(each["asked"].get("requests.get", 0) for each in (*shards, *full)))
 
 
 def test_what_is_on_the_durable_tier_as_well_comes_from_peers_all_the_same(ranks, lose, s3_url):
