@@ -21,7 +21,8 @@
     ├── DrainError (RuntimeError)                the background drain failed, died or is too slow
     ├── SaveError (RuntimeError)                 a save that did not reach its tiers
     ├── RestoreError (RuntimeError)              no candidate could be restored, or ranks disagree
-    │   └── OtherKindError                       full where shards were asked for, or the reverse
+    │   ├── OtherKindError                       full where shards were asked for, or the reverse
+    │   └── LostRankError                        a rank that all were restoring with is gone
     ├── PeerError (RuntimeError)                 a copy that did not get to, or from, another node
     └── ExportError (RuntimeError)               an export that can't be written
 
@@ -164,6 +165,10 @@ class RestoreError(TieredCheckpointError, RuntimeError):
 
 class OtherKindError(RestoreError):
     """The checkpoint to restore is a full one where a sharded one was asked for, or the reverse."""
+
+
+class LostRankError(RestoreError):
+    """A rank died, or can't be reached any more, while all were restoring together."""
 
 
 class PeerError(TieredCheckpointError, RuntimeError):

@@ -152,7 +152,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_not_a_hang(durable, nodes, r
     ranks[1]["die"] = True
     answers = run(ranks)
     assert answers[1] is None
-    assert [answer["error"] for answer in answers[:1]] == ["RestoreError"]
+    assert [answer["error"] for answer in answers[:1]] == ["LostRankError"]
     assert max(answer["seconds"] for answer in answers[:1]) < 60
 
 

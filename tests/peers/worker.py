@@ -1,5 +1,7 @@
 """One rank of a job whose parts have copies on peers; steps as in ``tests/dcp/worker.py``, which it builds on."""
 
+import errno
+import importlib
 import logging
 import os
 import signal
@@ -20,6 +22,8 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 
 IO = []
 SETTLE_S = 30.0
+#: Enough for a file of two chunks.
+ROWS = 260_000
 
 
 def io_of(job):
@@ -205,6 +209,40 @@ def spoil(job, seed, rank):
             send(self, memoryview(data))
 
         Link.send = bad
+
+
+def load_failing(job, kind, seed, rank, where, at=1, dies=False):
+    """A load after rank 0's node has lost its memory, in which a call of one rank fails, once; how it went."""
+    tier = session_of(job).open().tier
+    if dist.get_rank() == 0:
+        for stored in tier.parts():
+            tier.remove(stored)
+    dist.barrier()
+    module, _, path = where.partition(":")
+    *holders, name = path.split(".")
+    holder = importlib.import_module(f"tiered_checkpoint_io.{module}")
+    for each in holders:
+        holder = getattr(holder, each)
+    real, calls = getattr(holder, name), []
+
+    def fail(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == at:
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.EIO, "the disk is broken")
+        return real(*args, **kwargs)
+
+    if dist.get_rank() == rank:
+        setattr(holder, name, fail)
+    began = time.monotonic()
+    try:
+        answer = load_full(job, seed) if kind == "full" else load(job, seed, rows=ROWS)
+    except BaseException as error:
+        answer = {"error": type(error).__name__, "message": str(error), "matches": False}
+    finally:
+        setattr(holder, name, real)
+    return {**answer, "seconds": time.monotonic() - began, "failed": len(calls) >= at}
 
 
 def close(job):

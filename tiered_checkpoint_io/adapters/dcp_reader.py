@@ -26,6 +26,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.shard_exchange import exchange
 from tiered_checkpoint_io.engine.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.shard_reading import OpenShards, ShardRestorer
+from tiered_checkpoint_io.engine.together import Together
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -217,13 +218,8 @@ class TieredStorageReader(StorageReader):
 
     def _exchange(self, reader: PlanReader, plan: LoadPlan, files: ShardFiles) -> None:
         assert self._joined is not None
-        spans, failed = None, None
-        try:
-            spans = reader.spans(plan)
-        except Exception as error:
-            # The others are on their way to the exchange.
-            failed = error
-        exchange(self._joined, files, spans, failed)
+        with Together(self._joined) as ranks:
+            exchange(ranks, files, reader.spans(plan))
 
     def _leave(self) -> None:
         if self._joined is not None:
@@ -249,17 +245,18 @@ class TieredStorageReader(StorageReader):
         root = tier.root if tier is not None else Path("/")
         group = self._group(root)
         try:
-            coordination.agree(group, failed)
-            assert tier is not None
-            restorer = ShardRestorer(config, tier, session.durable, session.log)
-            try:
-                opened = self.opened = restorer.open(self._selector, group, self._rejected)
-            finally:
-                if restorer.listed is not None and config.dirpath == session.dirpath:
-                    session.remember(restorer.listed)
-            metadata = self._parse(opened)
-            if opened.files is None:
-                restorer.open_foreign(opened, _sizes(metadata), group)
+            with Together(group) as ranks:
+                coordination.agree(ranks, failed)
+                assert tier is not None
+                restorer = ShardRestorer(config, tier, session.durable, session.log)
+                try:
+                    opened = self.opened = restorer.open(self._selector, ranks, self._rejected)
+                finally:
+                    if restorer.listed is not None and config.dirpath == session.dirpath:
+                        session.remember(restorer.listed)
+                metadata = self._parse(opened)
+                if opened.files is None:
+                    restorer.open_foreign(opened, _sizes(metadata), ranks)
         except BaseException:
             group.close()
             raise

@@ -13,12 +13,13 @@ from pathlib import Path
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import fetch
-from tiered_checkpoint_io.engine.carrying import commit_received, find_part, receive_file
+from tiered_checkpoint_io.engine.carrying import commit_received, find_part, receive_files, text_of
 from tiered_checkpoint_io.engine.choice import Candidate, Tier
 from tiered_checkpoint_io.engine.coordination import Group, portable
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    LostRankError,
     MemoryTierError,
     RestoreError,
     StoreNotFoundError,
@@ -182,45 +183,50 @@ class Bringer:
             drained: Whether this node has nothing to do for it to get to the durable tier.
 
         Raises:
-            RestoreError: The source is gone.
+            LostRankError: The source is gone.
         """
         result, started = Brought(tier="peer"), time.monotonic()
         (entry,) = part.content.files
         slot: Slot | None = None
-        problem: TieredCheckpointError | None = None
-        with contextlib.ExitStack() as stack:
-            view: memoryview | None = None
-            try:
-                slot = self.room(part.save_id, entry.size)
-                view = stack.enter_context(slot.view)
-            except MemoryTierError as error:
-                self._log.warning("receiving into a temporary file: %s", error)
+        problem: Exception | None = None
+        try:
+            with contextlib.ExitStack() as stack:
+                view = memoryview(b"")
                 try:
-                    path, view = stack.enter_context(fetch.temporary_file(entry.size))
-                    result.path, result.temporary = str(path), True
-                except RestoreError as no_room:
-                    # What is on its way has to be received all the same.
-                    problem = no_room
+                    try:
+                        slot = self.room(part.save_id, entry.size)
+                        view = stack.enter_context(slot.view)
+                    except MemoryTierError as error:
+                        self._log.warning("receiving into a temporary file: %s", error)
+                        path, view = stack.enter_context(fetch.temporary_file(entry.size))
+                        result.path, result.temporary = str(path), True
+                except Exception as error:
+                    # The source waits for a word of this rank.
+                    problem = error
+                receive_files(group, part, {entry.basename: view}, source, problem)
+        except LostRankError:
+            if slot is not None:
+                self._tier.give_back(slot)
+            raise
+        except Exception as error:
+            # A temporary file is gone by now.
+            problem = error
+            if slot is not None:
+                self._tier.give_back(slot)
+        else:
             try:
-                receive_file(group, entry, view, source)
-            except CorruptCheckpointError as error:
-                problem = problem or error
-        if slot is not None and problem is not None:
-            self._tier.give_back(slot)
-        elif slot is not None:
-            try:
-                stored = commit_received(self._tier, part, {entry.basename: slot}, drained=drained)
-                result.path = str(stored.file(entry.basename))
-            except MemoryTierError as error:
+                if slot is not None:
+                    stored = commit_received(self._tier, part, {entry.basename: slot}, drained=drained)
+                    result.path = str(stored.file(entry.basename))
+            except Exception as error:
                 problem = error
         if problem is None:
             self._log.info(
                 "received %s from rank %d: %s", part.name, source, rate(entry.size, time.monotonic() - started)
             )
             return result
-        if result.temporary and result.path is not None:
-            os.unlink(result.path)
-        note = f"rank {group.rank}: peer (rank {source}) {part.name} (step {part.content.step}): {problem}"
+        step = part.content.step
+        note = f"rank {group.rank}: peer (rank {source}) {part.name} (step {step}): {text_of(problem)}"
         result.path, result.temporary, result.rejected = None, False, [note]
         self._log.error("not restored, looking further: %s", note)
         return result

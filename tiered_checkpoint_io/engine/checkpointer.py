@@ -18,6 +18,7 @@ from tiered_checkpoint_io.engine.queue import Outcome
 from tiered_checkpoint_io.engine.restore import Restored, Restorer, open_restored
 from tiered_checkpoint_io.engine.saver import Facts, part_of
 from tiered_checkpoint_io.engine.session import Progress, SaveReport, Session, current_rank, current_world_size
+from tiered_checkpoint_io.engine.together import Together
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -262,9 +263,10 @@ class Checkpointer:
             else coordination.current_group(root, timeout_s=timeout_s)
         )
         try:
-            coordination.agree(group, error)
-            assert tier is not None
-            return self._restore(tier, group, dirpath, selector, read)
+            with Together(group) as ranks:
+                coordination.agree(ranks, error)
+                assert tier is not None
+                return self._restore(tier, ranks, dirpath, selector, read)
         finally:
             group.close()
 

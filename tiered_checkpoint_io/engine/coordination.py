@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import traceback
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 from tiered_checkpoint_io.engine.shard_files import at
-from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
 
 #: Ranks reach the load within this time of each other, or one of them never will.
 RENDEZVOUS_S = 600.0
@@ -144,7 +145,10 @@ class TorchGroup:
         _receive(self, data, rank, self._group)
 
     def close(self) -> None:
-        self._dist.destroy_process_group(self._group)
+        """Ends its connections: whoever still waits for this rank hears of it at once."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._dist.destroy_process_group(group)
 
 
 class GivenGroup:
@@ -264,8 +268,10 @@ def _receive(group: Group, data: bytearray | memoryview, rank: int, process_grou
         raise _lost(group.rank, error) from error
 
 
-def _lost(rank: int, error: Exception) -> RestoreError:
-    return RestoreError(
+def _lost(rank: int, error: Exception) -> LostRankError:
+    # The frames that it went through would keep the group alive, and with it the connections of those who wait.
+    traceback.clear_frames(error.__traceback__)
+    return LostRankError(
         f"the ranks lost each other while restoring: {error}",
         operation="load",
         rank=rank,

@@ -22,7 +22,7 @@ from pathlib import Path
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.bring import Bringer, Brought
-from tiered_checkpoint_io.engine.carrying import send_part
+from tiered_checkpoint_io.engine.carrying import send_part, text_of
 from tiered_checkpoint_io.engine.choice import Candidate, Selector, Tier, candidates, spread
 from tiered_checkpoint_io.engine.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.discovery import Here, Known, discover, look_here, read_more
@@ -276,8 +276,9 @@ class Restorer:
                     stored = self._tier.adopt(stored, drained=False)
                     mine.path = str(stored.file(stored.part.content.files[0].basename))
                 described = stored.part
-            except CheckpointNotFoundError as error:
-                mine.path, mine.rejected = None, [*mine.rejected, f"rank {group.rank}: {error}"]
+            except Exception as error:
+                # The others wait to hear who has it.
+                mine.path, mine.rejected = None, [*mine.rejected, f"rank {group.rank}: {text_of(error)}"]
         outcomes: list[tuple[bool, Part | None]] = group.all_gather(
             (mine is not None and mine.error is None, described)
         )
@@ -291,7 +292,7 @@ class Restorer:
             if group.rank == source:
                 problem = send_part(group, self._tier, part, target)
                 if problem is not None:
-                    self._log.error("rank %d was sent a damaged copy: %s", target, problem)
+                    self._log.error("rank %d did not get an intact copy: %s", target, text_of(problem))
             elif group.rank == target:
                 assert mine is not None
                 # Of what only copies are left, one node takes over what the lost one would have done.

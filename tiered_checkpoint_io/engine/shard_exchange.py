@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tiered_checkpoint_io.engine.coordination import Group, agree, portable, raise_first
+from tiered_checkpoint_io.engine.carrying import hear, not_sent, tell, text_of
+from tiered_checkpoint_io.engine.coordination import Group, agree
 from tiered_checkpoint_io.engine.shard_files import ShardFiles, Span, chunks_of
-from tiered_checkpoint_io.errors import CorruptCheckpointError, TieredCheckpointError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, LostRankError
 from tiered_checkpoint_io.manifest import FileEntry
 
 
@@ -27,13 +28,11 @@ class Need:
         node: Where it is.
         lacks: Files that are not in its node's memory, and the ``(offset, length)`` spans it needs of them.
         holds: The files of this node's memory; of a node, its lowest rank alone tells them.
-        error: Why it can't take part.
     """
 
     node: str
     lacks: Mapping[str, list[Span]] = field(default_factory=dict)
     holds: Mapping[str, FileEntry] = field(default_factory=dict)
-    error: TieredCheckpointError | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,21 +80,17 @@ def transfers(needs: Sequence[Need]) -> tuple[dict[str, FileEntry], list[Transfe
     return entries, sorted(wanted)
 
 
-def exchange(
-    group: Group, files: ShardFiles, spans: Mapping[str, list[Span]] | None, error: Exception | None = None
-) -> None:
+def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -> None:
     """Brings what this node lacks from the memory of others; every rank of ``group`` calls this.
 
     Args:
-        group: The ranks that load together.
+        group: The ranks that load together, which hear of it where one raises: see ``together``.
         files: The checkpoint, as this rank sees it.
         spans: What this rank needs of each file, by basename.
-        error: Why this rank does not know; all ranks then fail with it.
 
     Raises:
         TieredCheckpointError: Some rank failed.
     """
-    spans = spans or {}
     for basename, wanted in spans.items():
         # What is damaged here comes from elsewhere.
         files.check(basename, wanted)
@@ -104,20 +99,16 @@ def exchange(
             node=group.node,
             lacks={name: wanted for name, wanted in spans.items() if name not in files.held},
             holds=files.held,
-            error=portable(error, group.rank),
         )
         needs: list[Need] = group.all_gather(need)
-        raise_first((each.error for each in needs), error)
-        try:
-            entries, planned = transfers(needs)
-        except Exception as caught:
-            # As pure as its arguments, which are the same everywhere: all ranks are here.
-            raise portable(caught, group.rank) or caught from caught
+        entries, planned = transfers(needs)
         mine: dict[str, list[Span]] = {}
         for transfer in planned:
             if transfer.source == group.rank:
                 offset, length = entries[transfer.basename].chunks[transfer.index]
                 mine.setdefault(transfer.basename, []).append((offset, length))
+        # Once transfers have begun, whoever sends must not wait for room here.
+        scratch = memoryview(bytearray(_longest(entries, planned, group.rank)))
         damaged = [name for name, sent in mine.items() if files.check(name, sent) is not None]
         if not any(group.all_gather(damaged)):
             break
@@ -130,17 +121,33 @@ def exchange(
         entry = entries[transfer.basename]
         offset, length = entry.chunks[transfer.index]
         if transfer.source == group.rank:
-            group.send(files.peek(transfer.basename, offset, length), transfer.target)
+            chunk, problem = memoryview(b""), ""
+            try:
+                chunk = files.peek(transfer.basename, offset, length)
+            except Exception as caught:
+                problem = text_of(caught)
+            tell(group, problem, transfer.target)
+            if not problem:
+                group.send(chunk, transfer.target)
         elif transfer.target == group.rank:
             # Whatever fails here, the sender must get rid of its bytes, and of those that follow.
-            chunk = bytearray(length)
-            group.receive(chunk, transfer.source)
+            refused = hear(group, transfer.source)
             try:
+                if refused:
+                    raise not_sent(refused, entry, transfer.source)
+                group.receive(scratch[:length], transfer.source)
                 files.adopt(entry)
-                files.put(transfer.basename, transfer.index, chunk)
+                files.put(transfer.basename, transfer.index, scratch[:length])
+            except LostRankError:
+                raise
             except CorruptCheckpointError as caught:
                 if transfer.basename not in spare:
                     failed = failed or caught
             except Exception as caught:
                 failed = failed or caught
     agree(group, failed)
+
+
+def _longest(entries: Mapping[str, FileEntry], planned: Sequence[Transfer], rank: int) -> int:
+    """Bytes of the longest chunk that a rank is to receive."""
+    return max((entries[each.basename].chunks[each.index][1] for each in planned if each.target == rank), default=0)

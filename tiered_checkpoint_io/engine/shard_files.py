@@ -217,7 +217,7 @@ class FetchedFile:
                         )
                     time.sleep(_POLL_S)
 
-    def put(self, index: int, data: bytes | bytearray) -> None:
+    def put(self, index: int, data: bytes | memoryview) -> None:
         """Takes a chunk that did not come from the durable tier.
 
         Raises:
@@ -398,7 +398,7 @@ class ShardFiles:
         """Reckons with a file whose chunks :meth:`put` brings."""
         self._durable.setdefault(entry.basename, entry)
 
-    def put(self, basename: str, index: int, data: bytes | bytearray) -> None:
+    def put(self, basename: str, index: int, data: bytes | memoryview) -> None:
         """Takes a chunk of an adopted file; see :meth:`FetchedFile.put`."""
         try:
             self._fetch_file(basename).put(index, data)

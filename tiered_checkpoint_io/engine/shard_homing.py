@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiered_checkpoint_io.engine.carrying import find_part, receive_part, send_part
+from tiered_checkpoint_io.engine.carrying import find_part, receive_part, send_part, text_of
 from tiered_checkpoint_io.engine.coordination import Group
 from tiered_checkpoint_io.engine.shard_choice import HeldPart, ShardCandidate
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
+from tiered_checkpoint_io.errors import LostRankError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage.memory import MemoryTier
@@ -91,7 +91,7 @@ def bring_home(
         nodes: The node of each rank.
 
     Raises:
-        RestoreError: The ranks lost each other.
+        LostRankError: The ranks lost each other.
     """
     planned = moves(candidate.save_id, candidate.content.world_size, memory, nodes)
     if not planned:
@@ -105,8 +105,9 @@ def bring_home(
                 if move.target == group.rank and stored.is_replica:
                     tier.adopt(stored, drained=drained)
                 found[move.part] = stored.part
-            except CheckpointNotFoundError as error:
-                logger.warning("rank %d's part of %s is no longer here: %s", move.part, candidate.name, error)
+            except Exception as error:
+                # The others wait to hear what this rank has.
+                logger.warning("rank %d's part of %s can't be sent: %s", move.part, candidate.name, text_of(error))
     described: dict[int, Part] = {}
     for theirs in group.all_gather(found):
         described.update(theirs)
@@ -117,7 +118,9 @@ def bring_home(
         if move.source == group.rank:
             problem = send_part(group, tier, part, move.target)
             if problem is not None:
-                logger.error("the copy of rank %d's part of %s is damaged: %s", move.part, candidate.name, problem)
+                logger.error(
+                    "the copy of rank %d's part of %s is not intact: %s", move.part, candidate.name, text_of(problem)
+                )
         elif move.target == group.rank:
             _receive(group, tier, logger, part, move, drained=drained)
     # All ranks of a node find there what one of them has received.
@@ -128,5 +131,7 @@ def _receive(group: Group, tier: MemoryTier, logger: Logger, part: Part, move: M
     try:
         receive_part(group, tier, part, move.source, drained=drained)
         logger.info("Step %d: rank %d's part of %s is back from a peer", part.content.step, move.part, part.name)
-    except (CorruptCheckpointError, MemoryTierError) as error:
-        logger.warning("rank %d's part of %s did not come back from a peer: %s", move.part, part.name, error)
+    except LostRankError:
+        raise
+    except Exception as error:
+        logger.warning("rank %d's part of %s did not come back from a peer: %s", move.part, part.name, text_of(error))

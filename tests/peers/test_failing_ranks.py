@@ -1,0 +1,74 @@
+"""A rank fails in the middle of a restore: all go on to what is left, or fail alike, within seconds."""
+
+import pytest
+
+from tiered_checkpoint_io.errors import LostRankError
+
+#: Far below ``wait_timeout_s``, by which a rank that hears nothing gives up.
+SOON_S = 15.0
+#: Which rank fails, and where: node a has lost its memory; b and c have copies, and b is the first to send.
+FULL = [
+    (1, "storage.memory:MemoryTier.reading", 1),
+    (1, "engine.carrying:_Checks.add", 1),
+    (0, "engine.carrying:_Checks.add", 1),
+    (1, "engine.carrying:_Checks.problem", 1),
+    (0, "storage.memory:MemoryTier.acquire", 1),
+    (0, "storage.memory:MemoryTier.commit", 1),
+    (2, "engine.bring:Bringer.find", 1),
+    (2, "engine.restore:spread", 1),
+    (0, "engine.restore:candidates", 1),
+    (2, "engine.restore:Restorer._settle", 1),
+]
+SHARDED = [
+    (1, "storage.memory:MemoryTier.reading", 2),
+    (1, "engine.carrying:_Checks.add", 2),
+    (0, "engine.carrying:_Checks.add", 2),
+    (0, "storage.memory:MemoryTier.acquire", 1),
+    (0, "storage.memory:MemoryTier.commit", 1),
+    (2, "engine.shard_reading:shard_candidates", 1),
+    (1, "engine.shard_homing:moves", 1),
+    (0, "engine.shard_files:ShardFiles.peek", 1),
+    (1, "engine.shard_files:ShardFiles.put", 1),
+    (2, "engine.shard_exchange:transfers", 1),
+    (1, "adapters.dcp_reading:PlanReader.spans", 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "failures"), [("full", FULL), ("sharded", SHARDED)], ids=["full", "sharded"])
+def test_a_rank_that_fails_tells_the_others(ranks, kind, failures):
+    save = [["save_full", n] if kind == "full" else ["save", n, {"rows": 260_000}] for n in (1, 2)]
+    newest = 2
+    loads = [["load_failing", kind, newest, *failure] for failure in failures]
+    sound = ["load_failing", kind, newest, 0, "engine.trust:Trust.hint"]
+    # With three copies of everything, nothing would be left for ranks to get from each other.
+    told = ranks("abc", *save, *loads, sound, replication_factor=3 if kind == "full" else 2)[len(save) :]
+    for failure, answers in zip([*failures, "none"], told, strict=True):
+        assert max(answer["seconds"] for answer in answers) < SOON_S, failure
+        errors = {answer.get("error") for answer in answers}
+        assert len(errors) == 1, (failure, answers)
+        if failure != "none":
+            assert answers[failure[0]]["failed"], f"{failure} was never called"
+        if errors == {None}:
+            steps = {answer["step"] for answer in answers}
+            assert len(steps) == 1, (failure, answers)
+            assert all(answer["matches"] for answer in answers) == (steps == {newest}), (failure, answers)
+        else:
+            assert len({answer["message"] for answer in answers}) == 1, (failure, answers)
+            assert "the disk is broken" in answers[0]["message"]
+    assert all(answer["matches"] for answer in told[-1]), "what failed has done no harm"
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_rank_that_dies_while_it_sends_is_an_error_of_all_others(ranks, kind):
+    save = ["save_full", 1] if kind == "full" else ["save", 1, {"rows": 260_000}]
+    _, told = ranks(
+        "abcd",
+        save,
+        ["load_failing", kind, 1, 1, "engine.carrying:_Checks.add", 1, {"dies": True}],
+        replication_factor=2,
+        dead=[1],
+    )
+    for answer in (told[0], *told[2:]):
+        # DCP tells all ranks of failures by an exchange of its own, which then fails as well.
+        assert answer["error"] in (LostRankError.__name__, *(["RuntimeError"] if kind == "sharded" else []))
+        assert answer["seconds"] < SOON_S
