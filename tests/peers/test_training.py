@@ -1,0 +1,51 @@
+"""Trainings of two nodes of two ranks: all are killed, a node's memory is gone, and the peers' carries on."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support.launch import launch, said
+
+WORKER = Path(__file__).with_name("training_worker.py")
+LAUNCH_TIMEOUT_S = 60
+STEPS = 8
+ALL = os.environ.get("TIERED_TEST_ALL_LOSSES") == "1"
+CASES = [("ddp", "a"), ("fsdp2", "a"), ("fsdp2", "b")]
+pytestmark = pytest.mark.timeout(3 * LAUNCH_TIMEOUT_S)
+
+
+@pytest.fixture
+def fit(tmp_path, memory_dir, s3_url):
+    """Trains on nodes a and b; the answers of the ranks."""
+
+    def fit(strategy, job="run", dead=False, **more):
+        jobs = []
+        for node in "aabb":
+            os.makedirs(f"{memory_dir}/{node}", exist_ok=True)
+            options = {"dirpath": f"{s3_url}/{job}", "namespace": job, "replication_factor": 2}
+            options["memory_dir"] = f"{memory_dir}/{node}"
+            jobs.append({"strategy": strategy, "steps": STEPS, "options": options, **more})
+        answers = launch(tmp_path, jobs, worker=WORKER, deadline_s=LAUNCH_TIMEOUT_S)
+        for rank, answer in enumerate(answers):
+            assert (answer is None) == dead, said(tmp_path, rank)
+        return answers
+
+    return fit
+
+
+@pytest.mark.parametrize(("strategy", "lost"), CASES if ALL else CASES[:2])
+def test_a_killed_training_goes_on_from_the_memory_of_peers(fit, memory_dir, strategy, lost):
+    whole = fit(strategy, job="whole")
+    fit(strategy, die_at=5, dead=True)
+    shutil.rmtree(f"{memory_dir}/{lost}")
+    answers = fit(strategy)
+    for answer, unbroken in zip(answers, whole, strict=True):
+        # Callbacks that save come last: the step at which all were killed was not saved.
+        assert (answer["from"][0], answer["began_at"]) == (4, 4)
+        assert answer["asked"].get("requests.get", 0) == 0
+        assert answer["asked"].get("bytes.down", 0) == 0
+        steps = [str(step) for step in range(4, STEPS + 1)]
+        assert answer["weights"] == {step: unbroken["weights"][step] for step in steps}
+    if strategy == "ddp":
+        assert [answer["from"][1] for answer in answers] == ["peer"] * 2 + ["memory"] * 2

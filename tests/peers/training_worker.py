@@ -1,0 +1,116 @@
+"""One rank of a training of two nodes; is told what to do by a JSON object."""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
+
+PATIENCE_S = 20.0
+GRID = 2.0**16
+
+
+class Toy(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        if told["strategy"] == "ddp":
+            # DDP adds up in another order behind the first step of a process. Sums of such few digits are exact, so
+            # that runs which begin at other steps can be equal to the bit.
+            for parameter in self.parameters():
+                parameter.register_hook(lambda gradient: (gradient * GRID).round() / GRID)
+
+    def configure_model(self):
+        if told["strategy"] == "fsdp2":
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, *_):
+        seed = 100 * self.global_step + self.global_rank
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+        return (self.net(inputs) - inputs).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(200, 1))
+
+
+class Watch(Callback):
+    """Notes what the restart asked of the durable tier; kills the rank at a step, once its copies are on peers."""
+
+    def on_train_start(self, trainer, _):
+        self.asked, self.began_at = dict(io.checkpointer.asked), trainer.global_step
+        #: By step, what the weights are before it.
+        self.weights = {self.began_at: digest(model)}
+
+    def on_train_batch_end(self, trainer, *_):
+        self.weights[trainer.global_step] = digest(model)
+        if trainer.global_step == told.get("die_at"):
+            session, deadline = io.checkpointer.session, time.monotonic() + PATIENCE_S
+            tier = session.open().tier
+            held = (*tier.parts(), *tier.replicas.parts())
+            newest = max(each.save_id for each in held)
+            while not all(s.replicated for s in (*tier.parts(), *tier.replicas.parts()) if s.save_id == newest):
+                assert time.monotonic() < deadline, "the newest checkpoint did not get to peers"
+                time.sleep(0.02)
+            trainer.strategy.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(module):
+    found = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    # As a launcher on two nodes says it.
+    os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2))
+    seed_everything(1, verbose=False)
+    strategy = TieredModelParallelStrategy(4, 1) if told["strategy"] == "fsdp2" else DDPStrategy()
+    block = {**told["options"], "memory_every_n_train_steps": 1, "wait_timeout_s": 60, "on_save_error": "raise"}
+    block["enable_async_checkpointing"] = True
+    io = TieredCheckpointIO.from_config(block)
+    watch, model = Watch(), Toy()
+    trainer = Trainer(
+        plugins=[io],
+        strategy=strategy,
+        # No step but those of memory.
+        callbacks=[TieredModelCheckpoint.from_config(block, filename="{step}", save_top_k=0), watch],
+        max_steps=told["steps"],
+        accelerator="cpu",
+        num_nodes=2,
+        devices=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, ckpt_path="tiered:latest")
+    restored = io.checkpointer.restored
+    answer = {
+        "weights": watch.weights,
+        "from": restored and (restored.step, restored.tier),
+        "began_at": watch.began_at,
+        "asked": watch.asked,
+    }
+    with open(told["answer"] + ".new", "w") as file:
+        json.dump(answer, file)
+    os.rename(told["answer"] + ".new", told["answer"])
