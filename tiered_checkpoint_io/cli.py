@@ -27,7 +27,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.logs import get_logger, gib
 from tiered_checkpoint_io.manifest import FileEntry, Manifest
 from tiered_checkpoint_io.storage import Store, open_store
-from tiered_checkpoint_io.storage.memory import MemoryTier, namespace_root
+from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart, namespace_root
 
 app = typer.Typer(
     help="Checkpoints in node memory and on the durable tier.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -80,13 +80,21 @@ def status(root: _Root = None, memory_dir: _MemoryDir = _SHM, namespace: _Namesp
 
     root = root or _existing(memory_dir, namespace)
     tier, queue, console = MemoryTier(root), Queue(root), Console()
-    table = _table("Checkpoints in memory", "name", "step", "size", "state")
+    table = _table("Checkpoints in memory", "name", "step", "rank", "size", "state", "on peers too")
     for stored in reversed(tier.parts()):
         state = "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only"
-        table.add_row(stored.part.name, str(stored.part.content.step), gib(stored.part.content.size), state)
+        table.add_row(*_row(stored, state))
     for folder, error in tier.damaged():
-        table.add_row(str(folder), "?", "?", f"damaged: {error}")
+        table.add_row(str(folder), "?", "?", "?", f"damaged: {error}", "?")
     console.print(table)
+    copies, unread = tier.replicas.parts(), tier.replicas.damaged()
+    if copies or unread:
+        table = _table("Copies kept for other nodes", "name", "step", "rank", "size", "all parts on peers")
+        for stored in reversed(copies):
+            table.add_row(*_row(stored))
+        for folder, error in unread:
+            table.add_row(str(folder), "?", "?", "?", f"damaged: {error}")
+        console.print(table)
     recent = queue.outcomes()[-_SHOWN_OUTCOMES:]
     if recent:
         table = _table("Last operations on the durable tier", "operation", "name", "outcome", "size", "error")
@@ -199,6 +207,13 @@ def clean(
         root.parent.rmdir()
     except OSError:
         return
+
+
+def _row(stored: StoredPart, *state: str) -> tuple[str, ...]:
+    content = stored.part.content
+    # Of a save of several ranks, only all parts together are safe.
+    safe = "yes" if stored.replicated else "no"
+    return stored.part.name, str(content.step), str(stored.part.rank), gib(content.size), *state, safe
 
 
 def _existing(memory_dir: str, namespace: str) -> Path:

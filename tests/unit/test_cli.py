@@ -8,6 +8,7 @@ import time
 
 import pytest
 from support.draining import Node, names
+from support.sharded import make_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
@@ -98,6 +99,23 @@ def until(is_it, deadline_s=30):
     while not is_it():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_status_tells_what_is_safe_with_peers_and_what_is_kept_for_them(node, memory_dir):
+    node.save("safe.ckpt", b"A" * 1000)
+    node.save("alone.ckpt", b"B" * 1000)
+    safe, _ = node.tier.parts()
+    node.tier.mark_replicated(safe)
+    part, files = make_part("step_7", 7, 3, dirpath=node.dirpath)
+    node.tier.replicas.commit(part, files)
+    own, _, copies = command("status", "--memory-dir", memory_dir).stdout.partition("Copies kept for other nodes")
+    (safe, alone), (kept,) = ([line.split() for line in own.splitlines() if ".ckpt" in line][::-1], rows(copies))
+    assert (safe[1], safe[-2], alone[1], alone[-2]) == ("safe.ckpt", "yes", "alone.ckpt", "no")
+    assert (kept[1], kept[3], kept[5], kept[-2]) == ("step_7", "7", "3", "no")
+
+
+def rows(table):
+    return [line.split() for line in table.splitlines() if "step_" in line]
 
 
 def test_a_namespace_that_is_not_there_is_an_error(memory_dir):
