@@ -25,6 +25,10 @@ from torch.distributed import distributed_c10d
 from tiered_checkpoint_io.engine.shard_files import at
 from tiered_checkpoint_io.errors import PeerError
 
+#: Bound of one message, seconds: a chunk of 16 MiB or less, mostly.
+MESSAGE_S = 30.0
+#: What a peer answers that needs no copy.
+HAVE = "have it already"
 #: Bytes of a verdict on the wire.
 _VERDICT = 1024
 _WITHDRAWN = "withdrawn"
