@@ -96,10 +96,24 @@ def save_local(job, seed):
     return settle(job)
 
 
-def load_local(job, name=None):
-    state = {"w": torch.zeros(1000)}
-    reader = ours.load(state, checkpoint_id=name, kind="local", **base.reading(job))
-    return {"value": state["w"].unique().tolist(), "asked": reader.session.asked, "name": reader.opened.name}
+def load_local(job, name=None, late=None, absent=None):
+    """Each rank by itself; one may begin some seconds later, or not at all."""
+    if dist.get_rank() == absent:
+        return None
+    if late is not None and dist.get_rank() == late[0]:
+        time.sleep(late[1])
+    state, began = {"w": torch.zeros(1000)}, time.monotonic()
+    try:
+        reader = ours.load(state, checkpoint_id=name, kind="local", **base.reading(job))
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
+    return {
+        "value": state["w"].unique().tolist(),
+        "asked": reader.session.asked,
+        "name": reader.opened.name,
+        "seconds": time.monotonic() - began,
+        **held(job),
+    }
 
 
 def base_options(job):
@@ -187,10 +201,10 @@ def die_without_a_word(job, ranks):
 
 def hurry(job, **seconds):
     """Shorter bounds, by the names of the module's constants."""
-    from tiered_checkpoint_io.engine import copies_in, copies_out, replication
+    from tiered_checkpoint_io.engine import copies_in, copies_out, local_peers, replication
 
     for name, value in seconds.items():
-        having = [each for each in (copies_in, copies_out, replication) if hasattr(each, name)]
+        having = [each for each in (copies_in, copies_out, local_peers, replication) if hasattr(each, name)]
         assert having
         for each in having:
             setattr(each, name, value)

@@ -337,7 +337,8 @@ def load(
     if _is_local(kind, planner, replication_group):
         reader = storage_reader or TieredStorageReader(**options)
         writer = coordinator_rank if replication_group is not None else None
-        load_local_state(state_dict, reader, _place(process_group, replication_group, writer, no_dist), checkpoint_id)
+        place = _place(process_group, replication_group, writer, no_dist)
+        load_local_state(state_dict, reader, place, checkpoint_id, alone=no_dist)
         return reader
     coordinator = 0 if no_dist else rank_in_group(process_group, coordinator_rank)
     reader = storage_reader or TieredStorageReader(**options)

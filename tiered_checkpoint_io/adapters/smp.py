@@ -145,8 +145,17 @@ def load_local_state(
     reader: TieredStorageReader,
     place: Place,
     checkpoint_id: str | os.PathLike[str] | None,
+    *,
+    alone: bool = False,
 ) -> None:
     """Loads this rank's shard, without any collective; the reader's ``opened`` then tells of which checkpoint.
+
+    Args:
+        state_dict: What to load into.
+        reader: Which checkpoint, and from where.
+        place: Which shard this rank has.
+        checkpoint_id: As ``dcp.load`` takes it.
+        alone: Whether no other rank loads.
 
     Raises:
         TieredCheckpointError: As :meth:`LocalRestorer.open`, and :func:`fill`.
@@ -154,7 +163,8 @@ def load_local_state(
     reader.reset(checkpoint_id)
     session, config = reader.session, reader.settings.config
     tier = session.open().tier
-    restorer = LocalRestorer(config, tier, session.durable, session.log, place)
+    peers = None if alone else session.local_peers()
+    restorer = LocalRestorer(config, tier, session.durable, session.log, place, peers)
     with restorer.open(reader.selector) as found:
         trust = Trust.of(config)
         try:

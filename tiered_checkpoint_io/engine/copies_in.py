@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from tiered_checkpoint_io.engine import retention
 from tiered_checkpoint_io.engine.carrying import commit_received
-from tiered_checkpoint_io.engine.peer_link import HAVE, MESSAGE_S, Board, Link, Offer
-from tiered_checkpoint_io.errors import CorruptCheckpointError, MemoryFullError, MemoryTierError, TieredCheckpointError
+from tiered_checkpoint_io.engine.peer_link import HAVE, MESSAGE_S, Board, Link, Offer, receive_files
+from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.manifest import FileEntry, Part
 from tiered_checkpoint_io.storage.memory import MemoryTier
@@ -116,23 +116,13 @@ class Keeper:
 
     def _receive(self, link: Link, part: Part, slots: dict[str, Slot]) -> None:
         kept = self._tier.replicas
-        damage = ""
         try:
-            for entry in part.content.files:
-                with slots[entry.basename].view as whole:
-                    for index, (offset, length) in enumerate(entry.chunks):
-                        with whole[offset : offset + length] as chunk:
-                            if length:
-                                link.receive(chunk)
-                            try:
-                                entry.check_chunk(index, chunk, tier="memory", where=f"rank {self._rank}")
-                            except CorruptCheckpointError as error:
-                                # The source has to get rid of the rest all the same.
-                                damage = damage or str(error)
+            damaged = receive_files(link, part, slots, f"rank {self._rank}")
         except BaseException:
             for slot in slots.values():
                 kept.give_back(slot)
             raise
+        damage = str(damaged or "")
         if damage:
             for slot in slots.values():
                 kept.give_back(slot)

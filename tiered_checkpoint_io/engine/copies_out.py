@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from tiered_checkpoint_io.engine.peer_link import HAVE, MESSAGE_S, Board, Link, Offer
+from tiered_checkpoint_io.engine.peer_link import HAVE, MESSAGE_S, Board, Link, Offer, send_files
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.manifest import Part
 
@@ -96,12 +96,7 @@ class Sender:
             return
         if answer:
             raise RefusedError(answer, operation="replicate", step=step)
-        for entry in part.content.files:
-            for offset, length in entry.chunks:
-                if length:
-                    link.send(views[entry.basename][offset : offset + length])
-                if time.monotonic() > deadline:
-                    raise PeerError(f"not sent within {self._timeout_s:.0f} s", operation="replicate", step=step)
+        send_files(link, part, views, deadline)
         problem = link.hear()
         if problem:
             raise RefusedError(problem, operation="replicate", step=step)

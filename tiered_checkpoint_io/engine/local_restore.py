@@ -1,10 +1,11 @@
 """Loading a local checkpoint: each rank the file of its shard, without waiting for any other rank.
 
 A save is taken if it is known to be whole: it is committed on the durable tier, or this node's memory holds
-the parts of all its shards. The first rank that has an intact file of one leaves word which save that is,
-see ``local_run``; all others take theirs of that save, from their node's memory, else from the durable tier.
-A save that several nodes hold in memory alone is loaded where its name is asked for: no node can see that
-it is whole, but whoever lacks a part says so. The copies that a node keeps for others count as what it holds.
+the parts of all its shards, or knows that all of them were copied to peers. The first rank that has an intact file
+of one leaves word which save that is, see ``local_run``; all others take theirs of that save: from their node's
+memory, else from a peer's, see ``local_peers``, else from the durable tier. A save that several nodes hold in memory
+alone, without copies, is loaded where its name is asked for: no node can see that it is whole, but whoever lacks a
+part says so. The copies that a node keeps for others count as what it holds.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.bring import Bringer, Brought
 from tiered_checkpoint_io.engine.choice import Candidate, Selector, Tier, durable_contents
 from tiered_checkpoint_io.engine.discovery import Known, discover, read_more
+from tiered_checkpoint_io.engine.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.local_run import current_run
 from tiered_checkpoint_io.engine.local_shards import Place
 from tiered_checkpoint_io.engine.manifests import read_manifest
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, OtherKindError, RestoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, OtherKindError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, gib
 from tiered_checkpoint_io.manifest import Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.storage.base import Store
@@ -53,7 +55,11 @@ class Found:
 
 
 def local_candidates(
-    parts: Sequence[Part], manifests: Sequence[Manifest], selector: Selector, shard: int
+    parts: Sequence[Part],
+    manifests: Sequence[Manifest],
+    selector: Selector,
+    shard: int,
+    safe: Collection[str] = (),
 ) -> list[Candidate]:
     """The saves to try, those that are known to be whole first, and among them in the selector's order.
 
@@ -62,6 +68,7 @@ def local_candidates(
         manifests: Of the durable tier.
         selector: What is wanted.
         shard: Whose file.
+        safe: Ids of saves of which peers have all parts.
 
     Returns:
         Candidates whose only file is that of the shard; one that has no such shard, for it had fewer, has none.
@@ -80,11 +87,11 @@ def local_candidates(
     contents = {save_id: there.get(save_id) or next(iter(here[save_id].values())) for save_id in names}
     for content in selector.in_order(contents.values()):
         save_id, mine = content.save_id, here.get(content.save_id, {})
-        whole = save_id in there or set(mine) >= set(range(content.world_size))
+        whole = save_id in there or save_id in safe or set(mine) >= set(range(content.world_size))
         if not whole and (selector.kind != "name" or (shard not in mine and shard < content.world_size)):
             continue
-        tiers: tuple[Tier, ...] = ("memory",) if shard in mine else ()
-        tiers = (*tiers, "durable") if save_id in there else tiers
+        offered: list[tuple[Tier, bool]] = [("memory", shard in mine), ("peer", save_id in safe)]
+        tiers = tuple(tier for tier, has in (*offered, ("durable", save_id in there)) if has)
         files = mine[shard].files if shard in mine else _files_of(there.get(save_id), shard)
         made[whole].append(Candidate(names[save_id], replace(content, files=files), {_HERE: tiers}))
     return made[True] + made[False]
@@ -100,13 +107,31 @@ class LocalRestorer:
     """Finds the local checkpoint to load, and brings this rank's file of it to this node."""
 
     def __init__(
-        self, config: TieredCheckpointConfig, tier: MemoryTier, store: Callable[[], Store], logger: Logger, place: Place
+        self,
+        config: TieredCheckpointConfig,
+        tier: MemoryTier,
+        store: Callable[[], Store],
+        logger: Logger,
+        place: Place,
+        peers: LocalPeers | None = None,
     ) -> None:
+        """Takes the tiers.
+
+        Args:
+            config: For bounds and concurrency.
+            tier: This node's memory.
+            store: Opens the durable tier.
+            logger: Where to log.
+            place: Which shard this rank has.
+            peers: Who may have it in memory; None where nobody has copies, or nobody else loads.
+        """
         self._config = config
         self._tier = tier
         self._store = store
         self._log = logger
         self._place = place
+        self._peers = peers
+        self._load = ""
         self._bringer = Bringer(config, tier, store, logger, config.dirpath, part_rank=place.shard)
         self._rejected: list[str] = []
         #: The newest save that was seen in any tier.
@@ -126,8 +151,14 @@ class LocalRestorer:
         started = time.monotonic()
         run = current_run()
         what = f"{self._config.namespace}/{self._config.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
-        load = run.begin_load(what)
-        candidate, brought = self._choose(selector, load)
+        load = self._load = run.begin_load(what)
+        if self._peers is not None:
+            self._peers.begin(load, [(part.save_id, part.rank) for part in self._wanted(selector)])
+        try:
+            candidate, brought = self._choose(selector, load)
+        finally:
+            if self._peers is not None:
+                self._peers.end(load)
         assert brought.path is not None
         path = Path(brought.path)
         with contextlib.ExitStack() as held:
@@ -150,6 +181,9 @@ class LocalRestorer:
     def _choose(self, selector: Selector, load: str) -> tuple[Candidate, Brought]:
         run = current_run()
         chosen = run.chosen(load)
+        if chosen is None and self._peers is not None and not self._wanted(selector):
+            # This node may have lost what others still have.
+            chosen = self._peers.await_choice(load, lambda: run.chosen(load))
         if chosen is None:
             mine = self._first_intact(selector)
             word = json.dumps([mine[0].name, mine[0].content.save_id])
@@ -167,6 +201,12 @@ class LocalRestorer:
             brought = self._bring(candidate)
             if brought is not None:
                 return candidate, brought
+        brought = self._from_peers(save_id)
+        if brought is not None:
+            content = self._bringer.find(save_id).part.content
+            candidate = Candidate(name, content, {_HERE: ("peer",)})
+            self._check_degree(candidate)
+            return candidate, brought
         manifest = read_manifest(self._store(), name)
         found = local_candidates([], [manifest] if manifest else [], Selector("name", name), self._place.shard)
         for candidate in found:
@@ -188,7 +228,7 @@ class LocalRestorer:
             held = self._held()
             options = [
                 each
-                for each in local_candidates(held, known.manifests, selector, self._place.shard)
+                for each in local_candidates(held, known.manifests, selector, self._place.shard, self._safe())
                 if each.content.save_id not in tried
             ]
             self._see(manifest.content.save_id for manifest in known.manifests)
@@ -225,11 +265,51 @@ class LocalRestorer:
         self.newest_seen = max([*save_ids, *filter(None, [self.newest_seen])], default=None)
 
     def _bring(self, candidate: Candidate) -> Brought | None:
-        brought = self._bringer.bring(candidate, candidate.sources[_HERE], self._place.shard)
-        self._rejected += brought.rejected
-        if brought.error is not None:
-            raise brought.error
-        return brought if brought.path is not None else None
+        sources = candidate.sources[_HERE]
+        for tier in sources:
+            if tier == "peer":
+                brought = self._from_peers(candidate.content.save_id)
+                if brought is not None:
+                    return brought
+                continue
+            brought = self._bringer.bring(candidate, (tier,), self._place.shard)
+            self._rejected += brought.rejected
+            if brought.error is not None:
+                raise brought.error
+            if brought.path is not None:
+                return brought
+        return None
+
+    def _from_peers(self, save_id: str) -> Brought | None:
+        """This rank's file from another node's memory; None where none gives it."""
+        if self._peers is None:
+            return None
+        stored, notes = self._peers.fetch(self._load, save_id, self._place.shard, self._is_durable)
+        self._rejected += notes
+        if stored is None:
+            return None
+        return Brought(str(stored.file(stored.part.content.files[0].basename)), "peer")
+
+    def _is_durable(self, part: Part) -> bool:
+        """Whether nothing is left to do for a part to get to the durable tier; asks that only where it is to."""
+        if not part.durable:
+            return False
+        try:
+            manifest = read_manifest(self._store(), part.name)
+        except TieredCheckpointError as error:
+            self._log.warning("cannot ask whether %s is durable, so it is uploaded once more: %s", part.name, error)
+            return False
+        return manifest is not None and manifest.content.save_id == part.save_id
+
+    def _safe(self) -> set[str]:
+        """Saves of which peers have all parts; where there is nobody to ask, that is of no use."""
+        if self._peers is None:
+            return set()
+        held = (*self._tier.parts(), *self._tier.replicas.parts())
+        return {stored.save_id for stored in held if stored.replicated}
+
+    def _wanted(self, selector: Selector) -> list[Part]:
+        return [part for part in self._held() if part.content.kind == "local" and selector.wants(part.name)]
 
     # -------------------------------------------------------------------------------------- errors
     def _check_degree(self, candidate: Candidate) -> None:

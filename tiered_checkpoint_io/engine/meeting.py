@@ -12,6 +12,7 @@ from typing import Any
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.coordination import GivenGroup, Group, TorchGroup, node_of, portable, raise_first
+from tiered_checkpoint_io.engine.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.peer_link import Board
 from tiered_checkpoint_io.engine.placement import peers_of_ranks
 from tiered_checkpoint_io.engine.replication import Clique, Replicator
@@ -36,6 +37,7 @@ class Peering:
         self._config = config
         self._counts = counts
         self._replicators: dict[object, Replicator] = {}
+        self._local: tuple[object, LocalPeers] | None = None
         #: Who sends what is saved now.
         self._current: Replicator | None = None
 
@@ -63,6 +65,32 @@ class Peering:
                 atexit.register(self.close, RELEASE_S)
         self._current = self._replicators[key]
 
+    def local(self, tier: MemoryTier, logger: Logger) -> LocalPeers | None:
+        """What ranks have for each other when they load local checkpoints; None where there are no copies, or others.
+
+        Makes no collective call.
+
+        Args:
+            tier: This node's memory.
+            logger: Where to log.
+
+        Raises:
+            PeerError: The store of torch.distributed can't be asked.
+        """
+        import torch.distributed as dist
+
+        if self._config.replication_factor == 1 or not (dist.is_available() and dist.is_initialized()):
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        if self._local is None or self._local[0] is not store:
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            board = Board(store, f"local/{self._config.namespace}", rank)
+            timeout_s = float(self._config.wait_timeout_s)
+            peers = LocalPeers(tier, board, rank, world_size, logger, timeout_s=timeout_s)
+            self._local = store, peers
+            atexit.register(self.close, RELEASE_S)
+        return self._local[1]
+
     def committed(self, stored: StoredPart, logger: Logger) -> None:
         """Takes each part that is saved on this node by this process."""
         if self._config.replication_factor == 1:
@@ -86,6 +114,9 @@ class Peering:
         """Sends what waits, within the bound, and ends; ranks may meet again."""
         atexit.unregister(self.close)
         replicators, self._replicators, self._current = list(self._replicators.values()), {}, None
+        local, self._local = self._local, None
+        if local is not None:
+            local[1].close()
         for each in replicators:
             each.close(timeout_s)
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,7 +25,9 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tiered_checkpoint_io.engine.shard_files import at
-from tiered_checkpoint_io.errors import PeerError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, PeerError
+from tiered_checkpoint_io.manifest import Part
+from tiered_checkpoint_io.storage.slots import Slot
 
 #: Bound of one message, seconds: a chunk of 16 MiB or less, mostly.
 MESSAGE_S = 30.0
@@ -132,6 +136,19 @@ class Board:
         """Whether a rank takes nothing more."""
         return self._get(f"left/{rank}") is not None
 
+    def note(self, key: str, value: str) -> None:
+        """Leaves a word."""
+        self._set(f"note/{key}", value)
+
+    def noted(self, key: str) -> str | None:
+        """The word that somebody left; None where nobody has."""
+        return self._get(f"note/{key}")
+
+    def add(self, key: str, count: int = 1) -> int:
+        """Counts, for all ranks together; how many there are by now."""
+        total: int = self._ask(lambda: self.store.add(f"count/{key}", count))
+        return total
+
     def _get(self, key: str) -> str | None:
         told: bytes | None = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
         return told.decode() if told is not None else None
@@ -210,3 +227,50 @@ class Link:
             raise PeerError(
                 f"lost the peer: {str(error).partition(chr(10))[0]}", operation="replicate", key=self.name
             ) from error
+
+
+def send_files(link: Link, part: Part, views: Mapping[str, memoryview], deadline: float) -> None:
+    """Sends the bytes of a part's files, chunk by chunk.
+
+    Args:
+        link: To whoever is receiving them.
+        part: What they are.
+        views: Where they are, by basename.
+        deadline: When all of it has to be sent, by the monotonic clock.
+
+    Raises:
+        PeerError: The peer is lost, or too slow.
+    """
+    for entry in part.content.files:
+        for offset, length in entry.chunks:
+            if length:
+                link.send(views[entry.basename][offset : offset + length])
+            if time.monotonic() > deadline:
+                raise PeerError("not sent in time", operation="replicate", key=link.name, step=part.content.step)
+
+
+def receive_files(link: Link, part: Part, slots: Mapping[str, Slot], where: str) -> CorruptCheckpointError | None:
+    """Receives what :func:`send_files` sends, and verifies it; what was wrong with it.
+
+    Args:
+        link: From whoever is sending it.
+        part: What comes, with its hashes.
+        slots: Where to put it, by basename.
+        where: For errors: from where to where.
+
+    Raises:
+        PeerError: The peer is lost.
+    """
+    damage: CorruptCheckpointError | None = None
+    for entry in part.content.files:
+        with slots[entry.basename].view as whole:
+            for index, (offset, length) in enumerate(entry.chunks):
+                with whole[offset : offset + length] as chunk:
+                    if length:
+                        link.receive(chunk)
+                    try:
+                        entry.check_chunk(index, chunk, tier="peer", where=where)
+                    except CorruptCheckpointError as error:
+                        # The source has to get rid of the rest all the same.
+                        damage = damage or error
+    return damage

@@ -16,6 +16,7 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.behind import Behind
 from tiered_checkpoint_io.engine.lease_keeper import CLOSE_S, FIRST_LOOK_S, LeaseKeeper, launch_rank, owner_of_process
+from tiered_checkpoint_io.engine.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.meeting import RELEASE_S, Peering
 from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
@@ -232,6 +233,10 @@ class Session:
     def meet_peers(self, process_group: Any = None) -> None:
         """See :meth:`Peering.meet`."""
         self._peering.meet(lambda: self.open().tier, self.log, process_group)
+
+    def local_peers(self) -> LocalPeers | None:
+        """See :meth:`Peering.local`."""
+        return self._peering.local(self.open().tier, self.log)
 
     def copies_pending(self) -> int:
         """Parts of this process that are still on their way to peers."""

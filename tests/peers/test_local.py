@@ -1,0 +1,66 @@
+"""Local checkpoints, which ranks load without any collective, after a node has lost its memory."""
+
+from pathlib import Path
+
+import pytest
+from support.restoring import flip
+
+SAVES = (["save_local", 1], ["save_local", 2], ["close"])
+
+
+def gets(answer):
+    return {key: value for key, value in answer["asked"].items() if key in ("requests.get", "bytes.down") and value}
+
+
+@pytest.mark.parametrize("late", [[0, 3], [1, 3]], ids=["the lost one comes last", "the lost one comes first"])
+def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose, s3_url, late):
+    options = {"replication_factor": 2, "dirpath": s3_url}
+    ranks("abc", *SAVES, **options)
+    lose("a")
+    loaded, again, _ = ranks("abc", ["load_local", {"late": late}], ["load_local"], ["close"], **options)
+    assert [answer.get("value") for answer in loaded] == [[200.0], [201.0], [202.0]], loaded
+    assert all(gets(answer) == {} for answer in loaded)
+    assert [2, 0] in [each[:2] for each in loaded[0]["own"]], "the part is the node's own again"
+    # Who has its own waits for nobody.
+    assert loaded[2]["seconds"] < 2
+    assert [answer.get("value") for answer in again] == [[200.0], [201.0], [202.0]], again
+    assert max(answer["seconds"] for answer in again) < 2
+
+
+def test_two_ranks_of_a_node_get_theirs_and_what_was_to_be_uploaded_is(ranks, lose, tmp_path):
+    options = {"replication_factor": 2, "save_to_s3": True}
+    # Nothing gets to the durable tier while its folder is a file.
+    (tmp_path / "durable").write_text("")
+    ranks("aabb", ["save_local", 1], **options)
+    lose("a")
+    (tmp_path / "durable").unlink()
+    loaded, _, _ = ranks("aabb", ["load_local"], ["wait"], ["close"], **options)
+    assert [answer.get("value") for answer in loaded] == [[100.0], [101.0], [102.0], [103.0]], loaded
+    assert len(list((tmp_path / "durable" / "step_1").glob("*.pt"))) == 4
+
+
+def test_where_there_is_nothing_at_all_ranks_say_so_at_once(ranks):
+    (loaded,) = ranks("ab", ["load_local"], replication_factor=2)
+    assert [answer["error"] for answer in loaded] == ["CheckpointNotFoundError"] * 2
+    assert max(answer["seconds"] for answer in loaded) < 10
+
+
+def test_a_peer_that_does_not_load_is_not_waited_for_long(ranks, lose):
+    ranks("ab", *SAVES, replication_factor=2)
+    lose("a")
+    (_, loaded) = ranks("ab", ["hurry", {"PATIENCE_S": 2.0}], ["load_local", {"absent": 1}], replication_factor=2)
+    assert loaded[0]["error"] == "CheckpointNotFoundError"
+    assert loaded[0]["seconds"] < 10
+
+
+def test_a_damaged_copy_is_quarantined_and_said_so(ranks, lose, memory_dir):
+    ranks("ab", *SAVES, replication_factor=2)
+    lose("a")
+    (path,) = Path(memory_dir, "b").glob("tiered-*/default/replicas/*2/rank-00000/*.pt")
+    flip(path, at=path.stat().st_size // 2)
+    loaded, _ = ranks("ab", ["load_local", {"late": [0, 1]}], ["close"], replication_factor=2)
+    assert loaded[1]["value"] == [201.0]
+    assert loaded[0]["error"] == "RestoreError"
+    assert "peer (rank 1)" in loaded[0]["message"]
+    assert loaded[0]["seconds"] < 15
+    assert list(Path(memory_dir, "b").glob("tiered-*/default/quarantine/replicas.*/reason.txt"))
