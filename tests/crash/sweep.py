@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.killing import Zygote
 from support.sweeping import Place, Restore, Tally, Trainer, points_of
 from support.swept_drains import FullDrain, ShardedDrain
+from support.swept_peers import Replication, RestoreFromPeers
 
 from tiered_checkpoint_io.testing.servers import RcloneServer
 
@@ -33,10 +34,12 @@ from tiered_checkpoint_io.testing.servers import RcloneServer
 def stories():
     """All stories, and whether each needs S3.
 
-    Another procedure, such as replication, is one more entry: a title, ``rehearse`` and ``at``.
+    Another procedure is one more entry: a title, ``rehearse`` and ``at``.
     """
     # The longest come first, so that two workers end together.
     made = [(ShardedDrain(large=True), True), (FullDrain(large=True), True)]
+    made += [(Replication(victim), False) for victim in ("sender", "receiver")]
+    made += [(RestoreFromPeers(victim), False) for victim in ("loader-a", "loader-b")]
     for kind in ("full", "sharded", "local"):
         made.append((Trainer(kind, "process", "trainer"), False))
         made.append((Restore(kind, "memory whole"), False))

@@ -4,6 +4,7 @@ import pytest
 from support.killing import Zygote
 from support.sweeping import Place, Restore, Trainer, points_of
 from support.swept_drains import FullDrain, ShardedDrain
+from support.swept_peers import Replication, RestoreFromPeers
 
 SEED = 1
 
@@ -30,6 +31,9 @@ def sample(story, place, count, **options):
         ShardedDrain(),
         Restore("full", "the node lost"),
         Restore("sharded", "the newest damaged"),
+        Replication("sender"),
+        Replication("receiver"),
+        RestoreFromPeers("loader-a"),
     ],
     ids=lambda story: story.title,
 )

@@ -195,14 +195,14 @@ def install(counter):
 
 # ----------------------------------------------------------------------------------------- zygote
 def child(order, report):
-    from support.dying import ROLES
+    from support import dying, pairs
 
     signal.alarm(PATIENCE_S)
     os.environ.update(order["env"])
     counter = Counter(order["role"], order["kill_at"], order["roots"], report)
     install(counter)
     try:
-        answer = ROLES[order["role"]](order, counter)
+        answer = {**dying.ROLES, **pairs.ROLES}[order["role"]](order, counter)
         counter.tell(answer=answer)
     except BaseException:
         counter.tell(error=traceback.format_exc()[-3000:])
@@ -211,9 +211,10 @@ def child(order, report):
 
 
 def main():
-    from support import dying
+    from support import dying, pairs
 
     dying.import_all()
+    pairs.import_all()
     # What the processes leave behind is ours to reap.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for line in sys.stdin:
@@ -258,6 +259,8 @@ class Zygote:
 
     def __init__(self):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        # Of lost peers the stories tell themselves.
+        env["TORCH_CPP_LOG_LEVEL"] = "FATAL"
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )

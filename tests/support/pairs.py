@@ -1,0 +1,179 @@
+"""Roles of two processes, one on each of two nodes, for stories of copies on peers; see ``dying.py`` for the others.
+
+The nodes are folders ``a`` and ``b`` of the order's memory. The process that carries out the order holds the store by
+which the two find each other, so that either may be killed without it.
+"""
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import Counter
+from datetime import timedelta
+
+from support import story
+from support.dying import options_of
+from support.launch import free_port
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.config import TieredCheckpointConfig
+
+PATIENCE_S = 40
+#: Bound of all that one of the two waits for the other, seconds.
+SOON_S = 2.0
+KEEP_LAST = 2
+
+
+def import_all():
+    """What the roles need, with waits for peers that fit processes which are all here, or dead."""
+    import torch.distributed  # noqa: F401
+
+    from tiered_checkpoint_io.engine import coordination, copies_in, copies_out, meeting, replication
+
+    for module, bounds in (
+        (replication, {"_LOOK_S": 0.01, "_LINGER_S": 0.3, "MESSAGE_S": SOON_S}),
+        (copies_in, {"MESSAGE_S": SOON_S}),
+        (copies_out, {"MESSAGE_S": SOON_S, "_ACCEPT_S": SOON_S, "_ACCEPT_AGAIN_S": 0.2}),
+        (meeting, {"RELEASE_S": 0.1}),
+    ):
+        for name, value in bounds.items():
+            assert hasattr(module, name)
+            setattr(module, name, value)
+    coordination.TorchGroup.__init__.__kwdefaults__["rendezvous_s"] = SOON_S
+
+
+def fork(role, work, order, counter):
+    """Does ``work`` in a process of its own, which is killed at the effect that ``<role>_kill_at`` tells."""
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.alarm(PATIENCE_S)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    counter.role, counter.effects, counter.kill_at = role, [], order.get(f"{role}_kill_at", 0)
+    counter._lock, counter._own_phase = threading.Lock(), threading.local()
+    try:
+        work()
+    except BaseException:
+        counter.tell(error=traceback.format_exc()[-3000:])
+    counter.tell_all()
+    os._exit(0)
+
+
+def reap(pid):
+    """Waits until a process has ended; one that is still there by SIGALRM has waited too long."""
+    _, status = os.waitpid(pid, 0)
+    assert not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM), "a process waits for ever"
+
+
+# ------------------------------------------------------------------------------------------ copies
+def run_pair(order, counter):
+    """Node a saves, memory only, what ``order`` counts; node b keeps copies."""
+    from torch.distributed import TCPStore
+
+    port = free_port()
+
+    def joined():
+        return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=SOON_S + 5))
+
+    sender = fork("sender", lambda: send(order, counter, joined()), order, counter)
+    receiver = fork("receiver", lambda: keep(order, counter, joined()), order, counter)
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    reap(sender)
+    store.set("over", "1")
+    reap(receiver)
+
+
+def replicator_of(order, rank, store):
+    from tiered_checkpoint_io.engine.peer_link import Board
+    from tiered_checkpoint_io.engine.replication import Clique, Replicator
+    from tiered_checkpoint_io.logs import get_logger
+    from tiered_checkpoint_io.storage.memory import MemoryTier
+
+    folder = node(order, rank)
+    os.makedirs(folder, exist_ok=True)
+    tier = MemoryTier.open(folder, "default")
+    boards = Board(store, "pair", rank), Board(store, "pair", rank)
+    clique = Clique.of(rank, [(1,), ()])
+    made = Replicator(
+        tier, clique, boards, get_logger("default"), Counter(), keep_last=KEEP_LAST, timeout_s=float(PATIENCE_S)
+    )
+    tier.on_commit = made.offer
+    return tier, made
+
+
+def node(order, rank):
+    return f"{order['memory_dir']}/{'ab'[rank]}"
+
+
+def send(order, counter, store):
+    from tiered_checkpoint_io.engine.saver import Facts, Saver, plan
+
+    counter.phase = "replicate: save and send"
+    tier, replicator = replicator_of(order, 0, store)
+    run_id = ids.new_run_id(after=max((stored.save_id for stored in tier.parts()), default=None))
+    saver = Saver(tier, keep_last=KEEP_LAST)
+    for number in order["numbers"]:
+        facts = Facts(f"{number}.ckpt", ids.save_id(run_id, number), number, 0, 2, 0, order["dirpath"], durable=False)
+        saver.save(plan(story.state(number)), facts)
+        counter.tell(done=["saved", number])
+        deadline = time.monotonic() + 3 * SOON_S
+        while time.monotonic() < deadline:
+            safe = [stored for stored in tier.parts() if stored.save_id == facts.save_id and stored.replicated]
+            if safe:
+                counter.tell(done=["safe", number])
+            if safe or (replicator._counts["unreplicated"] and not replicator.pending):
+                break
+            time.sleep(0.005)
+    replicator.close(SOON_S)
+    saver.close()
+    tier.close()
+
+
+def keep(order, counter, store):
+    counter.phase = "replicate: receive and keep"
+    tier, replicator = replicator_of(order, 1, store)
+    deadline = time.monotonic() + PATIENCE_S / 2
+    while not store.check(["over"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    replicator.close(SOON_S)
+    tier.close()
+
+
+# ----------------------------------------------------------------------------------------- restores
+def run_pair_load(order, counter):
+    """Both nodes load the newest together; tells what each has got."""
+    port = free_port()
+    pids = [
+        fork(role, lambda rank=rank: load(order, counter, rank, port), order, counter)
+        for rank, role in enumerate(("loader-a", "loader-b"))
+    ]
+    for pid in pids:
+        reap(pid)
+
+
+def load(order, counter, rank, port):
+    import torch
+    import torch.distributed as dist
+
+    from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+
+    counter.phase = f"restore from peers: {'receive' if rank == 0 else 'send'}"
+    where = f"tcp://127.0.0.1:{port}"
+    os.makedirs(node(order, rank), exist_ok=True)
+    options = {**options_of(order), "memory_dir": node(order, rank)}
+    try:
+        dist.init_process_group(
+            "gloo", init_method=where, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S / 2)
+        )
+        made = Checkpointer(TieredCheckpointConfig.from_any(**options, drain="thread"))
+        state = made.load("tiered:latest")
+        step = state["global_step"]
+        told = [rank, step, torch.equal(state["w"], story.state(step)["w"])]
+        made.session.release()
+    except Exception as error:
+        told = [rank, None, f"{type(error).__name__}: {error}"]
+    counter.tell(done=told)
+
+
+ROLES = {"pair": run_pair, "pair-load": run_pair_load}
