@@ -15,12 +15,14 @@ DEADLINE_S = 90.0
 def ranks(tmp_path, memory_dir):
     """Runs steps of ``worker.py`` on ranks placed on nodes (a letter a rank); the answers, by step and rank."""
 
-    def run(nodes, *steps, dead=(), **options):
+    def run(nodes, *steps, dead=(), places=None, **options):
         options = {"dirpath": str(tmp_path / "durable"), "save_to_s3": False, "wait_timeout_s": 60, **options}
         jobs = []
         for node in nodes:
             os.makedirs(f"{memory_dir}/{node}", exist_ok=True)
             jobs.append({"options": {**options, "memory_dir": f"{memory_dir}/{node}"}, "steps": steps})
+            if places is not None:
+                jobs[-1]["netns"] = places[node]
         answers = launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)
         assert [r for r, answer in enumerate(answers) if answer is None] == list(dead), said(
             tmp_path, next((r for r, a in enumerate(answers) if a is None and r not in dead), 0)

@@ -1,13 +1,17 @@
 """One rank of a job whose parts have copies on peers; steps as in ``tests/dcp/worker.py``, which it builds on."""
 
+import ctypes
 import errno
 import importlib
+import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,7 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 
 IO = []
 SETTLE_S = 30.0
+_CLONE_NEWNET = 0x40000000
 #: Enough for a file of two chunks.
 ROWS = 260_000
 
@@ -169,13 +174,65 @@ def stop(job, rank, seconds):
     return held(job) if session_of(job)._opened else None
 
 
-def save_alone(job, seed, rank):
+def save_alone(job, seed, rank, size=50_000):
     """One rank saves a full checkpoint, without a word to the others."""
     if dist.get_rank() != rank:
         return None
-    began = time.monotonic()
-    io_of(job).save(full_state(seed), f"step={seed}.ckpt", tiers=["memory"])
+    state, began = full_state(seed, size), time.monotonic()
+    io_of(job).save(state, f"step={seed}.ckpt", tiers=["memory"])
     return time.monotonic() - began
+
+
+def cut_while_sending(job, rank, at):
+    """A rank's network goes down before the n-th message of what it sends next."""
+    from tiered_checkpoint_io.engine.peer_link import Link
+
+    if dist.get_rank() != rank:
+        return
+    send, sent = Link.send, []
+
+    def cutting(self, data):
+        sent.append(len(data))
+        if len(sent) == at:
+            Link.send = send
+            link_set(job, "down")
+        send(self, data)
+
+    Link.send = cutting
+
+
+def link_set(job, state, rank=None):
+    """The cable of this rank's network is cut, or mended."""
+    if rank in (None, dist.get_rank()):
+        subprocess.run(["ip", "link", "set", job["netns"]["device"], state], check=True)
+
+
+def mark(job, rank, name):
+    """For the other rank, which can't be told over the network."""
+    if dist.get_rank() == rank:
+        marks(job, name).touch()
+
+
+def await_mark(job, rank, name, seconds=40):
+    deadline = time.monotonic() + seconds
+    while dist.get_rank() == rank and not marks(job, name).exists():
+        assert time.monotonic() < deadline, f"{name} does not come"
+        time.sleep(0.05)
+
+
+def marks(job, name):
+    return Path(job["answer"]).with_name(f"mark-{name}")
+
+
+def enter_namespace(job):
+    """Makes this process one of another network; no thread may have begun before."""
+    place = job["netns"]
+    descriptor = os.open(f"/run/netns/{place['name']}", os.O_RDONLY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(descriptor)
+    os.environ.update(GLOO_SOCKET_IFNAME=place["device"], MASTER_ADDR=place["master"])
 
 
 def wait_for_copies(job, rank, seconds):
@@ -201,10 +258,10 @@ def die_without_a_word(job, ranks):
 
 def hurry(job, **seconds):
     """Shorter bounds, by the names of the module's constants."""
-    from tiered_checkpoint_io.engine import copies_in, copies_out, local_peers, replication
+    from tiered_checkpoint_io.engine import copies_in, copies_out, local_peers, peer_link, replication
 
     for name, value in seconds.items():
-        having = [each for each in (copies_in, copies_out, local_peers, replication) if hasattr(each, name)]
+        having = [each for each in (copies_in, copies_out, local_peers, peer_link, replication) if hasattr(each, name)]
         assert having
         for each in having:
             setattr(each, name, value)
@@ -281,4 +338,6 @@ for each in [name for name in globals() if not name.startswith("_")]:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
+    if "netns" in json.loads(sys.argv[1]):
+        enter_namespace(json.loads(sys.argv[1]))
     base.main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 
@@ -73,7 +74,9 @@ class Sender:
         try:
             self._await_acceptance(offer, target)
         except PeerError:
-            self._board.withdraw(offer)
+            # Where it does not get there either, the next offer replaces it.
+            with contextlib.suppress(PeerError):
+                self._board.withdraw(target)
             raise
         try:
             if target not in self._links:

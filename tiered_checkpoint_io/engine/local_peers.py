@@ -128,16 +128,19 @@ class LocalPeers:
 
     def close(self) -> None:
         """Ends the thread, once nobody loads any more, or after a few seconds."""
-        if self._thread is None:
-            return
+        if self._thread is not None:
+            self._end_thread(self._thread)
+        self._board.close()
+
+    def _end_thread(self, thread: threading.Thread) -> None:
         deadline = time.monotonic() + _LINGER_S
         with contextlib.suppress(PeerError):
-            while not self._all_over() and time.monotonic() < deadline and self._thread.is_alive():
+            while not self._all_over() and time.monotonic() < deadline and thread.is_alive():
                 time.sleep(_LOOK_S)
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(MESSAGE_S)
+        thread.join(MESSAGE_S)
 
     # ------------------------------------------------------------------------------------- asking
     def _held(self, load: str) -> dict[int, list[list[object]]]:

@@ -1,8 +1,9 @@
 """How two ranks move a part between them: a board of offers that all ranks see, and a link for each transfer.
 
 The board is the key-value store of torch.distributed, over a connection of its own. A rank looks there for what
-is offered to it a few times a second; each pair of ranks has keys of its own, so that one that dies half-way
-leaves no gap for others.
+is offered to it a few times a second; each pair of ranks has a place of its own for it, where a new offer replaces
+the one before, so that what is lost on its way, or whoever dies half-way, leaves no gap. A question that is not
+answered in time ends the connection; the next one is asked over another.
 
 A link is a gloo connection of two ranks, in one direction, kept until a transfer fails. A group of all ranks would
 not do: gloo closes *every* pair of a group whose timeout passes on any of them, so one stalled peer would end
@@ -16,7 +17,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from tiered_checkpoint_io.engine.asking import Line
 from tiered_checkpoint_io.engine.shard_files import at
 from tiered_checkpoint_io.errors import CorruptCheckpointError, PeerError
 from tiered_checkpoint_io.manifest import Part
@@ -31,6 +33,9 @@ from tiered_checkpoint_io.storage.slots import Slot
 
 #: Bound of one message, seconds: a chunk of 16 MiB or less, mostly.
 MESSAGE_S = 30.0
+#: Bound of one question to the store, seconds: it is answered at once, or its host can't be reached.
+STORE_S = 10.0
+_UNREACHABLE = "the store of torch.distributed can't be asked"
 #: What a peer answers that needs no copy.
 HAVE = "have it already"
 #: Bytes of a verdict on the wire.
@@ -69,36 +74,35 @@ class Board:
             token: Tells this group of ranks from all others that used the same store.
             rank: This rank, in the group.
         """
-        # Waiting for an answer locks a connection: training has another one.
-        clone = getattr(store, "clone", None)
-        self.store = distributed_c10d.PrefixStore(f"tiered-peers/{token}", clone() if clone is not None else store)
+        self._origin = store
+        self._prefix = f"tiered-peers/{token}"
         self._rank = rank
         self._lock = threading.Lock()
         self._sent: Counter[int] = Counter()
-        self._taken: Counter[int] = Counter()
+        #: Of each source, what was taken last.
+        self._taken: dict[int, str] = {}
+        self._line: Line | None = None
+        self._ask(lambda _: None)
 
     def offer(self, target: int, link: int, size: int) -> Offer:
         """Offers a rank a part whose description has so many bytes, over a link of this number."""
         self._sent[target] += 1
         offer = Offer(f"{self._rank}/{target}/{self._sent[target]}", self._rank, f"{self._rank}/{target}/{link}", size)
-        self._set(f"offer/{offer.key}", json.dumps([offer.source, offer.link, offer.size]))
+        told = json.dumps([offer.key, offer.source, offer.link, offer.size])
+        self._set(f"offer/{self._rank}/{target}", told)
         return offer
 
-    def withdraw(self, offer: Offer) -> None:
-        """Tells whoever has not looked yet that an offer holds no longer."""
-        self._set(f"offer/{offer.key}", _WITHDRAWN)
+    def withdraw(self, target: int) -> None:
+        """Tells a rank that has not looked yet that what it was offered is so no longer."""
+        self._set(f"offer/{self._rank}/{target}", _WITHDRAWN)
 
     def next_offer(self, source: int) -> Offer | None:
         """What a rank offers to this one next; None where there is nothing new."""
-        while True:
-            key = f"{source}/{self._rank}/{self._taken[source] + 1}"
-            told = self._get(f"offer/{key}")
-            if told is None:
-                return None
-            self._taken[source] += 1
-            self._forget(f"offer/{key}")
-            if told != _WITHDRAWN:
-                return Offer(key, *json.loads(told))
+        told = self._get(f"offer/{source}/{self._rank}")
+        if told is None or told in (_WITHDRAWN, self._taken.get(source)):
+            return None
+        self._taken[source] = told
+        return Offer(*json.loads(told))
 
     def accept(self, offer: Offer) -> None:
         """Tells its source that this rank is ready for it."""
@@ -111,9 +115,17 @@ class Board:
             self._forget(f"accepted/{offer.key}")
         return accepted
 
+    @property
+    def store(self) -> Any:
+        """The store, as the last question found it."""
+        line = self._line
+        if line is None:
+            raise PeerError(_UNREACHABLE, operation="replicate", rank=self._rank)
+        return line.store
+
     def copied(self, save_id: str, parts: int) -> None:
         """Notes that one part of a save, which has so many, is on all peers that are to keep it."""
-        if self._ask(lambda: self.store.add(f"copied/{save_id}", 1)) >= parts:
+        if self._ask(lambda store: store.add(f"copied/{save_id}", 1)) >= parts:
             self._set(f"whole/{save_id}", "")
 
     def is_whole(self, save_id: str) -> bool:
@@ -146,31 +158,44 @@ class Board:
 
     def add(self, key: str, count: int = 1) -> int:
         """Counts, for all ranks together; how many there are by now."""
-        total: int = self._ask(lambda: self.store.add(f"count/{key}", count))
+        total: int = self._ask(lambda store: store.add(f"count/{key}", count))
         return total
 
     def _get(self, key: str) -> str | None:
-        told: bytes | None = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+        told: bytes | None = self._ask(lambda store: store.get(key) if store.check([key]) else None)
         return told.decode() if told is not None else None
 
     def _forget(self, key: str) -> None:
         # A job makes many saves, and the store lives as long as the job.
-        self._ask(lambda: self.store.delete_key(key))
+        self._ask(lambda store: store.delete_key(key))
 
     def _set(self, key: str, value: str) -> None:
         # An empty value would look like none.
-        self._ask(lambda: self.store.set(key, value or "-"))
+        self._ask(lambda store: store.set(key, value or "-"))
 
-    def _ask(self, question: Any) -> Any:
+    def close(self) -> None:
+        """Ends the connection."""
+        with self._lock:
+            line, self._line = self._line, None
+            if line is not None:
+                line.close()
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
         with self._lock:
             try:
-                return question()
+                if self._line is None:
+                    self._line = Line(self._origin, self._prefix, timeout_s=STORE_S)
+                return self._line.ask(question)
             except Exception as error:
+                # The answer may still come, and would be taken for that of the next question.
+                if self._line is not None:
+                    self._line.drop()
+                self._line = None
                 raise PeerError(
-                    f"the store of torch.distributed can't be asked: {str(error).partition(chr(10))[0]}",
+                    f"{_UNREACHABLE}: {str(error).partition(chr(10))[0]}",
                     operation="replicate",
                     rank=self._rank,
-                    hint="the rank that holds it has ended, or its host is gone",
+                    hint="the rank that holds it has ended, or its host can't be reached",
                 ) from error
 
 
@@ -190,9 +215,8 @@ class Link:
         self.name = offer.link
         self._group: Any = None
         store = distributed_c10d.PrefixStore(f"link/{offer.link}", board.store)
-        self._group = self._do(
-            lambda: distributed_c10d.ProcessGroupGloo(store, 1 - self._other, 2, timedelta(seconds=timeout_s))
-        )
+        bound = timedelta(seconds=timeout_s)
+        self._group = self._do(lambda: distributed_c10d.ProcessGroupGloo(store, 1 - self._other, 2, bound))
 
     def send(self, data: memoryview) -> None:
         """Sends bytes straight from where they lie."""

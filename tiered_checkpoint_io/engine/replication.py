@@ -30,6 +30,8 @@ from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
 _LOOK_S = 0.25
 #: Parts that wait to be sent; of more, the oldest are outdated.
 _MAX_WAITING = 2
+#: The same while the board can't be asked: the network may be back.
+_LOOK_AGAIN_S = 2.0
 #: How long a rank that is done still takes what its sources send.
 _LINGER_S = 10.0
 #: Saves of which it is not known yet whether all their parts are copied.
@@ -94,6 +96,7 @@ class Replicator:
         self._waiting: deque[StoredPart] = deque()
         self._sending = False
         self._closing = False
+        self._missed = 0
         self._unsettled: dict[str, None] = {}
         self._threads = [
             threading.Thread(target=self._guard(work), name=name, daemon=True)
@@ -106,6 +109,9 @@ class Replicator:
     def offer(self, stored: StoredPart) -> None:
         """Takes a part that has just been committed; returns at once."""
         with self._changed:
+            if self._closing:
+                self._failed(stored, "copies are made no longer")
+                return
             self._waiting.append(stored)
             outdated = [self._waiting.popleft() for _ in range(len(self._waiting) - _MAX_WAITING)]
             self._changed.notify_all()
@@ -140,6 +146,8 @@ class Replicator:
             thread.join(_LINGER_S + MESSAGE_S)
         self._sender.close()
         self._keeper.close()
+        for board in (self._outgoing, self._incoming):
+            board.close()
 
     # --------------------------------------------------------------------------------------- sending
     def _send_all(self) -> None:
@@ -197,22 +205,39 @@ class Replicator:
     def _take_all(self) -> None:
         ended_at: float | None = None
         while True:
-            idle = True
-            for source in self._clique.sources:
-                offer = self._incoming.next_offer(source)
-                if offer is not None:
-                    idle = False
-                    self._keeper.take(offer)
-            self._settle()
+            idle, unreachable, over = True, "", False
+            try:
+                for source in self._clique.sources:
+                    offer = self._incoming.next_offer(source)
+                    if offer is not None:
+                        idle = False
+                        self._keeper.take(offer)
+                self._settle()
+                over = self._closing and all(self._incoming.has_ended(source) for source in self._clique.sources)
+            except PeerError as error:
+                unreachable = str(error)
+            self._tell_of_board(unreachable)
             if self._closing:
                 ended_at = ended_at or time.monotonic()
-                over = all(self._incoming.has_ended(source) for source in self._clique.sources)
-                if idle and (over or time.monotonic() > ended_at + _LINGER_S):
-                    self._incoming.leaves()
+                if idle and (over or unreachable or time.monotonic() > ended_at + _LINGER_S):
+                    with contextlib.suppress(PeerError):
+                        self._incoming.leaves()
                     return
             if idle:
                 with self._changed:
-                    self._changed.wait(_LOOK_S)
+                    self._changed.wait(_LOOK_AGAIN_S if unreachable else _LOOK_S)
+
+    def _tell_of_board(self, unreachable: str) -> None:
+        """Warns once where peers can't be heard of, and tells once when they can again."""
+        if not unreachable:
+            if self._missed > 1:
+                self._log.info("peers can be heard of again")
+            self._missed = 0
+            return
+        self._missed += 1
+        # At the end of a job, the store goes with the first rank that does.
+        if self._missed == 2 and not self._closing:
+            self._log.warning("no copies are taken for now: %s", unreachable)
 
     # ------------------------------------------------------------------------------------ whole saves
     def _unsettle(self, save_id: str) -> None:
