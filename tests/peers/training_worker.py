@@ -49,10 +49,10 @@ class Toy(LightningModule):
 
 
 class Watch(Callback):
-    """Notes what the restart asked of the durable tier; kills the rank at a step, once its copies are on peers."""
+    """Notes the weights of each step; kills the rank at one, once its copies are on peers."""
 
     def on_train_start(self, trainer, _):
-        self.asked, self.began_at = dict(io.checkpointer.asked), trainer.global_step
+        self.began_at = trainer.global_step
         #: By step, what the weights are before it.
         self.weights = {self.began_at: digest(model)}
 
@@ -109,7 +109,6 @@ if __name__ == "__main__":
         "weights": watch.weights,
         "from": restored and (restored.step, restored.tier),
         "began_at": watch.began_at,
-        "asked": watch.asked,
     }
     with open(told["answer"] + ".new", "w") as file:
         json.dump(answer, file)
