@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.killing import Zygote
 from support.sweeping import Place, Restore, Tally, Trainer, points_of
 from support.swept_drains import FullDrain, ShardedDrain
-from support.swept_peers import Replication, RestoreFromPeers
+from support.swept_peers import Replication, RestoreFromPeers, Training
 
 from tiered_checkpoint_io.testing.servers import RcloneServer
 
@@ -39,7 +39,9 @@ def stories():
     # The longest come first, so that two workers end together.
     made = [(ShardedDrain(large=True), True), (FullDrain(large=True), True)]
     made += [(Replication(victim), False) for victim in ("sender", "receiver")]
-    made += [(RestoreFromPeers(victim), False) for victim in ("loader-a", "loader-b")]
+    made += [(Training(victim, limit=20), False) for victim in ("trainer-a", "trainer-b")]
+    for kind in ("full", "sharded"):
+        made += [(RestoreFromPeers(kind, victim), False) for victim in ("loader-a", "loader-b")]
     for kind in ("full", "sharded", "local"):
         made.append((Trainer(kind, "process", "trainer"), False))
         made.append((Restore(kind, "memory whole"), False))

@@ -4,7 +4,7 @@ import pytest
 from support.killing import Zygote
 from support.sweeping import Place, Restore, Trainer, points_of
 from support.swept_drains import FullDrain, ShardedDrain
-from support.swept_peers import Replication, RestoreFromPeers
+from support.swept_peers import Replication, RestoreFromPeers, Training
 
 SEED = 1
 
@@ -33,7 +33,9 @@ def sample(story, place, count, **options):
         Restore("sharded", "the newest damaged"),
         Replication("sender"),
         Replication("receiver"),
-        RestoreFromPeers("loader-a"),
+        Training("trainer-a"),
+        RestoreFromPeers("full", "loader-a"),
+        RestoreFromPeers("sharded", "loader-b"),
     ],
     ids=lambda story: story.title,
 )

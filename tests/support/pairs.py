@@ -27,20 +27,34 @@ KEEP_LAST = 2
 
 def import_all():
     """What the roles need, with waits for peers that fit processes which are all here, or dead."""
-    import torch.distributed  # noqa: F401
+    # The first save of a DTensor would otherwise take seconds to import what it needs, in each process anew.
+    import torch._dynamo
+    import torch.distributed.device_mesh
+    import torch.distributed.tensor  # noqa: F401
 
-    from tiered_checkpoint_io.engine import coordination, copies_in, copies_out, meeting, replication
+    from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp  # noqa: F401
+    from tiered_checkpoint_io.engine import (
+        coordination,
+        copies_in,
+        copies_out,
+        meeting,
+        peer_link,
+        replication,
+        session,
+    )
 
     for module, bounds in (
         (replication, {"_LOOK_S": 0.01, "_LINGER_S": 0.3, "MESSAGE_S": SOON_S}),
         (copies_in, {"MESSAGE_S": SOON_S}),
         (copies_out, {"MESSAGE_S": SOON_S, "_ACCEPT_S": SOON_S, "_ACCEPT_AGAIN_S": 0.2}),
+        (peer_link, {"STORE_S": SOON_S}),
         (meeting, {"RELEASE_S": 0.1}),
+        (session, {"RELEASE_S": 0.1}),
     ):
         for name, value in bounds.items():
             assert hasattr(module, name)
             setattr(module, name, value)
-    coordination.TorchGroup.__init__.__kwdefaults__["rendezvous_s"] = SOON_S
+    coordination.TorchGroup.__init__.__kwdefaults__["rendezvous_s"] = 4 * SOON_S
 
 
 def fork(role, work, order, counter):
@@ -140,40 +154,106 @@ def keep(order, counter, store):
     tier.close()
 
 
-# ----------------------------------------------------------------------------------------- restores
-def run_pair_load(order, counter):
-    """Both nodes load the newest together; tells what each has got."""
+# -------------------------------------------------------------------------------- training together
+def run_pair_train(order, counter):
+    """Both nodes save sharded checkpoints together, memory only, and keep copies of each other's parts."""
+    both("trainer", train, order, counter)
+
+
+def both(role, work, order, counter):
     port = free_port()
     pids = [
-        fork(role, lambda rank=rank: load(order, counter, rank, port), order, counter)
-        for rank, role in enumerate(("loader-a", "loader-b"))
+        fork(f"{role}-{'ab'[rank]}", lambda rank=rank: work(order, counter, rank, port), order, counter)
+        for rank in (0, 1)
     ]
     for pid in pids:
         reap(pid)
 
 
-def load(order, counter, rank, port):
-    import torch
+def join(rank, port):
     import torch.distributed as dist
 
-    from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+    where, bound = f"tcp://127.0.0.1:{port}", timedelta(seconds=PATIENCE_S / 2)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2, timeout=bound)
 
-    counter.phase = f"restore from peers: {'receive' if rank == 0 else 'send'}"
-    where = f"tcp://127.0.0.1:{port}"
+
+def shards(number, rank):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mine = story.state(number)["w"].chunk(2)[rank].clone()
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        "w": DTensor.from_local(mine, mesh, [Shard(0)], run_check=False),
+        "global_step": torch.tensor(number),
+    }
+
+
+def train(order, counter, rank, port):
+    import torch.distributed as dist
+
+    from tiered_checkpoint_io import TieredStorageWriter, dcp
+
+    counter.phase = "replicate: train together"
+    os.makedirs(node(order, rank), exist_ok=True)
+    options = {**options_of(order), "memory_dir": node(order, rank), "replication_factor": 2, "memory_keep_last": 2}
+    writer = TieredStorageWriter(**options, save_to_s3=False)
+    try:
+        join(rank, port)
+        for number in order["numbers"]:
+            dcp.save(shards(number, rank), checkpoint_id=f"step_{number}", storage_writer=writer)
+            counter.tell(done=["saved", number])
+            tier, deadline = writer.session.open().tier, time.monotonic() + 3 * SOON_S
+            while time.monotonic() < deadline and not tier.parts()[-1].replicated:
+                time.sleep(0.005)
+            if tier.parts()[-1].replicated:
+                counter.tell(done=["safe", number])
+            dist.barrier()
+    except Exception as error:
+        # The other one is dead.
+        counter.tell(done=["lost", str(error)])
+    writer.session.release()
+
+
+# ----------------------------------------------------------------------------------------- restores
+def run_pair_load(order, counter):
+    """Both nodes load the newest together; tells what each has got."""
+    both("loader", load, order, counter)
+
+
+def load(order, counter, rank, port):
+    counter.phase = f"restore from peers: {order['kind']}, {'receive' if rank == 0 else 'send'}"
     os.makedirs(node(order, rank), exist_ok=True)
     options = {**options_of(order), "memory_dir": node(order, rank)}
     try:
-        dist.init_process_group(
-            "gloo", init_method=where, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S / 2)
-        )
-        made = Checkpointer(TieredCheckpointConfig.from_any(**options, drain="thread"))
-        state = made.load("tiered:latest")
-        step = state["global_step"]
-        told = [rank, step, torch.equal(state["w"], story.state(step)["w"])]
-        made.session.release()
+        join(rank, port)
+        told = [rank, *(load_full if order["kind"] == "full" else load_sharded)(options, rank)]
     except Exception as error:
         told = [rank, None, f"{type(error).__name__}: {error}"]
     counter.tell(done=told)
 
 
-ROLES = {"pair": run_pair, "pair-load": run_pair_load}
+def load_full(options, _):
+    import torch
+
+    from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+
+    made = Checkpointer(TieredCheckpointConfig.from_any(**options, drain="thread"))
+    state = made.load("tiered:latest")
+    made.session.release()
+    return state["global_step"], torch.equal(state["w"], story.state(state["global_step"])["w"])
+
+
+def load_sharded(options, rank):
+    import torch
+
+    from tiered_checkpoint_io import dcp
+
+    state = shards(-1, rank)
+    dcp.load(state, **options).close()
+    step = int(state["global_step"])
+    return step, torch.equal(state["w"].to_local(), story.state(step)["w"].chunk(2)[rank])
+
+
+ROLES = {"pair": run_pair, "pair-train": run_pair_train, "pair-load": run_pair_load}

@@ -50,42 +50,97 @@ class Replication:
         self._restored(place, "b", [GOES_ON])
 
 
-class RestoreFromPeers:
-    """Two nodes load together, of which one has lost its memory; one of them is killed, and both begin again."""
+class Training:
+    """Two nodes train together, and keep copies of each other's shards; one is killed, and perhaps lost as well."""
 
     def __init__(self, victim, limit=0):
         self.victim = victim
         self.limit = limit
-        self.title = f"restore from peers, {victim} killed"
+        self.title = f"replication of shards, {victim} killed"
 
     def rehearse(self, place):
         place.clear()
-        assert ["safe", NUMBERS[-1]] in place.run("pair", "full", numbers=NUMBERS).done
+        run = place.run("pair-train", "sharded", numbers=NUMBERS)
+        assert run.done.count(["safe", NUMBERS[-1]]) == 2, run.done
+        return run.effects[self.victim]
+
+    def at(self, place, point):
+        place.clear()
+        run = place.run("pair-train", "sharded", numbers=NUMBERS, **{f"{self.victim}_kill_at": point})
+        killed = run.killed.get(self.victim)
+        return verdict(killed, lambda: self._judge(place, run.done)) if killed else None
+
+    def _judge(self, place, done):
+        # A step that one of the two has told of is whole on both.
+        saved, safe = (max((n for what, n in done if what == which), default=0) for which in ("saved", "safe"))
+        allowed = range(saved, min(saved + 1, NUMBERS[-1]) + 1)
+        kept = f"{place.memory}-kept"
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(place.memory, kept)
+        found = loaded(place, "sharded", allowed)
+        for lost in "ab":
+            shutil.rmtree(place.memory)
+            shutil.copytree(kept, place.memory)
+            shutil.rmtree(f"{place.memory}/{lost}", ignore_errors=True)
+            loaded(place, "sharded", range(safe, allowed[-1] + 1))
+        run = place.run("pair-train", "sharded", numbers=[GOES_ON])
+        if run.done.count(["safe", GOES_ON]) != 2:
+            raise Lost(f"what is saved after the restart is not safe: {run.done}")
+        shutil.rmtree(f"{place.memory}/a")
+        loaded(place, "sharded", [GOES_ON])
+        return "new" if found > saved else "old"
+
+
+def loaded(place, kind, allowed):
+    """What both nodes load together, which has to be one of the allowed steps; 0 for nothing, where that is one."""
+    done = place.run("pair-load", kind).done
+    steps = set()
+    for rank in (0, 1):
+        told = [[step, equal] for who, step, equal in done if who == rank]
+        nothing = 0 in allowed and told and "NotFound" in str(told[0][1])
+        if not told or not (nothing or told[0][0] in allowed):
+            raise Lost(f"rank {rank} has loaded {told} in place of one of {[*allowed]}")
+        if not nothing and told[0][1] is not True:
+            raise Mixed(f"step {told[0][0]} differs from what was saved")
+        steps.add(0 if nothing else told[0][0])
+    if len(steps) > 1:
+        raise Mixed(f"the ranks have loaded different steps: {steps}")
+    return steps.pop()
+
+
+class RestoreFromPeers:
+    """Two nodes load together, of which one has lost its memory; one of them is killed, and both begin again."""
+
+    def __init__(self, kind, victim, limit=0):
+        self.kind = kind
+        self.victim = victim
+        self.limit = limit
+        self.title = f"restore of {kind} from peers, {victim} killed"
+
+    def rehearse(self, place):
+        place.clear()
+        made = place.run("pair" if self.kind == "full" else "pair-train", self.kind, numbers=NUMBERS)
+        assert ["safe", NUMBERS[-1]] in made.done
         shutil.rmtree(f"{place.memory}/a")
         self._kept = f"{place.memory}-kept"
         shutil.rmtree(self._kept, ignore_errors=True)
         shutil.copytree(place.memory, self._kept)
-        run = place.run("pair-load", "full")
-        self._check(run.done)
+        run = place.run("pair-load", self.kind)
+        assert [step for _, step, equal in run.done if equal is True] == [NUMBERS[-1]] * 2, run.done
         return run.effects[self.victim]
 
     def at(self, place, point):
         shutil.rmtree(place.memory)
         shutil.copytree(self._kept, place.memory)
-        run = place.run("pair-load", "full", **{f"{self.victim}_kill_at": point})
+        run = place.run("pair-load", self.kind, **{f"{self.victim}_kill_at": point})
         killed = run.killed.get(self.victim)
         return verdict(killed, lambda: self._judge(place)) if killed else None
 
     def _judge(self, place):
-        self._check(place.run("pair-load", "full").done)
-        for node in "ab":
-            restored(place, "full", [NUMBERS[-1]], memory_dir=f"{place.memory}/{node}", go_on=True)
+        for _ in range(2):
+            loaded(place, self.kind, NUMBERS[-1:])
+        # And what came home is whole there: the other one may be lost now.
+        shutil.rmtree(f"{place.memory}/b")
+        if self.kind == "full":
+            loaded(place, self.kind, NUMBERS[-1:])
         return "old"
-
-    def _check(self, done):
-        for rank in (0, 1):
-            told = [[step, equal] for who, step, equal in done if who == rank]
-            if not told or told[0][0] != NUMBERS[-1]:
-                raise Lost(f"rank {rank} has loaded {told}")
-            if told[0][1] is not True:
-                raise Mixed(f"step {told[0][0]} differs from what was saved")

@@ -220,8 +220,9 @@ class Replicator:
             if self._closing:
                 ended_at = ended_at or time.monotonic()
                 if idle and (over or unreachable or time.monotonic() > ended_at + _LINGER_S):
-                    with contextlib.suppress(PeerError):
-                        self._incoming.leaves()
+                    if not unreachable:
+                        with contextlib.suppress(PeerError):
+                            self._incoming.leaves()
                     return
             if idle:
                 with self._changed:
