@@ -245,6 +245,18 @@ def wait_for_copies(job, rank, seconds):
     return {"seconds": time.monotonic() - began, "pending": session.copies_pending(), **held(job)}
 
 
+def save_until_copied(job, rank, seeds):
+    """Saves one step after the other until one gets to the peer; which one that was."""
+    if dist.get_rank() == rank:
+        for seed in seeds:
+            before = session_of(job).counts["replicated"]
+            save_alone(job, seed, rank)
+            wait_for_copies(job, rank, 30)
+            if session_of(job).counts["replicated"] > before:
+                return seed
+    return None
+
+
 def meet_all(job):
     io_of(job)
 
