@@ -1,13 +1,13 @@
 """Node memory that is too small, full, not memory, or not ours: said once, and nothing is lost."""
 
 import os
-import subprocess
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from support.bad_input import KEPT, Kept, state
+from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io.errors import MemoryTierError, MemoryUnsafeError, SaveError
 from tiered_checkpoint_io.storage.memory import is_tmpfs
@@ -21,14 +21,8 @@ MEMORY_ONLY = {"tiers": ["memory"]}
 @pytest.fixture
 def small(tmp_path):
     """A real tmpfs of 64 MiB."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DOCKERS_DEFAULT},mode=1777", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, timeout=20)
-    if done.returncode != 0:
-        pytest.skip(f"a tmpfs can't be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
+    with mounted_tmpfs(tmp_path / "shm", DOCKERS_DEFAULT) as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -36,22 +30,8 @@ def kept_in_small(small, tmp_path):
     kept = Kept(tmp_path / "kept", small)
     yield kept
     kept.close()
-    (small / "tenant").unlink(missing_ok=True)
+    Tenant(small).goes()
     kept.still_loads()
-
-
-class Tenant:
-    """Another user of the same tmpfs, who takes all that is left of it."""
-
-    def __init__(self, folder):
-        self.file = folder / "tenant"
-
-    def fills(self, leave=0):
-        free = os.statvfs(self.file.parent)
-        self.file.write_bytes(bytes(free.f_bavail * free.f_frsize - leave))
-
-    def goes(self):
-        self.file.unlink()
 
 
 def large(step, mib=100):

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from dataclasses import replace
 
 import pytest
 from support.restoring import of_a_newer_release
@@ -272,3 +273,17 @@ def test_a_file_that_never_became_a_checkpoint_is_removed_by_its_name(tmp_path):
     commit.delete(store, "a.ckpt", journal=MemoryJournal())
     assert readable(store, "last.ckpt") == b"A"
     assert objects(store) == ["a.ckpt"]
+
+
+def test_a_save_that_a_later_one_of_its_run_has_gone_past_leaves_that_one_alone(tmp_path):
+    """As one that waits in node memory while its successor, for which there was no room, was uploaded directly."""
+    store = DirectoryStore(str(tmp_path))
+    assert save(store, "last.ckpt", b"newer", 2)
+    assert not save(store, "last.ckpt", b"older", 1)
+    assert readable(store, "last.ckpt") == b"newer"
+    # Clocks of different runs may disagree: there, who comes last has the name.
+    other = part_of("last.ckpt", b"rerun", 1)
+    old_run = "20200101T000000.000000-00000000"
+    other = replace(other, content=replace(other.content, save_id=ids.save_id(old_run, 1)))
+    assert commit.commit_full(store, other, memoryview(b"rerun"))
+    assert readable(store, "last.ckpt") == b"rerun"

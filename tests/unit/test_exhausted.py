@@ -1,7 +1,6 @@
 """A file system that is full, and a process out of descriptors, at every point of a save: said, and nothing is lost."""
 
 import contextlib
-import errno
 import os
 import resource
 import warnings
@@ -9,10 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from support.bad_input import KEPT, Kept, state
+from support.tenants import Tenant, Watch, mounted_tmpfs, refuse
 
-from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io import TieredStorageWriter, dcp
+from tiered_checkpoint_io.engine import supervise
+from tiered_checkpoint_io.errors import SaveError, TieredCheckpointError
+from tiered_checkpoint_io.storage import spares
+from tiered_checkpoint_io.storage.memory import MemoryTier
 
+MIB = 1 << 20
 MEMORY_ONLY = {"tiers": ["memory"]}
 
 
@@ -26,72 +32,39 @@ def kept(tmp_path, memory_dir):
     kept.close()
 
 
-class Full:
-    """Refuses this process the n-th piece of space below a folder, and all later ones, as a full tmpfs does."""
-
-    def __init__(self, folder, monkeypatch):
-        self.folder = str(folder)
-        self.patch = monkeypatch
-        self.at = 0
-        self.count = 0
-
-    def take(self, path):
-        if str(path).startswith(self.folder):
-            self.count += 1
-            if 0 < self.at <= self.count:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    @contextlib.contextmanager
-    def from_the(self, number):
-        self.at, self.count = number, 0
-        opens, mkdir, allocate = os.open, os.mkdir, os.posix_fallocate
-
-        def opening(path, flags, *args, **options):
-            if flags & os.O_CREAT and not os.path.exists(path):
-                self.take(path)
-            return opens(path, flags, *args, **options)
-
-        def making(path, *args, **options):
-            if not os.path.exists(path):
-                self.take(path)
-            return mkdir(path, *args, **options)
-
-        def allocating(descriptor, *args):
-            self.take(os.readlink(f"/proc/self/fd/{descriptor}"))
-            return allocate(descriptor, *args)
-
-        with self.patch.context() as patch:
-            patch.setattr(os, "open", opening)
-            patch.setattr(os, "mkdir", making)
-            patch.setattr(os, "posix_fallocate", allocating)
-            yield
-
-
 def loads(io, step):
     return torch.equal(io.load_checkpoint("tiered:latest")["w"], state(step)["w"])
 
 
+def points(watch, limit=40, every=1):
+    """From which piece of space on memory is full, until a save needs fewer than that."""
+    for number in range(1, limit, every):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the memory tier can't hold")
+            yield number
+        if watch.count < number:
+            return
+    raise AssertionError(f"more than {limit} pieces")
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("tiers", [["memory"]], ids=["memory"])
+@pytest.mark.parametrize("tiers", [["memory"], ["memory", "durable"]], ids=["memory", "both"])
 def test_a_tmpfs_that_is_full_from_any_point_of_a_save_on(tiers, kept, monkeypatch):
-    full = Full(kept.options["memory_dir"], monkeypatch)
-    newest, points = 1, 0
-    for number in range(1, 40):
-        io = kept.io(drain="thread", wait_timeout_s=1, memory_keep_last=100)
+    full = Watch(kept.options["memory_dir"], monkeypatch, refuse)
+    newest, refused = 1, 0
+    for number in points(full):
+        io = kept.io(drain="thread", wait_timeout_s=30, memory_keep_last=100)
         io.load_checkpoint("tiered:latest")
         step = number + 1
-        with full.from_the(number), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the memory tier can't hold")
+        with full.from_the(number):
             try:
                 io.save_checkpoint(state(step), f"{step}.ckpt", storage_options={"tiers": tiers})
                 newest = step
             except SaveError as error:
-                points += 1
-                assert any(word in str(error) for word in ("memory_dir is full", "not durable", "can't be read"))
-            reached = full.count >= number
-        # Once more, what did not become durable while memory was full.
-        with contextlib.suppress(SaveError):
-            io.teardown()
+                refused += 1
+                assert tiers == ["memory"], f"has another way to go: {error}"
+                assert "memory_dir is full" in str(error) or "can't be read" in str(error)
+        io.teardown()
         io = kept.io(drain="thread", memory_keep_last=100)
         loaded = io.load_checkpoint("tiered:latest")["global_step"]
         # What could not be told may have been done all the same.
@@ -99,15 +72,128 @@ def test_a_tmpfs_that_is_full_from_any_point_of_a_save_on(tiers, kept, monkeypat
         newest = max(newest, loaded)
         assert loads(io, newest)
         io.teardown()
-        if not reached:
-            break
-    assert points >= 3
-    assert not reached
+    assert number > 4
+    assert (refused >= 3) == (tiers == ["memory"])
     io = kept.io(memory_keep_last=100)
     io.save_checkpoint(state(99), "99.ckpt")
     assert loads(io, 99)
     for path in Path(kept.options["memory_dir"]).rglob("*.new"):
         raise AssertionError(f"left behind: {path}")
+
+
+@pytest.mark.timeout(120)
+def test_without_a_spare_file_a_save_ends_with_one_error_and_soon(kept, monkeypatch):
+    monkeypatch.setattr(spares, "_COUNT", 0)
+    monkeypatch.setattr(supervise, "_HALF_ENDED_S", 0.5)
+    full = Watch(kept.options["memory_dir"], monkeypatch, refuse)
+    told = []
+    for number in points(full):
+        io = kept.io(drain="thread", wait_timeout_s=600, memory_keep_last=100)
+        io.load_checkpoint("tiered:latest")
+        for spare in Path(kept.options["memory_dir"]).rglob("spares/*"):
+            spare.unlink()
+        with full.from_the(number):
+            try:
+                io.save_checkpoint(state(number + 1), f"{number + 1}.ckpt")
+            except SaveError as error:
+                told.append(str(error))
+        io.teardown()
+        assert loads(kept.io(), number + 1)
+    assert told
+    assert all("no space in memory_dir to note what became of it" in text for text in told)
+
+
+@pytest.fixture(params=["space", "files"])
+def tight(request, tmp_path):
+    """A real tmpfs that a tenant can fill, by what it holds or by how many."""
+    with mounted_tmpfs(tmp_path / "tight", 16 * MIB, inodes=400) as folder:
+        tenant = Tenant(folder)
+        fill = tenant.fills if request.param == "space" else tenant.takes_all_inodes
+        yield folder, lambda *_: fill(), tenant
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("drain", ["process", "thread"])
+def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(drain, tight, tmp_path, monkeypatch):
+    folder, fill, tenant = tight
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(folder), "on_save_error": "raise"}
+    kept = Kept(tmp_path / "durable", folder)
+    watch = Watch(folder, monkeypatch, fill)
+    # A process takes its time to start; its own pieces of space are not counted here anyway.
+    for number in points(watch, every=3 if drain == "process" else 2):
+        io = kept.io(drain=drain, wait_timeout_s=60, memory_keep_last=3)
+        io.load_checkpoint("tiered:latest")
+        with watch.from_the(number):
+            io.save_checkpoint(state(10 * number, size=100_000), f"{number}.ckpt")
+            # The tenant stays: the next ones are no worse off.
+            io.save_checkpoint(state(10 * number + 1, size=100_000), f"{number}-b.ckpt")
+            io.remove_checkpoint(f"{number}.ckpt")
+        io.teardown()
+        elsewhere = kept.io(namespace="elsewhere", memory_dir=str(tmp_path), drain="thread")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not on tmpfs")
+            loaded = elsewhere.load_checkpoint("tiered:latest")
+        assert loaded["global_step"] == 10 * number + 1
+        elsewhere.teardown()
+        assert not (Path(options["dirpath"]) / f"{number}.ckpt").exists()
+        tenant.goes()
+    assert number > 4
+    kept.close()
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("drain", ["process", "thread"])
+@pytest.mark.parametrize("behind", [False, True], ids=["save", "async_save"])
+def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(behind, drain, tight, tmp_path, monkeypatch):
+    folder, fill, tenant = tight
+    options = {
+        "dirpath": str(tmp_path / "durable"),
+        "memory_dir": str(folder),
+        "on_save_error": "raise",
+        "drain": drain,
+        "save_to_s3": True,
+        "wait_timeout_s": 60,
+    }
+    # Where not even folders can be made there is no tier to open, which is an error of its own.
+    MemoryTier.open(str(folder), "default")
+    watch = Watch(folder, monkeypatch, fill)
+    for number in points(watch, every=4 if drain == "process" else 1):
+        live = torch.arange(100_000.0) + number
+        writer = TieredStorageWriter(**options, wait=True)
+        with watch.from_the(number):
+            if behind:
+                dcp.async_save({"w": live}, checkpoint_id=f"step_{number}", storage_writer=writer).result(60)
+                live.zero_()
+            else:
+                dcp.save({"w": live}, checkpoint_id=f"step_{number}", storage_writer=writer)
+            dcp.maybe_finalize_async_calls(blocking=True)
+        writer.close()
+        wanted = {"w": torch.zeros(100_000)}
+        torch_dcp.load(wanted, storage_reader=torch_dcp.FileSystemReader(tmp_path / "durable" / f"step_{number}"))
+        assert torch.equal(wanted["w"], torch.arange(100_000.0) + number)
+        tenant.goes()
+    assert number > 4
+
+
+def test_what_fails_is_told_while_memory_is_full(tight, tmp_path):
+    folder, fill, tenant = tight
+    kept = Kept(tmp_path / "durable", folder)
+    io = kept.io(wait_timeout_s=60)
+    io.save_checkpoint(state(2), "2.ckpt", storage_options=MEMORY_ONLY)
+    away = Path(kept.options["dirpath"]).rename(tmp_path / "away")
+    Path(kept.options["dirpath"]).write_text("no folder")
+    commit = io.checkpointer.session.open().tier.commit
+    io.checkpointer.session.open().tier.commit = lambda *args, **options: (commit(*args, **options), fill())[0]
+    with pytest.raises(SaveError, match=r"in memory, but not on the durable tier: (?!.*no space)"):
+        io.save_checkpoint(state(3), "3.ckpt")
+    Path(kept.options["dirpath"]).unlink()
+    away.rename(kept.options["dirpath"])
+    with contextlib.suppress(TieredCheckpointError):
+        io.teardown()
+    tenant.goes()
+    kept.mended(3)
+    kept.close()
 
 
 @pytest.mark.timeout(120)

@@ -257,10 +257,10 @@ def test_a_reader_sees_old_or_new_whoever_writes(queue, tmp_path):
     queue.write_progress(DrainProgress(pid=1, counters={"committed": 3}))
     assert queue.progress().counters == {"committed": 3}
     assert os.listdir(tmp_path / "status") == ["drain.json"]
-    journal = FileJournal(tmp_path / "upload.json")
+    journal = FileJournal(tmp_path / "upload.json", queue.spares)
     assert journal.read() is None
     journal.write({"upload_id": "x", "parts": [1, 2]})
-    assert FileJournal(tmp_path / "upload.json").read() == {"upload_id": "x", "parts": [1, 2]}
+    assert FileJournal(tmp_path / "upload.json", queue.spares).read() == {"upload_id": "x", "parts": [1, 2]}
     (tmp_path / "upload.json").write_bytes(b"{")
     assert journal.read() is None
     journal.clear()

@@ -57,7 +57,8 @@ def commit_full(
         progress: See :meth:`Store.upload`.
 
     Returns:
-        False where this very save was committed already, and nothing was to be done.
+        False where this very save was committed already, or a later one of the same run has gone past it
+        straight to this tier: nothing was to be done.
 
     Raises:
         CorruptCheckpointError: ``data`` differs from its hashes. Nothing was written.
@@ -75,6 +76,8 @@ def commit_full(
     if old is not None and old.alias_of is None and old.content.save_id == part.save_id and not old.previous:
         (Removal.noted(removal) or Removal(part.name)).finish(store, removal)
         return False
+    if old is not None and old.alias_of is None and _is_later(old.content.save_id, part.save_id):
+        return False
     verify(entry, data, tier="memory", where=part.name)
     merged = merge_parts([part])
     assert merged is not None
@@ -90,6 +93,11 @@ def commit_full(
     store.put(key, merged.to_json())
     orphans.finish(store, removal)
     return True
+
+
+def _is_later(save_id: str, than: str) -> bool:
+    # Of other runs the clocks may disagree: there, who comes last has the name.
+    return save_id > than and ids.run_id_of(save_id) == ids.run_id_of(than)
 
 
 def abandon(store: Store, part: Part, journal: UploadJournal) -> None:

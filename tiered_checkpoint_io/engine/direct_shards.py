@@ -43,35 +43,39 @@ class DirectFile:
             raise
 
     def put(self, store: Store, part: Part, basename: str, small: Mapping[str, bytes], *, timeout_s: float) -> None:
-        """Brings the part to the durable tier; the coordinator's is followed by the commit. Frees the memory.
-
-        Args:
-            store: Where.
-            part: The whole part.
-            basename: The name of this file in it.
-            small: Its other files.
-            timeout_s: How long the coordinator waits for the parts of other ranks.
-
-        Raises:
-            SaveError: They have not come, or a later save has taken the name.
-            TieredCheckpointError: As :func:`commit_sharded.put_part` and ``commit_parts``.
-        """
-        journal = _Journal()
+        """As :func:`put_part` does, with this file as ``basename`` beside ``small`` ones. Frees the memory."""
         try:
             with memoryview(self._buffer) as view, view.toreadonly() as data:
                 files = {name: memoryview(content) for name, content in small.items()} | {basename: data}
-                fate = commit_sharded.put_part(store, part, files, journal=journal)
-                if fate == "replaced":
-                    raise _refused(part, "a later save has taken its name", "give each save a name of its own")
-                if part.commits and fate == "sent":
-                    _wait(store, part, timeout_s)
-                    commit_sharded.commit_parts(store, part, files, journal=journal)
+                put_part(store, part, files, timeout_s=timeout_s)
         finally:
             self.close()
 
     def close(self) -> None:
         """Frees the memory."""
         self._buffer.close()
+
+
+def put_part(store: Store, part: Part, files: Mapping[str, memoryview], *, timeout_s: float) -> None:
+    """Brings a part to the durable tier; the coordinator's is followed by the commit.
+
+    Args:
+        store: Where.
+        part: The whole part.
+        files: The bytes of all its files, by basename.
+        timeout_s: How long the coordinator waits for the parts of other ranks.
+
+    Raises:
+        SaveError: They have not come, or a later save has taken the name.
+        TieredCheckpointError: As :func:`commit_sharded.put_part` and ``commit_parts``.
+    """
+    journal = _Journal()
+    fate = commit_sharded.put_part(store, part, files, journal=journal)
+    if fate == "replaced":
+        raise _refused(part, "a later save has taken its name", "give each save a name of its own")
+    if part.commits and fate == "sent":
+        _wait(store, part, timeout_s)
+        commit_sharded.commit_parts(store, part, files, journal=journal)
 
 
 class _Journal:

@@ -102,6 +102,7 @@ class Drain:
         self._stores = Stores(root, open_store, self._log)
         self._gathering = Gathering(self._log)
         self._retries: dict[str, _Retry] = {}
+        self._journals: dict[str, FileJournal] = {}
         self._seen: set[str] = set()
         self._unreplaced: list[Outcome] | None = None
         self._trainers: int | None = None
@@ -134,12 +135,14 @@ class Drain:
     # -------------------------------------------------------------------------------- the loop
     def _loop(self, *, once: bool) -> None:
         self._report.last_success = time.monotonic()
+        self._queue.spares.fill()
         while not self._stop.is_set():
             self._refuse_unreadable()
             operations, parts = self.pending()
             self._report.pending = len(operations)
             self._look_again(operations)
             self._gathering.keep({operation.op_id for operation in operations})
+            self._report.untold = self._report.untold & {operation.op_id for operation in operations}
             now = time.monotonic()
             waiting = {op_id for op_id, retry in self._retries.items() if retry.due > now}
             waiting = (waiting - self._gathering.complete()) | self._gathering.not_due(now)
@@ -172,9 +175,8 @@ class Drain:
             error = ManifestError("the request can't be understood", operation="drain", tier="memory", key=op_id)
             self._log.error("%s", error)
             self._report.counts["failed"] += 1
-            self._queue.finish(
-                Outcome(op_id, "unknown", op_id, -1, "failed", str(error), type(error).__name__, finished=time.time())
-            )
+            request = Request(op_id, "unknown", op_id, "")
+            self._finish(request, -1, "failed", error=str(error), error_type=type(error).__name__)
 
     def _look_again(self, operations: list[Request]) -> None:
         """What only a person can mend is tried again when there is something new to do."""
@@ -251,7 +253,7 @@ class Drain:
         self._finish(operation, step, "committed", size=size, seconds=seconds)
         if stored is not None:
             # Behind the outcome: a drain that dies in between finds it committed, and says so again.
-            self._tier.mark_drained(stored)
+            self._mark_drained(stored)
             what = (
                 "is durable" if stored.part.commits else f"has its part of rank {stored.part.rank} on the durable tier"
             )
@@ -263,7 +265,7 @@ class Drain:
     def _save(self, stored: StoredPart) -> Fate:
         part = stored.part
         store = self._stores.get(part.dirpath)
-        journal = FileJournal(stored.folder / _JOURNAL)
+        journal = self._journal(stored)
         with self._report.uploading(part.name, part.content.size), self._tier.reading(stored) as views:
             if part.content.kind == "full":
                 data = next(iter(views.values()), memoryview(b""))
@@ -278,6 +280,10 @@ class Drain:
                 timeout_s=self._stores.config.wait_timeout_s,
                 busy=lambda: self._names_behind(part.save_id),
             )
+
+    def _journal(self, stored: StoredPart) -> FileJournal:
+        path = stored.folder / _JOURNAL
+        return self._journals.setdefault(stored.op_id, FileJournal(path, self._queue.spares))
 
     def _names_behind(self, save_id: str) -> set[str]:
         """Names of saves that were made after one, and are on their way."""
@@ -296,7 +302,7 @@ class Drain:
 
     def _give_up(self, operation: Request, parts: dict[str, StoredPart], reason: str) -> None:
         stored = parts[operation.op_id]
-        journal = FileJournal(stored.folder / _JOURNAL)
+        journal = self._journal(stored)
         if journal.read() is not None and operation.op_id not in self._retries:
             # What cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
@@ -306,7 +312,7 @@ class Drain:
         self._report.counts["skipped"] += 1
         self._log.warning("%s will not be durable: %s", operation.name, reason)
         self._finish(operation, stored.part.content.step, "skipped", error=reason)
-        self._tier.mark_drained(stored)
+        self._mark_drained(stored)
 
     def _failed(
         self, operation: Request, stored: StoredPart | None, step: int, error: Exception, started: float
@@ -365,6 +371,8 @@ class Drain:
         attempts: int = 0,
     ) -> None:
         retry = self._retries.pop(operation.op_id, None) if final else None
+        if final:
+            self._journals.pop(operation.op_id, None)
         outcome = Outcome(
             operation.op_id,
             operation.action,
@@ -384,6 +392,20 @@ class Drain:
         try:
             self._queue.finish(outcome, final=final)
         except OSError as full:
-            # The file system of the memory tier is full: what could be freed must be, outcome or none.
-            self._log.error("could not note the outcome of %s: %s", operation.name, full)
-            self._retries[operation.op_id] = _Retry(1, time.monotonic() + _FIRST_BACKOFF_S, permanent=False)
+            # The file system of the memory tier is full: what could be freed must be, outcome or none. Who waits
+            # for this one sees that it is no longer on its way.
+            if operation.op_id not in self._report.untold:
+                self._log.error("could not note the outcome of %s: %s", operation.name, full)
+            self._report.untold = self._report.untold | {operation.op_id}
+        else:
+            self._report.untold = self._report.untold - {operation.op_id}
+        self._queue.spares.fill()
+
+    def _mark_drained(self, stored: StoredPart) -> None:
+        try:
+            self._tier.mark_drained(stored)
+        except OSError as full:
+            if stored.op_id not in self._report.untold:
+                self._log.error("could not note that memory may let %s go: %s", stored.part.name, full)
+            self._report.untold = self._report.untold | {stored.op_id}
+            self._retries[stored.op_id] = _Retry(1, time.monotonic() + _FIRST_BACKOFF_S, permanent=False)

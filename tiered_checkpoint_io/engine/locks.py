@@ -8,6 +8,9 @@ import threading
 import time
 from pathlib import Path
 
+from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE
+
 _POLL_S = 0.02
 _held: set[int] = set()
 _guard = threading.Lock()
@@ -23,6 +26,9 @@ def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> in
 
     Returns:
         A descriptor for :func:`release`; None where another holds the lock.
+
+    Raises:
+        MemoryFullError: The file is missing, and there is no space for it.
     """
     descriptor = _open(path)
     deadline = time.monotonic() + patience_s
@@ -57,7 +63,14 @@ def is_locked(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise MemoryFullError(
+            "no space for a lock file", operation="lock", tier="memory", key=str(path), hint=FULL_HINT
+        ) from error
 
 
 def _drop_in_child() -> None:

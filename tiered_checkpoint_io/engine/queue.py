@@ -12,13 +12,14 @@ import json
 import os
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.errors import InvalidNameError
-from tiered_checkpoint_io.storage.private import write_atomic
+from tiered_checkpoint_io.errors import InvalidNameError, MemoryFullError
+from tiered_checkpoint_io.storage.private import write_atomic, write_over
+from tiered_checkpoint_io.storage.spares import Spares
 
 Action = Literal["save", "part", "alias", "delete", "cancel", "unknown"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
@@ -26,6 +27,10 @@ SAVES: tuple[Action, ...] = ("save", "part")
 _ACTIONS = ("alias", "delete", "cancel")
 State = Literal["committed", "failed", "skipped"]
 _KEEP_OUTCOMES = 256
+#: More than may be on their way at once, mostly; who waits has looked at older ones by then.
+_KEEP_WHEN_FULL = 16
+#: Characters of an error for which a spare file has room.
+_SHORT = 400
 #: Writing one takes milliseconds.
 _HALF_WRITTEN_S = 60.0
 _T = TypeVar("_T")
@@ -98,6 +103,7 @@ class DrainProgress:
         rate: Bytes a second of the current, or else of the last, upload.
         counters: Store counters (requests, bytes, retries) and ``committed``, ``failed``, ``skipped``.
         last_error: The newest failure, as text.
+        untold: Operations that have ended, and for whose outcome there was no space.
     """
 
     pid: int = 0
@@ -109,6 +115,7 @@ class DrainProgress:
     rate: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     last_error: str = ""
+    untold: list[str] = field(default_factory=list)
 
 
 class Queue:
@@ -118,11 +125,17 @@ class Queue:
         self._requests = root / "requests"
         self._status = root / "status"
         self._known: dict[str, tuple[int, Outcome]] = {}
+        #: For what must be written although the file system is full.
+        self.spares = Spares(root)
 
     def submit(self, request: Request) -> None:
-        """Queues an alias, delete or cancel."""
+        """Queues an alias, delete or cancel.
+
+        Raises:
+            MemoryFullError: There is no space for it, not even in a spare file.
+        """
         ids.validate_save_id(request.op_id)
-        write_atomic(self._requests / f"{request.op_id}.json", json.dumps(asdict(request)).encode())
+        self.spares.write(self._requests / f"{request.op_id}.json", json.dumps(asdict(request)).encode())
 
     def requests(self) -> list[Request]:
         """What is queued, in order."""
@@ -136,10 +149,24 @@ class Queue:
         return [path for path in sorted(self._requests.glob("[0-9]*.json")) if _is_id(path.stem)]
 
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
-        """Notes an outcome; a final one takes its request off the queue."""
-        write_atomic(self._status / f"{outcome.op_id}.json", json.dumps(asdict(outcome)).encode())
+        """Notes an outcome; a final one takes its request off the queue.
+
+        Raises:
+            MemoryFullError: There is no space for it, although older outcomes were given up.
+        """
+        path, request = self._status / f"{outcome.op_id}.json", self._requests / f"{outcome.op_id}.json"
+        try:
+            self.spares.write(path, json.dumps(asdict(outcome)).encode())
+        except MemoryFullError:
+            self._give_room()
+            if final:
+                # Done is done: what the request took is room for what became of it.
+                request.unlink(missing_ok=True)
+            self.spares.fill()
+            short = replace(outcome, error=outcome.error[:_SHORT])
+            self.spares.write(path, json.dumps(asdict(short)).encode())
         if final:
-            (self._requests / f"{outcome.op_id}.json").unlink(missing_ok=True)
+            request.unlink(missing_ok=True)
 
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done."""
@@ -163,6 +190,12 @@ class Queue:
         self._known = known
         return [known[name][1] for name in sorted(known)]
 
+    def _give_room(self) -> None:
+        """Drops the outcomes that tell least: what is committed is there to be seen."""
+        for outcome in self.outcomes()[:-_KEEP_WHEN_FULL]:
+            if outcome.state == "committed":
+                (self._status / f"{outcome.op_id}.json").unlink(missing_ok=True)
+
     def prune(self) -> None:
         """Drops all but the newest outcomes, those of one save together, and files left half written by the dead."""
         outcomes = sorted(self._status.glob("[0-9]*.json"))
@@ -176,7 +209,23 @@ class Queue:
                     path.unlink()
 
     def write_progress(self, progress: DrainProgress) -> None:
-        write_atomic(self._status / "drain.json", json.dumps(asdict(progress)).encode())
+        """Says what the drain is doing; where there is no space, over what it said before."""
+        path, data = self._status / "drain.json", json.dumps(asdict(progress)).encode()
+        try:
+            write_atomic(path, data)
+        except MemoryFullError:
+            # Not from a spare file: several times a second, that would leave none.
+            write_over(path, data)
+
+    def begin_progress(self) -> None:
+        """Makes the file in which a drain says what it does; what it has to say later has space there.
+
+        Raises:
+            MemoryFullError: There is none for it now.
+        """
+        path = self._status / "drain.json"
+        if not path.exists():
+            self.spares.write(path, json.dumps(asdict(DrainProgress())).encode())
 
     def progress(self) -> DrainProgress:
         """What the drain last said of itself."""
@@ -184,16 +233,23 @@ class Queue:
 
     def journal(self, op_id: str) -> FileJournal:
         """Where a delete notes what is still to be removed."""
-        return FileJournal(self._requests / f"{op_id}.journal")
+        return FileJournal(self._requests / f"{op_id}.journal", self.spares)
 
 
 class FileJournal:
-    """A store's note of work in progress, as a small file."""
+    """A store's note of work in progress, as a small file; in memory alone where there is no space for it.
 
-    def __init__(self, path: Path) -> None:
+    Without a file, what a later process does not find is done again, or left for it to clear up; the work goes on.
+    """
+
+    def __init__(self, path: Path, spares: Spares) -> None:
         self._path = path
+        self._spares = spares
+        self._unwritten: dict[str, object] | None = None
 
     def read(self) -> dict[str, object] | None:
+        if self._unwritten is not None:
+            return dict(self._unwritten)
         try:
             state = json.loads(self._path.read_bytes())
         except (FileNotFoundError, ValueError):
@@ -201,9 +257,14 @@ class FileJournal:
         return state if isinstance(state, dict) else None
 
     def write(self, state: dict[str, object]) -> None:
-        write_atomic(self._path, json.dumps(state).encode())
+        try:
+            self._spares.write(self._path, json.dumps(state).encode())
+            self._unwritten = None
+        except MemoryFullError:
+            self._unwritten = dict(state)
 
     def clear(self) -> None:
+        self._unwritten = None
         self._path.unlink(missing_ok=True)
 
 

@@ -29,6 +29,8 @@ class Reporter:
         self.counts: Counter[str] = Counter()
         self.pending = 0
         self.last_error = ""
+        #: See :class:`DrainProgress`. Replaced, never changed: it is read by the thread that writes.
+        self.untold: frozenset[str] = frozenset()
         #: When something last went well, by the monotonic clock.
         self.last_success = time.monotonic()
 
@@ -95,6 +97,7 @@ class Reporter:
                 self._done / max(elapsed, 1e-9) if name else self._rate,
                 dict(counters),
                 self.last_error,
+                sorted(self.untold),
             )
         # A full tmpfs must not end the drain that frees it.
         with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.meeting import RELEASE_S, Peering
 from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
 from tiered_checkpoint_io.engine.supervise import DrainHandle
-from tiered_checkpoint_io.errors import DrainError, SaveError
+from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.storage import Store, open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier, node_budget
@@ -357,8 +357,23 @@ class Session:
         return self._leave_by is not None and time.monotonic() >= self._leave_by
 
     def submit(self, action: Literal["alias", "delete"], name: str, target: str = "") -> None:
-        """Queues an alias or a delete behind what was saved before it."""
-        self.open().drain.submit(Request(self.next_id(), action, name, self.dirpath, target))
+        """Queues an alias or a delete behind what was saved before it.
+
+        Raises:
+            SaveError: There is no room for it in node memory, and ``on_save_error`` is ``raise``.
+        """
+        try:
+            self.open().drain.submit(Request(self.next_id(), action, name, self.dirpath, target))
+        except MemoryFullError as full:
+            error = SaveError(
+                f"{action} of {name} could not be queued: {full.message}",
+                operation=action,
+                tier="memory",
+                key=ids.join_url(self.dirpath, name),
+                hint=f"it is not done; {full.hint}",
+            )
+            error.__cause__ = full
+            self.failed(name, -1, error)
 
     def take_up(self) -> None:
         """Starts the drain for what an earlier process left; one rank of each node does so."""

@@ -13,17 +13,19 @@ begin the next save.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.direct_shards import DirectFile
+from tiered_checkpoint_io.engine.direct_shards import DirectFile, put_part
 from tiered_checkpoint_io.engine.saver import versions
 from tiered_checkpoint_io.engine.session import SaveReport, Session
 from tiered_checkpoint_io.engine.shard_retention import Mine, surplus
+from tiered_checkpoint_io.engine.supervise import DrainHandle
 from tiered_checkpoint_io.engine.tickets import Ticket
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
 from tiered_checkpoint_io.filling import Segment
@@ -57,6 +59,7 @@ class _Unsealed:
         threads: How many hash.
         is_behind: Whether it is committed behind its save.
         direct: Its file, where memory has no room for it.
+        left_memory: Whether it went from there straight to the durable tier, for want of room for its description.
         small: Its other files; None where they are still to come.
     """
 
@@ -70,6 +73,12 @@ class _Unsealed:
     is_behind: bool
     direct: DirectFile | None = None
     small: dict[str, bytes] | None = None
+    left_memory: bool = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it goes past node memory."""
+        return self.direct is not None or self.left_memory
 
 
 class ShardSaver:
@@ -169,8 +178,7 @@ class ShardSaver:
             self._agreeing = None
         taken = False
         if durable:
-            drain.start()
-            if drain.has_room(session.next_id()):
+            if self._has_room(drain):
                 taken = self._is_taken(name)
                 session.note(name, exists=True)
             else:
@@ -182,6 +190,15 @@ class ShardSaver:
         series = self._series(name)
         completed = tuple(self._completed.get(series, ()))
         return Ticket(name, save_id, step, world_size, durable, taken, completed, epoch, rated, series)
+
+    def _has_room(self, drain: DrainHandle) -> bool:
+        try:
+            drain.start()
+            return drain.has_room(self._session.next_id())
+        except MemoryFullError as error:
+            # Memory has no room for the little that the drain needs; the parts go past both.
+            self._session.warn_small(error)
+            return True
 
     def _is_taken(self, name: str) -> bool:
         try:
@@ -236,7 +253,7 @@ class ShardSaver:
                 self._unsealed = unsealed
         else:
             self._end(unsealed, small)
-        if not in_memory or unsealed.direct is not None:
+        if not in_memory or unsealed.is_direct:
             # Not whole there, it lets no older one go.
             pass
         elif unsealed.is_behind:
@@ -296,7 +313,7 @@ class ShardSaver:
         """
         started = time.monotonic()
         self.give_up()
-        tier, saver, _ = self._session.open()
+        tier, saver, drain = self._session.open()
         mine = Mine(rank, ids.run_id_of(ticket.save_id))
         held = [stored for stored in tier.parts() if mine(stored)]
         for stored in surplus(held, ticket, self._session.config.memory_keep_last):
@@ -306,6 +323,8 @@ class ShardSaver:
         if placed:
             image = unsealed.image = image if image.size else _one_byte()
             try:
+                if ticket.durable:
+                    drain.start()
                 unsealed.slot, hashes = saver.capture(
                     image, protect=ticket.completed[-1:], mine=mine, threads=threads, hashed=not behind
                 )
@@ -323,7 +342,7 @@ class ShardSaver:
                 self._unsealed = unsealed
         else:
             self._end(unsealed, {})
-        return placed, unsealed.direct is None
+        return placed, not unsealed.is_direct
 
     def seal_behind(self) -> None:
         """Hashes and commits behind the caller's back what was captured so: see :attr:`sealing`.
@@ -356,10 +375,8 @@ class ShardSaver:
         size = (unsealed.image.size if unsealed.image is not None else 0) + sum(map(len, small.values()))
         if not unsealed.is_behind:
             self._seal(unsealed, small)
-        self.is_drained = ticket.durable and unsealed.direct is None
-        tiers = frozenset(
-            ({"durable"} if ticket.durable else set()) | ({"memory"} if unsealed.direct is None else set())
-        )
+        self.is_drained = ticket.durable and not unsealed.is_direct
+        tiers = frozenset(({"durable"} if ticket.durable else set()) | (set() if unsealed.is_direct else {"memory"}))
         stall = time.monotonic() - unsealed.started
         self._session.last_save = SaveReport(ticket.name, ticket.step, ticket.save_id, size, stall, tiers)
         if unsealed.is_behind:
@@ -398,9 +415,15 @@ class ShardSaver:
                 timeout_s = float(self._session.config.wait_timeout_s)
                 unsealed.direct.put(self._session.durable(), part, name, small, timeout_s=timeout_s)
                 return
-            tier.commit(part, {**slots, **small})
+            try:
+                tier.commit(part, {**slots, **small}, keep_slots=ticket.durable)
+            except MemoryFullError as error:
+                if not ticket.durable:
+                    # The tier has given up the slots as well.
+                    raise
+                self._put_direct(unsealed, part, {**slots, **small}, error)
+                return
         except MemoryFullError:
-            # The tier has given up the slots as well.
             raise
         except BaseException:
             self._give_back(unsealed)
@@ -410,6 +433,26 @@ class ShardSaver:
             drain.start()
         if image is not None:
             saver.prepare(image.size)
+
+    def _put_direct(
+        self, unsealed: _Unsealed, part: Part, files: Mapping[str, Slot | bytes], reason: MemoryFullError
+    ) -> None:
+        """Brings to the durable tier what lies in memory already, but has no room there for its description."""
+        self._session.warn_small(reason)
+        unsealed.left_memory = True
+        sizes = {entry.basename: entry.size for entry in part.content.files}
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._give_back, unsealed)
+            views: dict[str, memoryview] = {}
+            for name, file in files.items():
+                if isinstance(file, bytes):
+                    views[name] = memoryview(file)
+                else:
+                    # One by one, so that all views have ended when the slot is given back.
+                    view = stack.enter_context(file.view)
+                    views[name] = stack.enter_context(view[: sizes[name]])
+            timeout_s = float(self._session.config.wait_timeout_s)
+            put_part(self._session.durable(), part, views, timeout_s=timeout_s)
 
     def _give_back(self, unsealed: _Unsealed) -> None:
         if unsealed.slot is not None:

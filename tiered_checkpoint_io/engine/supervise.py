@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
@@ -19,7 +20,6 @@ from tiered_checkpoint_io.engine.stores import CONFIG_FILE
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.storage.memory import MemoryTier
-from tiered_checkpoint_io.storage.private import write_atomic
 
 _POLL_S = 0.02
 _LOCK_WAIT_S = 30.0
@@ -28,6 +28,8 @@ _MAX_RESPAWN_WAIT_S = 30.0
 #: A drain that moves nothing for so long is not waited for: its store's own deadline has passed.
 _STALLED_S = 300.0
 _LOG_TAIL_BYTES = 2000
+#: Between an outcome and its part's mark lie milliseconds; longer, and there was no space for one of them.
+_HALF_ENDED_S = 3.0
 
 #: Drains that outlived the handle which started them; reaped when they have ended.
 _left_working: list[subprocess.Popen[bytes]] = []
@@ -44,6 +46,8 @@ class DrainHandle:
         self.queue = Queue(tier.root)
         self._pid = os.getpid()
         self._trainer_lock: int | None = None
+        #: Whether the drain will find what it needs; where memory was full, not yet.
+        self._is_prepared = False
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -58,16 +62,24 @@ class DrainHandle:
 
     # ----------------------------------------------------------------------------------- life
     def start(self) -> None:
-        """Announces this trainer, and makes sure that a drain runs."""
+        """Announces this trainer, and makes sure that a drain runs.
+
+        Raises:
+            MemoryFullError: There is no space for the little that it needs.
+        """
         if self._foreign():
             return
         _reap()
         if self._trainer_lock is None:
             self._trainer_lock = self._shared_lock(self._root / TRAINERS_FILE)
+        if not self._is_prepared:
             text = self._config.to_json().encode()
             path = self._root / CONFIG_FILE
+            self.queue.spares.fill()
+            self.queue.begin_progress()
             if not path.exists() or path.read_bytes() != text:
-                write_atomic(path, text)
+                self.queue.spares.write(path, text)
+            self._is_prepared = True
         self.ensure()
 
     def ensure(self) -> None:
@@ -87,7 +99,7 @@ class DrainHandle:
             self._thread = threading.Thread(target=drain.run, name="tiered-drain", daemon=True)
             self._thread.start()
             return
-        with open(self._root / "status" / "drain.log", "ab") as log:
+        with self._open_log() as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--root", str(self._root)],
                 stdin=subprocess.DEVNULL,
@@ -97,6 +109,15 @@ class DrainHandle:
                 start_new_session=True,
                 cwd="/",
             )
+
+    def _open_log(self) -> BinaryIO:
+        path = self._root / "status" / "drain.log"
+        try:
+            return open(path, "ab")
+        except OSError as error:
+            # No space for one more file: that must not keep the drain from its work.
+            self._log.warning("the drain has no log: %s: %s", path, error.strerror)
+            return open(os.devnull, "ab")
 
     def close(self, *, timeout_s: float) -> None:
         """Leaves the drain to itself. A thread ends after its queue is empty, or at the timeout."""
@@ -113,6 +134,7 @@ class DrainHandle:
         if self._trainer_lock is not None:
             release(self._trainer_lock)
             self._trainer_lock = None
+        self._is_prepared = False
         if self._child is not None:
             # Reaps a drain that has left; one that still works is adopted by init when we end. One
             # that can do nothing leaves as well: whoever comes next must not meet it on its way out.
@@ -188,13 +210,18 @@ class DrainHandle:
         Raises:
             DrainError: It had none within ``timeout_s`` seconds.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, half_ended_at = time.monotonic() + timeout_s, None
         while True:
+            waits = op_id in self.pending()
             outcome = self.queue.outcome(op_id)
             # The outcome is written first; what waits for it may then look at the memory tier.
-            if outcome is not None and not (outcome.state == "committed" and op_id in self.pending()):
+            if outcome is not None and not (outcome.state == "committed" and waits):
                 self._seen.add((op_id, outcome.state))
                 return outcome
+            if outcome is not None or not waits or op_id in self.progress().untold:
+                half_ended_at = half_ended_at or time.monotonic()
+                if time.monotonic() - half_ended_at > _HALF_ENDED_S:
+                    return outcome or self._untold(op_id)
             self.ensure()
             if self._is_late(deadline):
                 raise self._too_slow(f"operation {op_id}", timeout_s)
@@ -257,6 +284,12 @@ class DrainHandle:
         if outcome is None or outcome.state != "failed" or outcome.finished == self._earlier.get(op_id):
             return None
         return outcome
+
+    @staticmethod
+    def _untold(op_id: str) -> Outcome:
+        """For an operation that has ended, and of which the drain could not tell how."""
+        error = "the drain had no space in memory_dir to note what became of it: see its log, and the durable tier"
+        return Outcome(op_id, "save", "?", -1, "failed", error, "MemoryFullError", finished=time.time())
 
     def _too_slow(self, what: str, timeout_s: float) -> DrainError:
         progress = self.progress()

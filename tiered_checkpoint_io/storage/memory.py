@@ -8,7 +8,7 @@
                                  pinned                marker: mapped by a reader, never recycled
                                  replicated            marker: all parts of the save are on other nodes too
       replicas/<save_id>/...     the same, of other nodes' parts: never uploaded from here
-      slots/  trash/  quarantine/  requests/  status/
+      slots/  trash/  quarantine/  requests/  status/  spares/
 
 No checkpoint's name becomes a folder here, only the last component of its path, as a file.
 """
@@ -36,6 +36,7 @@ from tiered_checkpoint_io.errors import (
     MemoryTierError,
 )
 from tiered_checkpoint_io.manifest import Part
+from tiered_checkpoint_io.storage import spares
 from tiered_checkpoint_io.storage.node import is_tmpfs, node_budget
 from tiered_checkpoint_io.storage.private import private_folder, write_private
 from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE, Slot, SlotPool, clean_dead
@@ -53,7 +54,7 @@ __all__ = [
 
 SAVES = "saves"
 REPLICAS = "replicas"
-FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "requests", "status")
+FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "requests", "status", spares.FOLDER)
 PART_FILE = "part.json"
 _DRAINED = "drained"
 _PINNED = "pinned"
@@ -134,6 +135,7 @@ class MemoryTier:
         self.on_commit: Callable[[StoredPart], None] | None = None
         self._pool = SlotPool(str(root / "slots"), self.room, unmap)
         self._known: dict[Path, tuple[tuple[int, int], Part]] = {}
+        self._spares = spares.Spares(root)
 
     @classmethod
     def open(
@@ -259,7 +261,13 @@ class MemoryTier:
         return (self._parts / save_id / ids.rank_folder(rank)).exists()
 
     def commit(
-        self, part: Part, slots: Mapping[str, Slot | bytes], *, drained: bool = False, saved: bool = True
+        self,
+        part: Part,
+        slots: Mapping[str, Slot | bytes],
+        *,
+        drained: bool = False,
+        saved: bool = True,
+        keep_slots: bool = False,
     ) -> StoredPart:
         """Makes a filled part exist, at once and whole.
 
@@ -268,6 +276,8 @@ class MemoryTier:
             slots: The filled slots, which belong to the tier afterwards; small files just as bytes.
             drained: Whether the durable tier has it already.
             saved: Whether this is a save, of which peers are to get copies, and not what a restore brought.
+            keep_slots: Whether slots that get no description for want of space stay the caller's: to be read,
+                and then to be given back.
 
         Raises:
             MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
@@ -305,7 +315,7 @@ class MemoryTier:
                 raise
             # The files had their space, their description has none: what can't be whole gives all of it back.
             for slot in slots.values():
-                if not isinstance(slot, bytes):
+                if not isinstance(slot, bytes) and not keep_slots:
                     self._pool.forget(slot.path)
             shutil.rmtree(fresh, ignore_errors=True)
             if isinstance(error, MemoryFullError):
@@ -333,7 +343,7 @@ class MemoryTier:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         try:
             if drained:
-                write_private(copy.folder / _DRAINED, b"")
+                self._spares.mark(copy.folder / _DRAINED)
             os.rename(copy.folder, folder)
         except FileNotFoundError as error:
             raise _gone(copy) from error
@@ -344,12 +354,12 @@ class MemoryTier:
     def mark_drained(self, stored: StoredPart) -> None:
         """Notes that the durable tier needs nothing more of a part."""
         with contextlib.suppress(FileNotFoundError):
-            write_private(stored.folder / _DRAINED, b"")
+            self._spares.mark(stored.folder / _DRAINED)
 
     def mark_replicated(self, stored: StoredPart) -> None:
         """Notes that all parts of this part's save are in the memory of other nodes as well."""
         with contextlib.suppress(FileNotFoundError):
-            write_private(stored.folder / _REPLICATED, b"")
+            self._spares.mark(stored.folder / _REPLICATED)
 
     def remove(self, stored: StoredPart) -> None:
         """Removes a part; its files become free slots where this process filled them."""
@@ -377,9 +387,10 @@ class MemoryTier:
         target = self.root / "quarantine" / f"{mark}{folder.parent.name}.{folder.name}"
         if target.exists():
             shutil.rmtree(target)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, MemoryFullError):
             os.rename(folder, target)
-            write_private(target / "reason.txt", reason.encode())
+            # For who looks at it later; the log has it too.
+            self._spares.write(target / "reason.txt", reason.encode())
         with contextlib.suppress(OSError):
             os.rmdir(folder.parent)
         return target
@@ -442,7 +453,7 @@ class MemoryTier:
             # folder that is still in place now will not be reused behind our back.
             try:
                 if keep:
-                    write_private(stored.folder / _PINNED, b"")
+                    self._spares.mark(stored.folder / _PINNED)
                 elif not (stored.folder / PART_FILE).exists():
                     raise _gone(stored)
             except FileNotFoundError as error:

@@ -14,13 +14,30 @@ from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Writes a small private file so that a reader sees the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    temporary = scratch_beside(path)
     try:
         write_private(temporary, data)
     except MemoryFullError:
         temporary.unlink(missing_ok=True)
         raise
     os.replace(temporary, path)
+
+
+def scratch_beside(path: Path) -> Path:
+    """A name, hidden and of this process alone, for what is to become ``path``."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+
+
+def write_over(path: Path, data: bytes) -> None:
+    """Writes over a private file in the space that it has; who reads it meanwhile may see a mixture.
+
+    Raises:
+        OSError: There is none, or it has less space.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.truncate()
 
 
 def private_folder(folder: Path) -> None:
