@@ -1,6 +1,8 @@
 """Node memory that is too small, full, not memory, or not ours: said once, and nothing is lost."""
 
+import contextlib
 import os
+import threading
 import warnings
 from pathlib import Path
 
@@ -9,8 +11,12 @@ import torch
 from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, mounted_tmpfs
 
+from tiered_checkpoint_io.engine.checkpointer import TIERS
+from tiered_checkpoint_io.engine.items import _scatter
 from tiered_checkpoint_io.errors import MemoryTierError, MemoryUnsafeError, SaveError
+from tiered_checkpoint_io.storage import memory, node
 from tiered_checkpoint_io.storage.memory import is_tmpfs
+from tiered_checkpoint_io.storage.node import memory_left, memory_limit
 
 MIB = 1 << 20
 #: What containers have for /dev/shm, where nobody says otherwise.
@@ -118,6 +124,84 @@ def test_a_tmpfs_that_becomes_full_in_mid_save(kept_in_small, small, monkeypatch
     assert (used.f_blocks - used.f_bavail) * used.f_frsize < 45 * MIB
     io.remove_checkpoint("5.ckpt")
     io.remove_checkpoint("2.ckpt")
+
+
+def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monkeypatch):
+    """What the kernel says is left, as a file that the test writes: to take it in earnest would end other tests."""
+    (tmp_path / "proc").mkdir()
+
+    def left(mib):
+        margin = min(1 << 30, memory_limit() // 64)
+        (tmp_path / "proc" / "meminfo").write_text(f"MemAvailable: {(mib * MIB + margin) >> 10} kB\n")
+
+    def asks():
+        return memory_left(tmp_path / "proc", tmp_path)
+
+    monkeypatch.setattr(memory, "memory_left", asks)
+    monkeypatch.setattr(node, "memory_left", asks)
+    left(500)
+    io = kept.io(memory_keep_last=9)
+    io.save_checkpoint(large(2, mib=10), "2.ckpt", storage_options=MEMORY_ONLY)
+    left(40)
+    with pytest.raises(SaveError, match="does not fit: .* what is left of the node's memory, allow 4"):
+        io.save_checkpoint(large(3, mib=60), "3.ckpt", storage_options=MEMORY_ONLY)
+    too_much = r"a copy of 6\d+ bytes does not fit into the memory that is left: 4\d+ "
+    with pytest.raises(SaveError, match=too_much), pytest.warns(UserWarning, match="memory tier can't hold"):
+        io.save_checkpoint(large(4, mib=60), "4.ckpt")
+    # What has its space already takes no more of it.
+    io.remove_checkpoint("2.ckpt")
+    left(0)
+    io.save_checkpoint(large(5, mib=9), "5.ckpt", storage_options=MEMORY_ONLY)
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 5
+    left(500)
+    io.save_checkpoint(large(6, mib=60), "6.ckpt")
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 6
+    io.remove_checkpoint("5.ckpt")
+    io.remove_checkpoint("6.ckpt")
+
+
+@pytest.mark.timeout(60)
+def test_a_tenant_that_comes_and_goes_all_the_time(small, tmp_path):
+    """At any moment between a look at what is left and a write to it; were that not reserved, a signal would end us."""
+    tenant, over = Tenant(small), threading.Event()
+
+    def restless():
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                tenant.fills()
+            over.wait(0.002)
+            tenant.goes()
+
+    kept = Kept(tmp_path / "kept", small)
+    io = kept.io(memory_keep_last=2, on_save_error="warn")
+    thread = threading.Thread(target=restless)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the memory tier can't hold")
+            # Ever larger, so that no slot can be used again.
+            reports = [
+                io.checkpointer.save(
+                    large(step, mib=step), f"{step}.ckpt", tiers=TIERS if step % 3 == 0 else {"memory"}
+                )
+                for step in range(2, 14)
+            ]
+    finally:
+        over.set()
+        thread.join()
+    assert all(reports[1::3]), "what may go to the durable tier gets there one way or the other"
+    newest = max(report.step for report in reports if report is not None)
+    assert torch.equal(io.load_checkpoint("tiered:latest")["w"], large(newest, mib=newest)["w"])
+    kept.close()
+
+
+def test_an_export_to_a_full_file_system_is_an_error(small):
+    """Where slices are put together in a mapped file, that file has to have its space before it is written to."""
+    Tenant(small).fills(leave=MIB)
+    with open(small / "target", "w+b") as target:
+        target.truncate(8 * MIB)
+        with pytest.raises(OSError, match="No space left"):
+            _scatter(memoryview(bytes(4 * MIB)), (1024, 4096), (0, 0), (1024, 8192), 1, target.fileno(), 0)
 
 
 def test_a_folder_on_disk_works_with_a_warning(tmp_path):

@@ -294,6 +294,31 @@ def test_the_limit_of_any_cgroup_above_binds(tmp_path):
     assert 0 < node_budget(20, "/dev/shm") <= node_budget(100, "/dev/shm") <= machine
 
 
+def test_what_is_left_is_what_nobody_uses_in_any_cgroup_above(tmp_path):
+    proc, cgroup, mib = tmp_path / "proc", tmp_path / "cgroup", 1 << 20
+    (proc / "self").mkdir(parents=True)
+    (cgroup / "job" / "step").mkdir(parents=True)
+    whole = node.memory_limit(proc, cgroup)
+    margin = min(1 << 30, whole // 64)
+    assert node.memory_left(proc, cgroup) == whole - margin, "nothing tells of less"
+    (proc / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:    512000 kB\nHugePages_Total:  0\n")
+    assert node.memory_left(proc, cgroup) == 500 * mib - margin
+    (proc / "self" / "cgroup").write_text("0::/job/step\n")
+    (cgroup / "job" / "step" / "memory.max").write_text("max\n")
+    (cgroup / "job" / "memory.max").write_text(f"{256 * mib}\n")
+    (cgroup / "job" / "memory.current").write_text(f"{200 * mib}\n")
+    (cgroup / "job" / "memory.stat").write_text(
+        f"anon 7\nshmem {90 * mib}\nactive_file {10 * mib}\ninactive_file {20 * mib}\n"
+    )
+    assert node.memory_left(proc, cgroup) == (256 - 200 + 10 + 20 - 4) * mib
+    (cgroup / "memory").mkdir()
+    for name, value in {"limit_in_bytes": 64 * mib, "usage_in_bytes": 70 * mib}.items():
+        (cgroup / "memory" / f"memory.{name}").write_text(f"{value}\n")
+    (cgroup / "memory" / "memory.stat").write_text(f"cache {9 * mib}\ntotal_inactive_file {2 * mib}\n")
+    (proc / "self" / "cgroup").write_text("4:cpu,memory:/only/the/host/knows\n0::/\n")
+    assert node.memory_left(proc, cgroup) == (64 - 70 + 2 - 1) * mib
+
+
 # ---------------------------------------------------------------------------------------- readers
 def test_a_file_that_is_being_read_is_never_written_to_again(tier):
     stored = save(tier, b"old" * 1000, 1)

@@ -34,6 +34,7 @@ from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.manifest import Metric
 from tiered_checkpoint_io.storage import Store
 from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.storage.node import refuse_beyond_memory
 
 TIERS = frozenset({"memory", "durable"})
 
@@ -164,6 +165,7 @@ class Checkpointer:
     def _save_direct(self, image: Image, facts: Facts, reason: MemoryFullError) -> None:
         """Writes straight to the durable tier, where memory can't hold the checkpoint."""
         self.session.warn_small(reason)
+        refuse_beyond_memory(image.size, operation="save")
         with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
             hashes = image.fill(view)
             with view.toreadonly() as data:

@@ -15,6 +15,7 @@ from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.image import Image
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage.base import Store
+from tiered_checkpoint_io.storage.node import refuse_beyond_memory
 
 _FIRST_LOOK_S = 0.1
 _MAX_LOOK_S = 2.0
@@ -33,7 +34,11 @@ class DirectFile:
         Args:
             image: The file, of one byte at least.
             threads: How many threads copy.
+
+        Raises:
+            MemoryFullError: The node has no memory left for it.
         """
+        refuse_beyond_memory(image.size, operation="save")
         self._buffer = mmap.mmap(-1, image.size)
         try:
             with memoryview(self._buffer) as view:

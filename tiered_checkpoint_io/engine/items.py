@@ -222,6 +222,8 @@ def _scatter(
     # A mapping for as long as this takes: its pages count as resident no longer than that.
     skipped = base % mmap.ALLOCATIONGRANULARITY
     length = math.prod(whole) * itemsize
+    # A mapped page without space would end the process when it is touched.
+    os.posix_fallocate(target, base, length)
     with mmap.mmap(target, skipped + length, offset=base - skipped) as mapping:
         window = np.frombuffer(mapping, dtype=np.uint8, offset=skipped, count=length).reshape(*whole, itemsize)
         place = tuple(slice(low, low + count) for low, count in zip(offsets, sizes, strict=True))

@@ -37,7 +37,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage import spares
-from tiered_checkpoint_io.storage.node import is_tmpfs, node_budget
+from tiered_checkpoint_io.storage.node import is_tmpfs, memory_left, node_budget
 from tiered_checkpoint_io.storage.private import private_folder, write_private
 from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE, Slot, SlotPool, clean_dead
 
@@ -118,6 +118,7 @@ class MemoryTier:
         budget_bytes: int | None = None,
         unmap: Callable[[memoryview], None] | None = None,
         folder: str = SAVES,
+        left: Callable[[], int] | None = None,
     ) -> None:
         """Takes a root that :meth:`open` has checked.
 
@@ -126,10 +127,12 @@ class MemoryTier:
             budget_bytes: What all ranks of the node may use together; None for no limit of ours.
             unmap: See :class:`SlotPool`.
             folder: ``saves``, or ``replicas``.
+            left: Bytes of memory that the node has left, where the root lies in memory.
         """
         self.root = root
         self._parts = root / folder
         self._budget = budget_bytes
+        self._left = left
         self._replicas: MemoryTier | None = None
         #: Told of each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
@@ -160,26 +163,28 @@ class MemoryTier:
                 )
             for folder in (root.parent, root, *(root / name for name in FOLDERS)):
                 private_folder(folder)
+            in_memory = is_tmpfs(memory_dir)
+            tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=memory_left if in_memory else None)
+            tier.clean()
         except MemoryTierError:
             raise
         except OSError as error:
-            raise MemoryTierError(
+            kind = MemoryFullError if error.errno in NO_SPACE else MemoryTierError
+            raise kind(
                 f"memory_dir cannot be used: {error.strerror}", operation="open", tier="memory", key=str(root)
             ) from error
-        if not is_tmpfs(memory_dir):
+        if not in_memory:
             warnings.warn(
                 f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk",
                 stacklevel=2,
             )
-        tier = cls(root, budget_bytes=budget_bytes, unmap=unmap)
-        tier.clean()
         return tier
 
     @property
     def replicas(self) -> MemoryTier:
         """The copies of other nodes' parts that this node keeps, with slots of their own."""
         if self._replicas is None:
-            self._replicas = MemoryTier(self.root, budget_bytes=self._budget, folder=REPLICAS)
+            self._replicas = MemoryTier(self.root, budget_bytes=self._budget, folder=REPLICAS, left=self._left)
         return self._replicas
 
     # ------------------------------------------------------------------------------- looking
@@ -238,10 +243,14 @@ class MemoryTier:
         return total
 
     def room(self) -> int:
-        """Bytes that the budget, or without one the file system, still allows."""
+        """Bytes that the budget, the file system, and what others leave of the node's memory still allow."""
         file_system = os.statvfs(self.root)
-        free = file_system.f_bavail * file_system.f_frsize
-        return free if self._budget is None else min(free, self._budget - self.usage())
+        bounds = [file_system.f_bavail * file_system.f_frsize]
+        if self._budget is not None:
+            bounds.append(self._budget - self.usage())
+        if self._left is not None:
+            bounds.append(self._left())
+        return min(bounds)
 
     # ------------------------------------------------------------------------------- writing
     def acquire(self, size: int) -> Slot:

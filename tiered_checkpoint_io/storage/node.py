@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+from tiered_checkpoint_io.errors import MemoryFullError
+
+#: Of the memory that this process may use, this part is left to others, up to a bound in bytes.
+_MARGIN_SHARE = 64
+_MAX_MARGIN = 1 << 30
 
 
 def node_budget(percentage: int, memory_dir: str) -> int:
@@ -23,6 +31,60 @@ def memory_limit(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
     Pages of tmpfs count against the limit of the cgroup that touches them first.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for folder, names in _cgroups(proc, cgroup):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((folder / names.limit).read_text()))
+    return min(limits)
+
+
+def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that nobody uses now and this process may take, but for a margin for others; maybe below 0.
+
+    What others take meanwhile is not in it: who goes beyond it is ended by the kernel.
+    """
+    left = [memory_limit(proc, cgroup)]
+    margin = min(_MAX_MARGIN, left[0] // _MARGIN_SHARE)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        left.append(_fields(proc / "meminfo")["MemAvailable"] * 1024)
+    for folder, names in _cgroups(proc, cgroup):
+        with contextlib.suppress(OSError, ValueError):
+            room = int((folder / names.limit).read_text()) - int((folder / names.usage).read_text())
+            # Pages of files on disks go when room is needed; those of tmpfs are not among them.
+            cached = _fields(folder / "memory.stat")
+            left.append(room + sum(cached.get(name, 0) for name in names.cached))
+    return min(left) - margin
+
+
+def refuse_beyond_memory(size: int, *, operation: str) -> None:
+    """Raises where this process can't take so many bytes of its own without being ended for it.
+
+    Raises:
+        MemoryFullError: There is less.
+    """
+    left = memory_left()
+    if size > left:
+        raise MemoryFullError(
+            f"a copy of {size} bytes does not fit into the memory that is left: {max(0, left)}",
+            operation=operation,
+            tier="memory",
+            hint="give the job more memory, or have other processes of the node use less",
+        )
+
+
+class _Names(NamedTuple):
+    """What the files of a memory cgroup are called."""
+
+    limit: str
+    usage: str
+    cached: tuple[str, ...]
+
+
+_V2 = _Names("memory.max", "memory.current", ("active_file", "inactive_file"))
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+
+
+def _cgroups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Names]]:
+    """The folders whose limits may bind this process, and what their files are called."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = (proc / "self" / "cgroup").read_text("utf-8", "replace").splitlines()
@@ -30,29 +92,41 @@ def memory_limit(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
-            base, name = cgroup, "memory.max"
+            base, names = cgroup, _V2
         elif "memory" in controllers.split(","):
-            base, name = cgroup / "memory", "memory.limit_in_bytes"
+            base, names = cgroup / "memory", _V1
         else:
             continue
         # The limit of any ancestor binds. In a container the path may be one that only the host
         # sees; the container's own limit is then at the root.
         own = Path(path.lstrip("/"))
         for folder in (own, *own.parents):
-            with contextlib.suppress(OSError, ValueError):
-                limits.append(int((base / folder / name).read_text()))
-    return min(limits)
+            yield base / folder, names
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines such as ``MemAvailable: 12 kB``."""
+    rows = (line.replace(":", " ").split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1}
 
 
 def is_tmpfs(path: str) -> bool:
-    """Whether ``path`` lies on tmpfs or ramfs, as the mount table says."""
+    """Whether ``path`` lies on tmpfs or ramfs, as the mount table says.
+
+    Raises:
+        OSError: The mount table can't be read now, as by a process that is out of descriptors.
+    """
     best, kind = "", ""
     real = os.path.realpath(path)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            _, mount, name, *_ = line.split(" ")
-            mount = mount.replace("\\040", " ")
-            inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-            if inside and len(mount) >= len(best):
-                best, kind = mount, name
+    try:
+        mounts = Path("/proc/self/mounts").read_text()
+    except FileNotFoundError:
+        # No /proc: nobody can tell.
+        return False
+    for line in mounts.splitlines():
+        _, mount, name, *_ = line.split(" ")
+        mount = mount.replace("\\040", " ")
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, name
     return kind in ("tmpfs", "ramfs")

@@ -266,8 +266,8 @@ class SlotPool:
             need, room = size - slot.reserved, self._room()
             if need > room:
                 raise MemoryFullError(
-                    f"a checkpoint of {size} bytes does not fit: {need} more are needed, the budget leaves "
-                    f"{max(room, 0)}",
+                    f"a checkpoint of {size} bytes does not fit: {need} more are needed, the budget, and what is left "
+                    f"of the node's memory, allow {max(room, 0)}",
                     operation="stage",
                     tier="memory",
                     key=self._folder,
