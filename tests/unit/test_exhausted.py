@@ -13,8 +13,8 @@ from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, Watch, mounted_tmpfs, refuse
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
-from tiered_checkpoint_io.engine import supervise
-from tiered_checkpoint_io.errors import SaveError, TieredCheckpointError
+from tiered_checkpoint_io.engine import drain, supervise
+from tiered_checkpoint_io.errors import MemoryTierError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.storage import spares
 from tiered_checkpoint_io.storage.memory import MemoryTier
 
@@ -113,15 +113,15 @@ def tight(request, tmp_path):
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("drain", ["process", "thread"])
-def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(drain, tight, tmp_path, monkeypatch):
+@pytest.mark.parametrize("worker", ["process", "thread"])
+def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(worker, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(folder), "on_save_error": "raise"}
     kept = Kept(tmp_path / "durable", folder)
     watch = Watch(folder, monkeypatch, fill)
     # A process takes its time to start; its own pieces of space are not counted here anyway.
-    for number in points(watch, every=3 if drain == "process" else 2):
-        io = kept.io(drain=drain, wait_timeout_s=60, memory_keep_last=3)
+    for number in points(watch, every=3 if worker == "process" else 2):
+        io = kept.io(drain=worker, wait_timeout_s=60, memory_keep_last=3)
         io.load_checkpoint("tiered:latest")
         with watch.from_the(number):
             io.save_checkpoint(state(10 * number, size=100_000), f"{number}.ckpt")
@@ -143,22 +143,22 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(drain, tight, t
 
 @pytest.mark.timeout(170)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("drain", ["process", "thread"])
+@pytest.mark.parametrize("worker", ["process", "thread"])
 @pytest.mark.parametrize("behind", [False, True], ids=["save", "async_save"])
-def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(behind, drain, tight, tmp_path, monkeypatch):
+def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(behind, worker, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
     options = {
         "dirpath": str(tmp_path / "durable"),
         "memory_dir": str(folder),
         "on_save_error": "raise",
-        "drain": drain,
+        "drain": worker,
         "save_to_s3": True,
         "wait_timeout_s": 60,
     }
     # Where not even folders can be made there is no tier to open, which is an error of its own.
     MemoryTier.open(str(folder), "default")
     watch = Watch(folder, monkeypatch, fill)
-    for number in points(watch, every=4 if drain == "process" else 1):
+    for number in points(watch, every=4 if worker == "process" else 1):
         live = torch.arange(100_000.0) + number
         writer = TieredStorageWriter(**options, wait=True)
         with watch.from_the(number):
@@ -218,3 +218,50 @@ def test_a_process_out_of_descriptors_at_any_point(kept):
         assert loads(io, newest), f"{spare} to spare"
     assert refused
     assert newest == 17
+
+
+@contextlib.contextmanager
+def descriptors_to_spare(spare):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [number for number in range(256) if not os.path.lexists(f"/proc/self/fd/{number}")]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.timeout(120)
+def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept, monkeypatch):
+    """From its first look at a tier on; nothing is said of memory that is not so."""
+    monkeypatch.setattr(drain, "_TROUBLE_S", 0.5)
+    monkeypatch.setattr(drain, "_FIRST_BACKOFF_S", 0.1)
+    refused = []
+    for spare in range(16):
+        io = kept.io(drain="thread", wait_timeout_s=600, memory_keep_last=100)
+        with descriptors_to_spare(spare):
+            try:
+                io.save_checkpoint(state(spare + 2), f"{spare + 2}.ckpt")
+            except SaveError as error:
+                refused.append(str(error))
+        with contextlib.suppress(SaveError):
+            # What failed before is shown once more, for it failed in the background.
+            io.teardown()
+    io = kept.io(drain="thread", memory_keep_last=100)
+    io.load_checkpoint("tiered:latest")
+    io.checkpointer.wait(60)
+    for stored in io.checkpointer.session.open().tier.parts():
+        assert (Path(kept.options["dirpath"]) / stored.part.name).exists(), "all that is in memory is caught up"
+    assert 2 < len(refused) < 16
+    assert all("Too many open files" in text for text in refused), refused
+
+
+@pytest.mark.parametrize("spare", range(4))
+def test_who_cannot_read_the_mount_table_does_not_guess(spare, memory_dir):
+    with descriptors_to_spare(spare):
+        try:
+            MemoryTier.open(memory_dir, "default")
+        except MemoryTierError as error:
+            assert "memory_dir cannot be used: Too many open files" in str(error)
+            return
+    assert spare > 0

@@ -7,6 +7,7 @@ It outlives the trainer, takes up what a dead drain left, and imports neither to
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -43,6 +44,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.storage import Store, open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
+from tiered_checkpoint_io.storage.slots import NO_SPACE
 
 LOCK_FILE = "drain.lock"
 TRAINERS_FILE = "trainers.lock"
@@ -54,6 +56,9 @@ _MAX_BACKOFF_S = 30.0
 #: What only a person can mend is looked at again this often.
 _PERMANENT_BACKOFF_S = 60.0
 _GIVE_UP_S = 900.0
+_SCARCE = (errno.EMFILE, errno.ENFILE, *NO_SPACE)
+#: What keeps it from its work for longer is told to who waits.
+_TROUBLE_S = 3.0
 #: Whoever asks whether a drain runs holds its lock for a moment.
 _LOCK_PATIENCE_S = 0.1
 
@@ -106,6 +111,7 @@ class Drain:
         self._seen: set[str] = set()
         self._unreplaced: list[Outcome] | None = None
         self._trainers: int | None = None
+        self._troubled_at: float | None = None
         self._report = Reporter(self._queue, self._stores.counters)
 
     def run(self, *, once: bool = False) -> bool:
@@ -137,22 +143,48 @@ class Drain:
         self._report.last_success = time.monotonic()
         self._queue.spares.fill()
         while not self._stop.is_set():
-            self._refuse_unreadable()
-            operations, parts = self.pending()
-            self._report.pending = len(operations)
-            self._look_again(operations)
-            self._gathering.keep({operation.op_id for operation in operations})
-            self._report.untold = self._report.untold & {operation.op_id for operation in operations}
-            now = time.monotonic()
-            waiting = {op_id for op_id, retry in self._retries.items() if retry.due > now}
-            waiting = (waiting - self._gathering.complete()) | self._gathering.not_due(now)
-            operation = next_operation(operations, waiting, self._without_successor())
-            if operation is not None:
-                self._execute(operation, operations, parts)
-                continue
-            if once or (not self._stay and self._may_leave()):
-                return
+            try:
+                if self._turn(once=once):
+                    return
+            except OSError as error:
+                # Out of descriptors, for one: the next look may find some. Nothing was begun that is not noted.
+                if once:
+                    raise
+                if self._troubled_at is None:
+                    self._log.error("cannot look at the queue, trying again: %s", error)
+                    self._troubled_at = time.monotonic()
+                self._report.last_error = str(error)
+                self._stop.wait(_IDLE_POLL_S)
+            else:
+                if not self._report.untold:
+                    self._troubled_at = None
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing could be done for a while; empty where something could."""
+        since = self._troubled_at
+        return self._report.last_error if since is not None and time.monotonic() - since > _TROUBLE_S else ""
+
+    def _turn(self, *, once: bool) -> bool:
+        """Does what can be done next; whether there is nothing more to stay for."""
+        self._refuse_unreadable()
+        operations, parts = self.pending()
+        self._report.pending = len(operations)
+        self._look_again(operations)
+        op_ids = {operation.op_id for operation in operations}
+        self._gathering.keep(op_ids)
+        self._report.untold = self._report.untold & op_ids
+        now = time.monotonic()
+        waiting = {op_id for op_id, retry in self._retries.items() if retry.due > now}
+        waiting = (waiting - self._gathering.complete()) | self._gathering.not_due(now)
+        operation = next_operation(operations, waiting, self._without_successor())
+        if operation is not None:
+            self._execute(operation, operations, parts)
+        elif once or (not self._stay and self._may_leave()):
+            return True
+        else:
             self._stop.wait(_POLL_S if operations else _IDLE_POLL_S)
+        return False
 
     def pending(self) -> tuple[list[Request], dict[str, StoredPart]]:
         """All operations in order, and the parts of those that are saves, by their ids."""
@@ -334,7 +366,7 @@ class Drain:
             return
         self._report.counts["failed"] += 1
         attempts = self._retries[operation.op_id].attempts + 1 if operation.op_id in self._retries else 1
-        retryable = isinstance(error, TieredCheckpointError) and error.retryable
+        retryable = (isinstance(error, TieredCheckpointError) and error.retryable) or _passes(error)
         backoff = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (attempts - 1)) if retryable else _PERMANENT_BACKOFF_S
         self._retries[operation.op_id] = _Retry(attempts, time.monotonic() + backoff, not retryable)
         if attempts == 1:
@@ -397,6 +429,7 @@ class Drain:
             if operation.op_id not in self._report.untold:
                 self._log.error("could not note the outcome of %s: %s", operation.name, full)
             self._report.untold = self._report.untold | {operation.op_id}
+            self._troubled_at = self._troubled_at or time.monotonic()
         else:
             self._report.untold = self._report.untold - {operation.op_id}
         self._queue.spares.fill()
@@ -409,3 +442,8 @@ class Drain:
                 self._log.error("could not note that memory may let %s go: %s", stored.part.name, full)
             self._report.untold = self._report.untold | {stored.op_id}
             self._retries[stored.op_id] = _Retry(1, time.monotonic() + _FIRST_BACKOFF_S, permanent=False)
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether it is for want of something that others of this node may give back."""
+    return any(isinstance(each, OSError) and each.errno in _SCARCE for each in (error, error.__cause__))

@@ -50,6 +50,7 @@ class DrainHandle:
         self._is_prepared = False
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
+        self._drain: Drain | None = None
         self._stop = threading.Event()
         #: Nothing is waited for beyond this, by the monotonic clock: the process is told to end.
         self.leave_by: float | None = None
@@ -95,8 +96,8 @@ class DrainHandle:
         self._spawned_at = now
         if self._config.drain == "thread":
             self._stop = threading.Event()
-            drain = Drain(self._root, logger=self._log, stop=self._stop, stay=True)
-            self._thread = threading.Thread(target=drain.run, name="tiered-drain", daemon=True)
+            self._drain = Drain(self._root, logger=self._log, stop=self._stop, stay=True)
+            self._thread = threading.Thread(target=self._drain.run, name="tiered-drain", daemon=True)
             self._thread.start()
             return
         with self._open_log() as log:
@@ -130,7 +131,7 @@ class DrainHandle:
             if self.leave_by is not None:
                 timeout_s = min(timeout_s, max(0.0, self.leave_by - time.monotonic()))
             self._thread.join(timeout_s)
-            self._thread = None
+            self._thread = self._drain = None
         if self._trainer_lock is not None:
             release(self._trainer_lock)
             self._trainer_lock = None
@@ -222,7 +223,7 @@ class DrainHandle:
                 half_ended_at = half_ended_at or time.monotonic()
                 if time.monotonic() - half_ended_at > _HALF_ENDED_S:
                     return outcome or self._untold(op_id)
-            self.ensure()
+            self._ensure_it_can()
             if self._is_late(deadline):
                 raise self._too_slow(f"operation {op_id}", timeout_s)
             time.sleep(_POLL_S)
@@ -237,7 +238,7 @@ class DrainHandle:
         """
         deadline = time.monotonic() + timeout_s
         while left := self._doable():
-            self.ensure()
+            self._ensure_it_can()
             failed = [outcome for op_id in left if (outcome := self._failure(op_id))]
             if failed and len(failed) == len(left):
                 raise DrainError(
@@ -262,6 +263,18 @@ class DrainHandle:
         return self.queue.progress()
 
     # ---------------------------------------------------------------------------------- inside
+    def _ensure_it_can(self) -> None:
+        self.ensure()
+        trouble = self._drain.trouble if self._drain is not None else ""
+        if trouble:
+            raise DrainError(
+                f"the drain can't get at its queue: {trouble}",
+                operation="drain",
+                tier="memory",
+                key=str(self._root),
+                hint="it goes on by itself as soon as it can; see `ulimit -n`",
+            )
+
     def _is_late(self, deadline: float) -> bool:
         return time.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
 
