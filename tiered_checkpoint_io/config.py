@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+from tiered_checkpoint_io.secrecy import shown, without_secrets
 
 #: What S3 serves a second and prefix, and the headroom that is left for others.
 PUTS_PER_SECOND = 3_500
@@ -193,10 +194,10 @@ class TieredCheckpointConfig:
             _refuse("sse_kms_key_id", self.sse_kms_key_id, "set only where sse is aws:kms or aws:kms:dsse")
         if self.endpoint_url is not None:
             parts = urlsplit(self.endpoint_url)
-            if parts.username or parts.password:
+            if "@" in self.endpoint_url or "?" in self.endpoint_url:
                 # The value itself is a secret here, so the message leaves it out.
                 raise ConfigError(
-                    "endpoint_url holds a user name or password",
+                    "endpoint_url holds a user name, a password or a query",
                     hint="give credentials by boto3's ordinary chain (environment, profile, role)",
                 )
             if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -219,7 +220,7 @@ class TieredCheckpointConfig:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 raise ConfigError(
-                    f"unknown key {key!r} (value {value!r}) in s3_checkpointing",
+                    f"unknown key {key!r} (value {shown(value, name=str(key))}) in s3_checkpointing",
                     hint=(f"did you mean {near[0]!r}? " if near else "") + f"known keys: {', '.join(known)}",
                 )
         # OmegaConf's mark of a value that has to be given, as dirpath in our own YAML.
@@ -288,4 +289,4 @@ def _check_int(key: str, value: object, low: int, high: int, *, optional: bool =
 
 
 def _refuse(key: str, value: object, allowed: str) -> None:
-    raise ConfigError(f"{key} is {value!r}", hint=f"allowed: {allowed}")
+    raise ConfigError(f"{key} is {without_secrets(repr(value))}", hint=f"allowed: {allowed}")

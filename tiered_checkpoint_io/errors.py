@@ -34,6 +34,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiered_checkpoint_io.secrecy import without_secrets
+
 _CONTEXT_FIELDS = ("operation", "tier", "key", "rank", "step")
 
 
@@ -64,14 +66,15 @@ class TieredCheckpointError(Exception):
         step: int | None = None,
         hint: str | None = None,
     ) -> None:
-        self.message = message
+        # Errors are logged, written down and sent to other ranks; URLs in them may hold what none of those should.
+        self.message = without_secrets(message)
         self.operation = operation
         self.tier = tier
-        self.key = key
+        self.key = without_secrets(key) if key is not None else None
         self.rank = rank
         self.step = step
-        self.hint = hint
-        super().__init__(message)
+        self.hint = without_secrets(hint) if hint is not None else None
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         context = ", ".join(

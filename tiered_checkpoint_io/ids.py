@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 from tiered_checkpoint_io.errors import InvalidNameError
+from tiered_checkpoint_io.secrecy import holds_secrets
 
 #: What a user passes as ``ckpt_path`` to resume from the newest intact checkpoint, or from scratch.
 LATEST = "tiered:latest"
@@ -104,9 +105,15 @@ def normalize_dirpath(dirpath: StrPath) -> str:
     """One spelling for a durable tier's root: URL or absolute local path, no trailing slash.
 
     Raises:
-        InvalidNameError: Empty, or an S3 URL without a bucket.
+        InvalidNameError: Empty, an S3 URL without a bucket, or a URL with a password or key in it: the drain's
+            queue and the descriptions of parts would have to hold that.
     """
     text = _text(dirpath)
+    if holds_secrets(text):
+        raise InvalidNameError(
+            "the URL holds a password, key or token",
+            hint="give credentials to boto3's ordinary chain, or to fsspec's configuration (FSSPEC_<SCHEME>_<NAME>)",
+        )
     if not text.strip():
         raise InvalidNameError("dirpath is empty", hint="give an S3 URL, another fsspec URL, or a directory")
     scheme = url_scheme(text)

@@ -15,6 +15,7 @@ from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.secrecy import shown
 
 REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
@@ -255,8 +256,11 @@ def read_storage_options(options: Any) -> StorageOptions:
     allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value), 'wait': bool}"
     if options is None:
         return StorageOptions()
-    if not isinstance(options, Mapping) or set(options) - {"tiers", "metric", "wait"}:
-        raise UsageError(f"storage_options is {options!r}", operation="save", hint=allowed)
+    if not isinstance(options, Mapping):
+        raise UsageError(f"storage_options is {shown(options)}", operation="save", hint=allowed)
+    if unknown := {str(key) for key in options} - {"tiers", "metric", "wait"}:
+        # Not their values: for other libraries these options hold credentials.
+        raise UsageError(f"storage_options has {', '.join(sorted(unknown))}", operation="save", hint=allowed)
     wait = options.get("wait", True)
     if not isinstance(wait, bool):
         raise UsageError(f"storage_options['wait'] is {wait!r}", operation="save", hint=allowed)

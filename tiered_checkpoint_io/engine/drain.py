@@ -284,14 +284,15 @@ class Drain:
         self._report.succeeded(size, seconds, "uploaded" if operation.action == "part" else "committed")
         self._finish(operation, step, "committed", size=size, seconds=seconds)
         if stored is not None:
+            # Before it leaves the queue: who waits for all that is queued must not find just those that failed.
+            for old in superseded(operations, {*self._retries, *self._gathering.overtaken()}, operation):
+                self._give_up(old, parts, f"superseded by {operation.name}")
             # Behind the outcome: a drain that dies in between finds it committed, and says so again.
             self._mark_drained(stored)
             what = (
                 "is durable" if stored.part.commits else f"has its part of rank {stored.part.rank} on the durable tier"
             )
             self._log.info("Step %d: %s %s: %s", step, operation.name, what, rate(size, seconds))
-            for old in superseded(operations, {*self._retries, *self._gathering.overtaken()}, operation):
-                self._give_up(old, parts, f"superseded by {operation.name}")
             self._queue.prune()
 
     def _save(self, stored: StoredPart) -> Fate:

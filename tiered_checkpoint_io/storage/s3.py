@@ -129,6 +129,15 @@ class S3Store:
                 key=self._url,
                 hint="check profile, region and endpoint_url",
             ) from error
+        if "@" in str(self._client.meta.endpoint_url) or "?" in str(self._client.meta.endpoint_url):
+            # Given by the environment or a profile. boto3's errors tell it, and would tell what is in it.
+            raise StoreConfigError(
+                "the endpoint holds a user name, a password or a query",
+                operation="connect",
+                tier="durable",
+                key=self._url,
+                hint="see AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and the profile; credentials go elsewhere",
+            )
         # Where requests leave, so that redirects to another region are counted too.
         self._client.meta.events.register("before-send.s3", self._count)
 

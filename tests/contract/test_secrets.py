@@ -1,0 +1,209 @@
+"""A job's credentials are in nothing that it says, writes down, or keeps, whatever fails."""
+
+import contextlib
+import io as std_io
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import torch
+from support.bad_input import state
+
+from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO, TieredStorageWriter, dcp
+from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
+from tiered_checkpoint_io.adapters.nemo_s3_utils import S3Utils
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreConfigError, TieredCheckpointError
+from tiered_checkpoint_io.logs import get_logger
+from tiered_checkpoint_io.secrecy import holds_secrets, without_secrets
+from tiered_checkpoint_io.storage import open_store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Heard:
+    """All that anybody could read, as one text each, by where it was."""
+
+    def __init__(self):
+        self.texts = []
+        self.handler = logging.StreamHandler(std_io.StringIO())
+        self.handler.setLevel(logging.DEBUG)
+        # With the handlers that it has otherwise, so that later tests find it as it was.
+        self.logger = get_logger("any").logger
+        self.level = self.logger.level
+
+    def __enter__(self):
+        # Libraries' own debugging is theirs: boto3's tells what it signs.
+        self.logger.addHandler(self.handler)
+        self.logger.setLevel(logging.DEBUG)
+        return self
+
+    def __exit__(self, *_):
+        self.logger.removeHandler(self.handler)
+        self.logger.setLevel(self.level)
+
+    def add(self, where, *things):
+        self.texts += [(where, each if isinstance(each, str) else f"{each!r} {each}") for each in things]
+
+    def error(self, error):
+        chain, seen = [], error
+        while seen is not None:
+            chain += [str(seen), repr(seen), repr(seen.args), repr(getattr(seen, "failures", ""))]
+            seen = seen.__cause__ or seen.__context__
+        self.add(f"error {type(error).__name__}", *chain, "".join(traceback.format_exception(error)))
+
+    @contextlib.contextmanager
+    def failing(self, *kinds):
+        with pytest.raises(kinds or Exception) as caught:
+            yield
+        self.error(caught.value)
+
+    def folder(self, folder):
+        for path in Path(folder).rglob("*"):
+            with contextlib.suppress(OSError):
+                self.add(str(path), str(path), path.read_bytes().decode("latin-1") if path.is_file() else "")
+
+    def bucket(self, server, url):
+        bucket, _, prefix = url.removeprefix("s3://").partition("/")
+        for entry in server.client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", ()):
+            body = server.client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read()
+            self.add(entry["Key"], entry["Key"], body.decode("latin-1"))
+
+    def command(self, *words):
+        command = [sys.executable, "-m", "tiered_checkpoint_io", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        self.add(f"command {words[0]}", done.stdout, done.stderr)
+        return done
+
+    def everything(self):
+        return [*self.texts, ("log", self.handler.stream.getvalue())]
+
+    def told(self, text):
+        return [where for where, said in self.everything() if text in said]
+
+
+@pytest.fixture
+def heard(capfd):
+    with Heard() as heard:
+        yield heard
+    captured = capfd.readouterr()
+    heard.add("output", captured.out, captured.err)
+
+
+def invented():
+    """As AWS' own keys: with what has a meaning in URLs."""
+    return f"{secrets.token_hex(8)}/{secrets.token_hex(4)}+{secrets.token_hex(8)}"
+
+
+@pytest.mark.timeout(120)
+def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monkeypatch):
+    wrong, token, password = invented(), invented(), invented()
+    hidden = [s3_server.secret_key, wrong, token, password, quote(wrong, safe=""), quote(password, safe="")]
+    options = {"dirpath": s3_url, "memory_dir": memory_dir, "log_dir": str(tmp_path / "logs"), "wait_timeout_s": 30}
+    root = Path(memory_dir) / f"tiered-{os.getuid()}"
+
+    # A life in which all is well.
+    io = TieredCheckpointIO(**options, on_save_error="raise")
+    io.save_checkpoint(state(1), "1.ckpt")
+    io.save_checkpoint(state(2), "2.ckpt", storage_options={"tiers": ["memory"]})
+    io.checkpointer.alias("last.ckpt", "1.ckpt")
+    io.load_checkpoint("tiered:latest")
+    made = io.checkpointer
+    session = made.session
+    heard.add("objects", io, io.config, io.config.to_json(), made, made.restored, made.progress(), made.asked)
+    heard.add("objects", session, session.open(), session.durable(), session.last_save, made.poll(), vars(session))
+    heard.add("objects", TieredModelCheckpoint.from_config(io.config), vars(session.durable()))
+    io.teardown()
+    writer = TieredStorageWriter(**options, save_to_s3=True, wait=True)
+    dcp.save({"w": torch.ones(4)}, checkpoint_id="step_3", storage_writer=writer)
+    heard.add("objects", writer, vars(writer))
+    writer.close()
+    dcp.load({"w": torch.zeros(4)}, **options)
+    close_shared(settings_of(None, options))
+    for words in (["status", "--memory-dir", memory_dir], ["ls", s3_url], ["verify", s3_url]):
+        assert heard.command(*words).returncode == 0
+    heard.command("drain", "--memory-dir", memory_dir, "--once")
+    heard.folder(memory_dir)
+
+    # One in which the server takes none of the credentials.
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+    failing = TieredCheckpointIO(**options, namespace="failing", on_save_error="raise")
+    with heard.failing(TieredCheckpointError):
+        failing.save_checkpoint(state(4), "4.ckpt")
+    heard.add("objects", failing.checkpointer.progress(), failing.checkpointer.poll())
+    heard.add("outcomes", *failing.checkpointer.session.open().drain.queue.outcomes())
+    heard.folder(memory_dir)
+    with heard.failing(TieredCheckpointError):
+        failing.load_checkpoint("1.ckpt")
+    with heard.failing(TieredCheckpointError):
+        failing.teardown()
+    assert heard.command("ls", s3_url).returncode == 1
+    heard.command("status", "--memory-dir", memory_dir, "--namespace", "failing")
+    with heard.failing(TieredCheckpointError):
+        creds = {"AccessKeyId": "AKIA1", "SecretAccessKey": wrong, "SessionToken": token}
+        S3Utils.download_s3_file_to_stream(f"{s3_url}/1.ckpt", creds=creds)
+
+    # What must not be given so, and is not repeated.
+    store = f"{s3_url}?X-Amz-Credential=a&X-Amz-Signature={password}&X-Amz-Security-Token={token}"
+    for dirpath in (
+        f"s3://AKIA1:{password}@bucket/run",
+        f"sftp://user:{password}@host/run",
+        f"https://host/run?X-Amz-Signature={quote(password, safe='')}",
+        store,
+    ):
+        with heard.failing(ConfigError):
+            TieredCheckpointIO(**{**options, "dirpath": dirpath})
+        with heard.failing(InvalidNameError):
+            made.load(f"{dirpath}/1.ckpt")
+    assert heard.command("ls", dirpath).returncode == 1
+    for endpoint in (f"http://user:{password}@host", f"user:{password}@host", f"https://host/?token={token}"):
+        with heard.failing(ConfigError):
+            TieredCheckpointIO(**options, endpoint_url=endpoint)
+    assert heard.command("ls", s3_url, "--endpoint-url", endpoint).returncode == 1
+    for block in ({"aws_secret_access_key": password}, {"storage_options": {"key": "a", "secret": password}}):
+        with heard.failing(ConfigError):
+            TieredCheckpointConfig.from_any({**options, **block})
+    for given in ({"key": "AKIA1", "secret": password, "token": token}, [password, token]):
+        with heard.failing(TieredCheckpointError):
+            io.save_checkpoint(state(5), "5.ckpt", storage_options=given if isinstance(given, dict) else {"s": given})
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://user:{quote(password, safe='')}@127.0.0.1:9")
+    with heard.failing(StoreConfigError):
+        open_store(io.config)
+
+    monkeypatch.undo()
+    heard.bucket(s3_server, s3_url)
+    for folder in (memory_dir, tmp_path):
+        heard.folder(folder)
+    for secret in hidden:
+        assert heard.told(secret) == []
+    # It did listen, everywhere.
+    assert {"log", "command ls", str(root / "default" / "drain.json")} <= set(heard.told(s3_url))
+    assert "command status" in heard.told("4.ckpt")
+    assert [where for where in heard.told("SignatureDoesNotMatch") + heard.told("HTTP 403") if "error" in where]
+    assert heard.told(f"{s3_url.partition('//')[2].partition('/')[2]}/.tiered/manifests/1.ckpt.json")
+    assert {"failing/status/drain.log" in where for where, _ in heard.texts} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://bucket/run/epoch=0-step=5.ckpt", "s3://bucket/run/epoch=0-step=5.ckpt"),
+        ("can't reach sftp://user:pa/s@s@host:22/x", "can't reach sftp://user:***@host:22/x"),
+        ("http://host:8080/a@b", "http://host:8080/a@b"),
+        ("s3:/a:b@bucket", "s3:/a:***@bucket"),
+        ("https://h/x?X-Amz-Signature=abc&part=2#c", "https://h/x?X-Amz-Signature=***&part=2#c"),
+        ("tiered://best?mode=min&monitor=loss", "tiered://best?mode=min&monitor=loss"),
+        ("/data/a:b@c", "/data/a:b@c"),
+    ],
+)
+def test_what_is_hidden_of_a_text(text, shown):
+    assert without_secrets(text) == shown
+    assert holds_secrets(text) == (text != shown)
+    assert without_secrets(shown) == shown

@@ -1,0 +1,35 @@
+"""Where a text may hold a password, a key or a token, and how it is shown without them (pure)."""
+
+from __future__ import annotations
+
+import re
+
+HIDDEN = "***"
+#: ``scheme://user:password@``; a password may hold slashes, as AWS's keys do. A number is a port.
+_PASSWORD = re.compile(r"(?P<head>[A-Za-z][A-Za-z0-9+.-]*:/{1,2}[^/@:\s]*):(?!\d+(?:/|\Z))\S*@")
+_WORDS = r"(?:key|secret|token|passw|credential|creds|auth|signature|\bsig)"
+#: A field of a query, as presigned URLs have them.
+_FIELD = re.compile(rf"(?P<head>[?&;][^=&;#\s]*{_WORDS}[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
+_NAME = re.compile(rf"{_WORDS}|options", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """The text, with passwords of URLs and telling fields of queries replaced by ``***``."""
+    return _FIELD.sub(rf"\g<head>{HIDDEN}", _PASSWORD.sub(rf"\g<head>:{HIDDEN}@", text))
+
+
+def holds_secrets(text: str) -> bool:
+    """Whether :func:`without_secrets` hides something of it."""
+    return without_secrets(text) != text
+
+
+def shown(value: object, *, name: str = "") -> str:
+    """The value for an error's text; hidden altogether where ``name`` says that it is a secret.
+
+    So are containers, of which nobody knows what is in them.
+    """
+    if isinstance(value, int | float | None):
+        return repr(value)
+    if _NAME.search(name) or isinstance(value, dict):
+        return HIDDEN
+    return without_secrets(repr(value))
