@@ -15,6 +15,7 @@ from tiered_checkpoint_io.engine.queue import (
     Outcome,
     Queue,
     Request,
+    behind,
     held_back,
     in_order,
     next_operation,
@@ -75,6 +76,15 @@ def test_what_concerns_one_name_stays_in_order():
     first, old, new = save(1), alias(2, "last", "1.ckpt"), alias(3, "last", "0.ckpt")
     assert next_operation([first, old, new], {first.op_id}) is None
     assert next_operation([old, new], {old.op_id}) is None
+
+
+def test_what_waits_behind_failed_saves_is_what_would_not_be_taken_up():
+    first, last, old, second = save(1), alias(2, "last", "1.ckpt"), delete(3, "0.ckpt"), save(4)
+    other, moved = delete(5, "0.ckpt", "other"), alias(6, "last", "4.ckpt")
+    operations = [first, last, old, second, other, moved]
+    assert behind(operations, {first.op_id}) == {last.op_id, old.op_id, moved.op_id}
+    assert behind(operations, {second.op_id}) == {moved.op_id}
+    assert behind(operations, ()) == set()
 
 
 def test_a_delete_is_held_until_something_newer_than_the_lost_save_is_committed():

@@ -148,7 +148,7 @@ class Drain:
                     return
             except OSError as error:
                 # Out of descriptors, for one: the next look may find some. Nothing was begun that is not noted.
-                if once:
+                if once or not _passes(error):
                     raise
                 if self._troubled_at is None:
                     self._log.error("cannot look at the queue, trying again: %s", error)

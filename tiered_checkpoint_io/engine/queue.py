@@ -345,6 +345,31 @@ def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> l
     ]
 
 
+def behind(operations: Iterable[Request], failed: Collection[str]) -> set[str]:
+    """Ids of deletes and aliases that can't be carried out before saves which failed are: see :func:`next_operation`.
+
+    Args:
+        operations: All that is queued, in order.
+        failed: Ids of those whose last attempt failed.
+    """
+    found: set[str] = set()
+    undone: list[Request] = []
+    busy: set[tuple[str, str]] = set()
+    for operation in operations:
+        names = {(operation.dirpath, name) for name in (operation.name, operation.target) if name}
+        waits = operation.action in ("alias", "delete") and bool(names & busy)
+        if operation.action == "delete":
+            waits = waits or any(save.dirpath == operation.dirpath for save in undone)
+        elif operation.action == "alias":
+            waits = waits or any((save.dirpath, save.name) == (operation.dirpath, operation.target) for save in undone)
+        elif operation.op_id in failed:
+            undone.append(operation)
+        if waits:
+            found.add(operation.op_id)
+            busy |= names
+    return found
+
+
 def superseded(operations: Sequence[Request], failed: Collection[str], committed: Request) -> list[Request]:
     """Failed saves that need not be tried again, because a later save is committed.
 

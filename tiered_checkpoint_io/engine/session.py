@@ -275,8 +275,13 @@ class Session:
                 (names.add if exists else names.discard)(name)
 
     def may_be_durable(self, name: str) -> bool:
-        """Whether a name was given to the durable tier, or seen there, by this process; asks nobody."""
-        return name in self._given or (self._known is not None and name in self._known)
+        """Whether the durable tier may have a name, as far as can be told without asking it.
+
+        A process that has not listed it can't know what earlier ones saved, where a drain has worked for them.
+        """
+        if self._known is not None:
+            return name in self._known or name in self._given
+        return name in self._given or self.open().drain.has_worked
 
     def knows(self, name: str) -> bool:
         """Whether :meth:`names` has it."""

@@ -15,7 +15,16 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
-from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Queue, Request, held_back, unreplaced
+from tiered_checkpoint_io.engine.queue import (
+    DrainProgress,
+    Outcome,
+    Queue,
+    Request,
+    behind,
+    held_back,
+    in_order,
+    unreplaced,
+)
 from tiered_checkpoint_io.engine.stores import CONFIG_FILE
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
@@ -83,6 +92,11 @@ class DrainHandle:
             self._is_prepared = True
         self.ensure()
 
+    @property
+    def has_worked(self) -> bool:
+        """Whether a drain was ever started over this memory, by this process or an earlier one."""
+        return (self._root / CONFIG_FILE).exists()
+
     def ensure(self) -> None:
         """Starts a drain where none runs; one that dies again and again is started ever more rarely."""
         if self._foreign() or self._running():
@@ -139,7 +153,8 @@ class DrainHandle:
         if self._child is not None:
             # Reaps a drain that has left; one that still works is adopted by init when we end. One
             # that can do nothing leaves as well: whoever comes next must not meet it on its way out.
-            if self._child.poll() is None and all(self._failure(op_id) for op_id in self.pending()):
+            left = self._doable()
+            if self._child.poll() is None and (not left or self._stuck_by(left) is not None):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._child.wait(2.0)
             if self._child.poll() is None:
@@ -239,13 +254,13 @@ class DrainHandle:
         deadline = time.monotonic() + timeout_s
         while left := self._doable():
             self._ensure_it_can()
-            failed = [outcome for op_id in left if (outcome := self._failure(op_id))]
-            if failed and len(failed) == len(left):
+            first = self._stuck_by(left)
+            if first is not None:
                 raise DrainError(
-                    f"{len(left)} operations did not reach the durable tier: {failed[0].error}",
+                    f"{len(left)} operations did not reach the durable tier: {first.error}",
                     operation="drain",
                     tier="durable",
-                    key=failed[0].name,
+                    key=first.name,
                     hint="they stay in node memory and are tried again",
                 )
             if self._is_late(deadline):
@@ -278,13 +293,23 @@ class DrainHandle:
     def _is_late(self, deadline: float) -> bool:
         return time.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
 
-    def _doable(self) -> list[str]:
-        left = self.pending()
-        requests = self.queue.requests()
-        if len(left) > len(requests) or any(request.action != "delete" for request in requests):
-            return left
-        held = {request.op_id for request in held_back(requests, unreplaced(self.queue.outcomes()))}
-        return [op_id for op_id in left if op_id not in held]
+    def _doable(self) -> list[Request]:
+        """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
+        saves = [
+            Request(stored.op_id, "save" if stored.part.commits else "part", stored.part.name, stored.part.dirpath)
+            for stored in self._tier.parts()
+            if stored.pending
+        ]
+        operations = in_order([*saves, *self.queue.requests()])
+        held = held_back(operations, unreplaced(self.queue.outcomes()))
+        # A save that is under way may set them free as well, and then they are waited for.
+        return [operation for operation in operations if operation not in held]
+
+    def _stuck_by(self, left: list[Request]) -> Outcome | None:
+        """The first failure where all that is left has failed, or waits for what has."""
+        failed = {operation.op_id: outcome for operation in left if (outcome := self._failure(operation.op_id))}
+        stuck = failed.keys() | behind(left, failed)
+        return next(iter(failed.values())) if failed and all(each.op_id in stuck for each in left) else None
 
     def _moved(self) -> tuple[object, ...]:
         progress = self.progress()

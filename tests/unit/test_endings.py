@@ -1,0 +1,107 @@
+"""What is left to others when a process ends: nothing is waited for in vain, and nothing is forgotten."""
+
+import time
+from pathlib import Path
+
+import pytest
+from support.bad_input import KEPT, state
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.errors import SaveError
+
+MEMORY_ONLY = {"tiers": ["memory"]}
+
+
+@pytest.fixture
+def broken(kept):
+    """Makes the durable tier fail, and work again."""
+    durable, away = Path(kept.options["dirpath"]), Path(kept.options["dirpath"]).with_name("away")
+
+    class Broken:
+        def fails(self):
+            durable.rename(away)
+            durable.write_text("no folder")
+
+        def works(self):
+            durable.unlink()
+            away.rename(durable)
+
+    return Broken()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("drain", ["process", "thread"])
+@pytest.mark.parametrize("first", ["save", "delete"])
+def test_what_waits_behind_a_failed_save_keeps_nobody(drain, first, kept, broken):
+    io = kept.io(drain=drain, on_save_error="warn", wait_timeout_s=600, memory_keep_last=5)
+    io.save_checkpoint(state(2), "2.ckpt")
+    if first == "delete":
+        # One that could be carried out, and fails by itself.
+        io.checkpointer.alias("last.ckpt", "2.ckpt")
+        io.checkpointer.wait()
+    broken.fails()
+    io.save_checkpoint(state(3), "3.ckpt")
+    io.remove_checkpoint("2.ckpt")
+    io.checkpointer.alias("last.ckpt", "3.ckpt")
+    io.remove_checkpoint("last.ckpt")
+    started = time.monotonic()
+    io.teardown()
+    assert time.monotonic() - started < 20
+    broken.works()
+    assert (Path(kept.options["dirpath"]) / "2.ckpt").exists(), "what was good stays until what replaces it is good"
+    io = kept.io(drain=drain, on_save_error="raise", wait_timeout_s=50)
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 3
+    io.checkpointer.wait()
+    there = {path.name for path in Path(kept.options["dirpath"]).glob("*.ckpt")}
+    assert there == {KEPT, "3.ckpt"}
+    io.teardown()
+
+
+@pytest.mark.timeout(60)
+def test_a_failed_save_is_told_at_once_although_a_delete_waits_behind_it(kept, broken):
+    io = kept.io(wait_timeout_s=600, memory_keep_last=5)
+    io.save_checkpoint(state(2), "2.ckpt")
+    broken.fails()
+    io.checkpointer.save(state(3), "3.ckpt", wait=False)
+    io.remove_checkpoint("2.ckpt")
+    started = time.monotonic()
+    with pytest.raises(SaveError, match="did not reach the durable tier"):
+        io.teardown()
+    assert time.monotonic() - started < 20
+    broken.works()
+    io = kept.io(wait_timeout_s=50, memory_keep_last=5)
+    io.load_checkpoint("tiered:latest")
+    io.checkpointer.wait()
+    assert {path.name for path in Path(kept.options["dirpath"]).glob("*.ckpt")} == {KEPT, "3.ckpt"}
+
+
+def listed(store_folder):
+    return sorted(path.name.removesuffix(".json") for path in Path(store_folder).glob(".tiered/manifests/*"))
+
+
+@pytest.mark.parametrize("again", ["before", "after"], ids=lambda when: f"saved to memory {when} the restart")
+def test_what_is_removed_after_a_restart_goes_from_the_durable_tier_as_well(again, kept):
+    """Without a look at what is there, which only the drain can spare the time for."""
+    io = kept.io()
+    io.save_checkpoint(state(2), "2.ckpt")
+    if again == "before":
+        io.save_checkpoint(state(3), "2.ckpt", storage_options=MEMORY_ONLY)
+    io.teardown()
+    io = kept.io(memory_keep_last=1)
+    if again == "after":
+        io.save_checkpoint(state(3), "2.ckpt", storage_options=MEMORY_ONLY)
+    io.remove_checkpoint("2.ckpt")
+    io.checkpointer.wait()
+    assert listed(kept.options["dirpath"]) == [KEPT]
+    assert not io.checkpointer.asked, "the trainer itself has asked for nothing"
+    io.teardown()
+    kept.io().load_checkpoint(KEPT)
+
+
+def test_a_job_of_memory_alone_starts_no_drain_to_remove_something(tmp_path, memory_dir):
+    io = TieredCheckpointIO(tmp_path / "never", memory_dir=memory_dir)
+    io.save_checkpoint(state(1), "1.ckpt", storage_options=MEMORY_ONLY)
+    io.remove_checkpoint("1.ckpt")
+    assert not io.checkpointer.session.open().drain.pending()
+    io.teardown()
+    assert not (tmp_path / "never").exists()
