@@ -6,12 +6,25 @@ import time
 import pytest
 import torch
 from support.bad_input import state
-from support.fault_proxy import FaultProxy, late, refuse, reset, slow_body, stall, truncate, where, wrong_bytes
+from support.fault_proxy import (
+    FaultProxy,
+    late,
+    lose_answer,
+    refuse,
+    reset,
+    slow_body,
+    stall,
+    truncate,
+    where,
+    wrong_bytes,
+)
 
-from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
+from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import drain as drain_module
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.storage import open_store, s3, wrappers
 
 SLOW_DOWN = refuse(503, "SlowDown")
@@ -96,7 +109,11 @@ FAULTS = {
     "reset on one key": where(reset, operation="put", key=".tiered/manifests", calls={1}),
     "a stalled part": where(stall, part=3, calls={1}),
     "a stalled last request": where(stall, operation="complete", calls={1}),
+    "a lost answer to the last request": where(lose_answer, operation="complete", calls={1}),
+    "a lost answer to a manifest": where(lose_answer, operation="put", key=".tiered/manifests", calls={1}),
+    "an answer cut short": where(truncate(20), operation="create", calls={1}),
     "latency": where(late(0.2)),
+    "low bandwidth": where(slow_body(2_000, piece=64)),
 }
 
 
@@ -110,6 +127,27 @@ def test_a_save_gets_through(fault, io_of, proxy):
     assert time.monotonic() - started < 30
     proxy.plan = lambda *_: None
     assert torch.equal(io_of(namespace="another-node").load_checkpoint("1.ckpt")["w"], state(1, LARGE)["w"])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("fault", ["503 SlowDown", "a stalled part", "a lost answer to the last request"])
+def test_a_sharded_save_gets_through_and_is_caught_up(fault, options, proxy, s3_bucket):
+    options = {**options, "dirpath": f"s3://{s3_bucket}/run", "on_save_error": "raise", "save_to_s3": True}
+    proxy.plan = FAULTS[fault]
+    writer = TieredStorageWriter(**options, wait=True)
+    dcp.save({"w": state(1, LARGE)["w"]}, checkpoint_id="step_1", storage_writer=writer)
+    # Then away, for longer than anybody tries again.
+    proxy.plan = where(SLOW_DOWN)
+    with pytest.raises(SaveError, match="is in memory, but not on the durable tier: .*SlowDown"):
+        dcp.save({"w": state(2, LARGE)["w"]}, checkpoint_id="step_2", storage_writer=writer)
+    proxy.plan = lambda *_: None
+    dcp.save({"w": state(3, LARGE)["w"]}, checkpoint_id="step_3", storage_writer=writer)
+    writer.close()
+    wanted = {"w": torch.zeros(LARGE)}
+    dcp.load(wanted, **{**options, "namespace": "another-node", "save_to_s3": None})
+    close_shared(settings_of(None, {**options, "namespace": "another-node", "save_to_s3": None}))
+    assert torch.equal(wanted["w"], state(3, LARGE)["w"])
 
 
 READ_FAULTS = {
