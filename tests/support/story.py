@@ -55,7 +55,8 @@ class Model:
             self._kept |= {alias: (name, self._own[name]) for alias, of in self._aliases.items() if of == name}
             del self._own[name]
         else:
-            del self._aliases[name]
+            # Of what was never there, too: a trainer that removes does not look.
+            self._aliases.pop(name, None)
 
     def is_real(self, name):
         """Whether a checkpoint of this name was saved, in place of being an alias."""

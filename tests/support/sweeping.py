@@ -131,16 +131,16 @@ def newest(kind, count):
 def newest_durable(kind, count):
     """The same where the node is lost, behind so many operations of the durable tier."""
     model = story.Model()
-    on_tier = [(n, *each) for n, each in enumerate(LIVES[kind], start=1) if is_durable(kind, each)]
+    on_tier = [(n, *each) for n, each in enumerate(LIVES[kind], start=1) if is_durable(each)]
     for number, action, name, target in on_tier[:count]:
         model.apply(number, action, name, target)
     return max(model.view().values(), default=None)
 
 
-def is_durable(kind, operation):
-    action, name, what = operation
-    saves = [each for each in LIVES[kind] if each[:2] == ("save", name)]
-    return what != "memory" if action == "save" else any(each[2] != "memory" for each in saves) or action == "alias"
+def is_durable(operation):
+    """Whether a drain carries it out; whether what is removed is there, the trainer does not look."""
+    action, _, what = operation
+    return action != "save" or what != "memory"
 
 
 class Trainer:
@@ -180,7 +180,7 @@ class Trainer:
         if place.root.exists() and (place.root / "drain.json").exists():
             place.drain()
         told = self._without_node(place)
-        if self.victims == "drain" and told != sum(is_durable(self.kind, each) for each in LIVES[self.kind]):
+        if self.victims == "drain" and told != sum(is_durable(each) for each in LIVES[self.kind]):
             raise Lost(f"{told} operations are durable, though the trainer has waited for all")
         restored(place, self.kind, (found,), go_on=True)
         return "new" if found == new and done < last else "old"
