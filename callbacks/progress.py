@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.queue import Outcome
+from tiered_checkpoint_io.engine.operations import Outcome
 from tiered_checkpoint_io.engine.session import Progress
 
 _METRICS = "get_metrics"

@@ -6,7 +6,8 @@ from support.story import op_id
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit
-from tiered_checkpoint_io.engine.queue import Queue, Request
+from tiered_checkpoint_io.engine.operations import Request
+from tiered_checkpoint_io.engine.queue import Queue
 from tiered_checkpoint_io.manifest import Content, FileEntry, Part, chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.storage.memory import MemoryTier
 from tiered_checkpoint_io.storage.private import write_atomic

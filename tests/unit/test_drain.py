@@ -16,7 +16,7 @@ from tiered_checkpoint_io.engine import drain as drain_module
 from tiered_checkpoint_io.engine import supervise
 from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
-from tiered_checkpoint_io.engine.queue import Outcome, Request
+from tiered_checkpoint_io.engine.operations import Outcome, Request
 from tiered_checkpoint_io.engine.supervise import DrainHandle
 from tiered_checkpoint_io.errors import DrainError, StoreAccessError
 from tiered_checkpoint_io.storage.directory import DirectoryStore

@@ -9,11 +9,8 @@ from hypothesis import strategies as st
 from support.story import op_id
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.queue import (
-    DrainProgress,
-    FileJournal,
+from tiered_checkpoint_io.engine.operations import (
     Outcome,
-    Queue,
     Request,
     behind,
     held_back,
@@ -22,6 +19,7 @@ from tiered_checkpoint_io.engine.queue import (
     superseded,
     unreplaced,
 )
+from tiered_checkpoint_io.engine.queue import DrainProgress, FileJournal, Queue
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from tiered_checkpoint_io.engine import commit
 from tiered_checkpoint_io.engine.choice import Selector
 from tiered_checkpoint_io.engine.coordination import SingleGroup
 from tiered_checkpoint_io.engine.discovery import reading_order
-from tiered_checkpoint_io.engine.queue import Queue, Request
+from tiered_checkpoint_io.engine.operations import Request
+from tiered_checkpoint_io.engine.queue import Queue
 from tiered_checkpoint_io.engine.restore import Restorer
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,

@@ -14,7 +14,7 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit, coordination
 from tiered_checkpoint_io.engine.choice import Selector
-from tiered_checkpoint_io.engine.queue import Outcome
+from tiered_checkpoint_io.engine.operations import Outcome
 from tiered_checkpoint_io.engine.restore import Restored, Restorer, open_restored
 from tiered_checkpoint_io.engine.saver import Facts, part_of
 from tiered_checkpoint_io.engine.session import Progress, SaveReport, Session, current_rank, current_world_size

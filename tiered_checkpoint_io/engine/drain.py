@@ -20,11 +20,9 @@ from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit, commit_sharded
 from tiered_checkpoint_io.engine.gathering import Fate, Gathering
 from tiered_checkpoint_io.engine.locks import release, try_lock
-from tiered_checkpoint_io.engine.queue import (
+from tiered_checkpoint_io.engine.operations import (
     SAVES,
-    FileJournal,
     Outcome,
-    Queue,
     Request,
     State,
     held_back,
@@ -33,6 +31,7 @@ from tiered_checkpoint_io.engine.queue import (
     superseded,
     unreplaced,
 )
+from tiered_checkpoint_io.engine.queue import FileJournal, Queue
 from tiered_checkpoint_io.engine.report import Reporter
 from tiered_checkpoint_io.engine.stores import Stores
 from tiered_checkpoint_io.errors import (

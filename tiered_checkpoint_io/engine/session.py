@@ -18,7 +18,8 @@ from tiered_checkpoint_io.engine.behind import Behind
 from tiered_checkpoint_io.engine.lease_keeper import CLOSE_S, FIRST_LOOK_S, LeaseKeeper, launch_rank, owner_of_process
 from tiered_checkpoint_io.engine.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.meeting import RELEASE_S, Peering
-from tiered_checkpoint_io.engine.queue import DrainProgress, Outcome, Request
+from tiered_checkpoint_io.engine.operations import Outcome, Request
+from tiered_checkpoint_io.engine.queue import DrainProgress
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
 from tiered_checkpoint_io.engine.supervise import DrainHandle
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError

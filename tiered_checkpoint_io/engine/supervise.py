@@ -15,16 +15,8 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
-from tiered_checkpoint_io.engine.queue import (
-    DrainProgress,
-    Outcome,
-    Queue,
-    Request,
-    behind,
-    held_back,
-    in_order,
-    unreplaced,
-)
+from tiered_checkpoint_io.engine.operations import Outcome, Request, behind, held_back, in_order, unreplaced
+from tiered_checkpoint_io.engine.queue import DrainProgress, Queue
 from tiered_checkpoint_io.engine.stores import CONFIG_FILE
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
