@@ -17,7 +17,7 @@ from tiered_checkpoint_io.adapters.nemo_layouts import EMA, without_rank
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.nemo_export import export_model
 from tiered_checkpoint_io.callbacks.nemo_slimming import drop_optimizer_states, too_old
-from tiered_checkpoint_io.engine.session import SaveReport
+from tiered_checkpoint_io.engine.progress import SaveReport
 from tiered_checkpoint_io.errors import TieredCheckpointError
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
@@ -201,7 +201,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             # has saved is in no list of ours.
             engine, dirpath = self._engine, str(self.dirpath)
             pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
-            known = {without_rank(name) for name in engine.session.names()}
+            known = {without_rank(name) for name in engine.session.known.all()}
             known |= {without_rank(engine.restored.name)} if engine.restored is not None else set()
             paths = {ids.join_url(engine.dirpath, name) for name in known} | {self.last_model_path}
             names = sorted((path for path in paths if pattern.match(path.removeprefix(dirpath + "/"))), key=_progress)

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.operations import Outcome
-from tiered_checkpoint_io.engine.session import Progress
+from tiered_checkpoint_io.engine.progress import Progress
 
 _METRICS = "get_metrics"
 

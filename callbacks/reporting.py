@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io.callbacks.progress import ProgressLine
 from tiered_checkpoint_io.engine.operations import Outcome
-from tiered_checkpoint_io.engine.session import Progress, SaveReport
+from tiered_checkpoint_io.engine.progress import Progress, SaveReport
 from tiered_checkpoint_io.logs import GIB
 
 

@@ -23,7 +23,7 @@ from tiered_checkpoint_io.adapters.full_state import save_full
 from tiered_checkpoint_io.adapters.planners import save_planner
 from tiered_checkpoint_io.adapters.smp import load_local_state, place_of, rank_in_group, save_local_state
 from tiered_checkpoint_io.engine.local_shards import Place, op_id
-from tiered_checkpoint_io.engine.session import SaveReport
+from tiered_checkpoint_io.engine.progress import SaveReport
 from tiered_checkpoint_io.errors import (
     ConfigError,
     InvalidNameError,

@@ -253,7 +253,7 @@ class TieredStorageReader(StorageReader):
                     opened = self.opened = restorer.open(self._selector, ranks, self._rejected)
                 finally:
                     if restorer.listed is not None and config.dirpath == session.dirpath:
-                        session.remember(restorer.listed)
+                        session.known.remember(restorer.listed)
                 metadata = self._parse(opened)
                 if opened.files is None:
                     restorer.open_foreign(opened, _sizes(metadata), ranks)

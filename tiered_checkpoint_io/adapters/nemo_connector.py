@@ -104,14 +104,14 @@ def _besides(io: TieredCheckpointIO, rules: Rules, *, found: bool) -> str | None
     """What to load, where the tiers hold none of our own; checks the rules where they do."""
     dirpath = io.config.dirpath
     if found:
-        check_end(io.checkpointer.session.names(), rules, dirpath=dirpath)
+        check_end(io.checkpointer.session.known.all(), rules, dirpath=dirpath)
         return None
     return _written_by_nemo(io, rules)
 
 
 def _in_layouts(io: TieredCheckpointIO, rules: Rules) -> str | None:
     """The path that ranks put their own folder into."""
-    ours = choose(((name, 0.0) for name in io.checkpointer.session.names()), rules, dirpath=io.config.dirpath)
+    ours = choose(((name, 0.0) for name in io.checkpointer.session.known.all()), rules, dirpath=io.config.dirpath)
     return ids.join_url(io.config.dirpath, ours.path) if ours is not None else _written_by_nemo(io, rules)
 
 

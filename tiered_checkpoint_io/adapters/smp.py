@@ -13,7 +13,7 @@ from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.local_state import fill, local_part
 from tiered_checkpoint_io.engine.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.local_shards import Place, save_local
-from tiered_checkpoint_io.engine.session import SaveReport
+from tiered_checkpoint_io.engine.progress import SaveReport
 from tiered_checkpoint_io.engine.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, UsageError

@@ -15,9 +15,10 @@ from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit, coordination
 from tiered_checkpoint_io.engine.choice import Selector
 from tiered_checkpoint_io.engine.operations import Outcome
+from tiered_checkpoint_io.engine.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.restore import Restored, Restorer, open_restored
 from tiered_checkpoint_io.engine.saver import Facts, part_of
-from tiered_checkpoint_io.engine.session import Progress, SaveReport, Session, current_rank, current_world_size
+from tiered_checkpoint_io.engine.session import Session, current_rank, current_world_size
 from tiered_checkpoint_io.engine.together import Together
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
@@ -143,7 +144,7 @@ class Checkpointer:
                     )
                     facts = replace(facts, durable=False)
                 else:
-                    self.session.note(facts.name, exists=True)
+                    self.session.known.note(facts.name, exists=True)
             saver.save(image, facts)
         except MemoryFullError as error:
             if not facts.durable:
@@ -176,7 +177,7 @@ class Checkpointer:
         """Makes ``path`` name the files of ``target``, once that is durable; uploads nothing."""
         name = ids.name_in(self.dirpath, path)
         self.session.submit("alias", name, ids.name_in(self.dirpath, target))
-        self.session.note(name, exists=True)
+        self.session.known.note(name, exists=True)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint from memory now, and from the durable tier behind earlier commits."""
@@ -188,14 +189,14 @@ class Checkpointer:
                 tier.remove(stored)
         memory_only = here and not any(stored.part.durable for stored in here)
         # Memory may have let go of an earlier save of that name that went on to the durable tier.
-        if not memory_only or self.session.may_be_durable(name):
+        if not memory_only or self.session.known.may_be_durable(name):
             self.session.submit("delete", name)
-        self.session.note(name, exists=False)
+        self.session.known.note(name, exists=False)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Whether a name is taken on the durable tier, or queued for it, as far as this process knows."""
         name = ids.name_in(self.dirpath, path)
-        return self.session.knows(name)
+        return name in self.session.known.all()
 
     # ------------------------------------------------------------------------------------- load
     def load(
@@ -286,7 +287,7 @@ class Checkpointer:
         restorer = Restorer(self.config, tier, store, self.session.log, dirpath)
         restored = restorer.restore(selector, group)
         if restorer.listed is not None and dirpath == self.dirpath:
-            self.session.remember(restorer.listed)
+            self.session.known.remember(restorer.listed)
         if restored is None and selector.kind == "best":
             raise CheckpointNotFoundError(
                 f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",

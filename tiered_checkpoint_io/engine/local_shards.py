@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.local_run import current_run
+from tiered_checkpoint_io.engine.progress import SaveReport
 from tiered_checkpoint_io.engine.retention import safest
 from tiered_checkpoint_io.engine.saver import versions
-from tiered_checkpoint_io.engine.session import SaveReport, Session
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError
 from tiered_checkpoint_io.image import Image
 from tiered_checkpoint_io.logs import rate
@@ -105,7 +106,7 @@ def save_local(
         tier.give_back(slot)
         raise
     if durable:
-        session.note(name, exists=True)
+        session.known.note(name, exists=True)
         drain.start()
         if wait:
             outcome = drain.wait(op_id(save_id, place), session.config.wait_timeout_s)

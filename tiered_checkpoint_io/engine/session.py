@@ -9,16 +9,17 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.behind import Behind
+from tiered_checkpoint_io.engine.known_names import KnownNames
 from tiered_checkpoint_io.engine.lease_keeper import CLOSE_S, FIRST_LOOK_S, LeaseKeeper, launch_rank, owner_of_process
 from tiered_checkpoint_io.engine.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.meeting import RELEASE_S, Peering
 from tiered_checkpoint_io.engine.operations import Outcome, Request
+from tiered_checkpoint_io.engine.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.queue import DrainProgress
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
 from tiered_checkpoint_io.engine.supervise import DrainHandle
@@ -26,46 +27,6 @@ from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.storage import Store, open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier, node_budget
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a save did.
-
-    Attributes:
-        name: The checkpoint's name.
-        step: Its training step; -1 where the state does not tell.
-        save_id: The save's id.
-        size: Bytes.
-        stall_s: How long the caller waited, seconds.
-        tiers: Where it is, or is on its way to.
-    """
-
-    name: str
-    step: int
-    save_id: str
-    size: int
-    stall_s: float
-    tiers: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A view of background work for progress bars and metrics.
-
-    Attributes:
-        pending: Operations that wait for the drain.
-        drain: What the drain last said.
-        last_save: The newest save of this process.
-        counters: ``saved``, ``failed`` and ``skipped`` saves of this process; parts that are ``replicated``, and
-            that are ``unreplicated`` although they should be.
-    """
-
-    pending: int
-    drain: DrainProgress
-    last_save: SaveReport | None
-    counters: dict[str, int] = field(default_factory=dict)
-
 
 T = TypeVar("T")
 
@@ -88,6 +49,7 @@ class Session:
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
         newest_seen: The newest save id that a restore saw in any tier; new ids sort behind it.
+        known: Which names the durable tier has.
     """
 
     def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None) -> None:
@@ -97,6 +59,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
         self.newest_seen: str | None = None
+        self.known = KnownNames(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked)
         self._pins = HostPins()
         self._opened: Opened | None = None
         self._peering = Peering(config, self.counts)
@@ -104,8 +67,6 @@ class Session:
         self._opening = threading.Lock()
         self._run_id: str | None = None
         self._counter = 0
-        self._known: set[str] | None = None
-        self._given: set[str] = set()
         self._asked: Counter[str] = Counter()
         self._outcomes: list[Outcome] = []
         self._lease: LeaseKeeper | None = None
@@ -261,43 +222,14 @@ class Session:
             self._run_id = None
             self._counter = 0
 
-    # ------------------------------------------------------------------------------- known names
-    def remember(self, listed: set[str]) -> None:
-        """Takes the names on the durable tier, as they were just listed."""
+    def _ask_names(self) -> set[str]:
+        listed = (ids.name_from_manifest_key(entry.key) for entry in self.durable().list(ids.MANIFEST_PREFIX))
+        return {name for name in listed if name is not None}
+
+    def _queued_names(self) -> set[str]:
         tier, _, drain = self.open()
-        queued = {request.name for request in drain.queue.requests() if request.action == "alias"}
-        pending = {stored.part.name for stored in tier.parts() if stored.pending}
-        self._known = listed | queued | pending
-
-    def note(self, name: str, *, exists: bool) -> None:
-        """Takes note of a name that is given out, or taken away."""
-        for names in (self._given, self._known):
-            if names is not None:
-                (names.add if exists else names.discard)(name)
-
-    def may_be_durable(self, name: str) -> bool:
-        """Whether the durable tier may have a name, as far as can be told without asking it.
-
-        A process that has not listed it can't know what earlier ones saved, where a drain has worked for them.
-        """
-        if self._known is not None:
-            return name in self._known or name in self._given
-        return name in self._given or self.open().drain.has_worked
-
-    def knows(self, name: str) -> bool:
-        """Whether :meth:`names` has it."""
-        return name in self.names()
-
-    def names(self) -> frozenset[str]:
-        """All names on the durable tier, or queued for it: one LIST at first use, none later.
-
-        Raises:
-            StoreError: The durable tier could not be asked.
-        """
-        if self._known is None:
-            listed = (ids.name_from_manifest_key(e.key) for e in self.durable().list(ids.MANIFEST_PREFIX))
-            self.remember({known for known in listed if known is not None})
-        return frozenset(self._known or ())
+        aliases = {request.name for request in drain.queue.requests() if request.action == "alias"}
+        return aliases | {stored.part.name for stored in tier.parts() if stored.pending}
 
     # -------------------------------------------------------------------------------- background
     def poll(self) -> list[Outcome]:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.direct_shards import DirectFile, put_part
+from tiered_checkpoint_io.engine.progress import SaveReport
 from tiered_checkpoint_io.engine.saver import versions
-from tiered_checkpoint_io.engine.session import SaveReport, Session
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.shard_retention import Mine, surplus
 from tiered_checkpoint_io.engine.supervise import DrainHandle
 from tiered_checkpoint_io.engine.tickets import Ticket
@@ -180,7 +181,7 @@ class ShardSaver:
         if durable:
             if self._has_room(drain):
                 taken = self._is_taken(name)
-                session.note(name, exists=True)
+                session.known.note(name, exists=True)
             else:
                 session.counts["skipped"] += 1
                 session.log.warning("Step %d: %s stays in memory: the durable tier is behind", step, name)
@@ -202,7 +203,7 @@ class ShardSaver:
 
     def _is_taken(self, name: str) -> bool:
         try:
-            return self._session.knows(name)
+            return name in self._session.known.all()
         except StoreError as error:
             self._session.log.warning(
                 "cannot ask whether %s exists, so the files beside its shards get other names: %s", name, error
