@@ -16,9 +16,11 @@ from tiered_checkpoint_io.engine import fetch
 from tiered_checkpoint_io.engine.carrying import commit_received, find_part, receive_files, text_of
 from tiered_checkpoint_io.engine.choice import Candidate, Tier
 from tiered_checkpoint_io.engine.coordination import Group, portable
+from tiered_checkpoint_io.engine.discovery import Here, look_here
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FormatVersionError,
     LostRankError,
     MemoryTierError,
     RestoreError,
@@ -230,6 +232,25 @@ class Bringer:
         result.path, result.temporary, result.rejected = None, False, [note]
         self._log.error("not restored, looking further: %s", note)
         return result
+
+    def look(self, rank: int) -> Here:
+        """Lists this node's memory, and takes out of it what can't be read.
+
+        Args:
+            rank: This rank, for what is told of the damaged.
+        """
+        here = look_here(self._tier, self._dirpath)
+        if here.damaged:
+            # Under the lock, so that no other process moves the same folder; listed again there.
+            with self.lock():
+                for folder, error in (*self._tier.damaged(), *self._tier.replicas.damaged()):
+                    # What a newer release wrote is not damaged.
+                    if not isinstance(error, FormatVersionError):
+                        self._tier.quarantine(folder, str(error))
+            here.damaged = [f"rank {rank}: {note}" for note in here.damaged]
+            for note in here.damaged:
+                self._log.error("not restored, looking further: %s", note)
+        return here
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

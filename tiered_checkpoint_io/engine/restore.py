@@ -25,10 +25,9 @@ from tiered_checkpoint_io.engine.bring import Bringer, Brought
 from tiered_checkpoint_io.engine.carrying import send_part, text_of
 from tiered_checkpoint_io.engine.choice import Candidate, Selector, Tier, candidates, spread
 from tiered_checkpoint_io.engine.coordination import Group, agree, portable, raise_first
-from tiered_checkpoint_io.engine.discovery import Here, Known, discover, look_here, read_more
+from tiered_checkpoint_io.engine.discovery import Here, Known, discover, read_more
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
-    FormatVersionError,
     OtherKindError,
     RestoreError,
     TieredCheckpointError,
@@ -148,7 +147,7 @@ class Restorer:
         started = time.monotonic()
         here, failed = Here(), None
         try:
-            here = self._look_here(group.rank)
+            here = self._bringer.look(group.rank)
         except Exception as error:
             failed = error
         gathered: list[tuple[str, Here, TieredCheckpointError | None]] = group.all_gather(
@@ -213,21 +212,6 @@ class Restorer:
         return None
 
     # ------------------------------------------------------------------------------- discovery
-    def _look_here(self, rank: int) -> Here:
-        """Lists this node's memory, and takes out of it what can't be read."""
-        here = look_here(self._tier, self._dirpath)
-        if here.damaged:
-            # Under the lock, so that no other process moves the same folder; listed again there.
-            with self._bringer.lock():
-                for folder, error in (*self._tier.damaged(), *self._tier.replicas.damaged()):
-                    # What a newer release wrote is not damaged.
-                    if not isinstance(error, FormatVersionError):
-                        self._tier.quarantine(folder, str(error))
-            here.damaged = [f"rank {rank}: {note}" for note in here.damaged]
-            for note in here.damaged:
-                self._log.error("not restored, looking further: %s", note)
-        return here
-
     def _check_error(self, known: Known, options: list[Candidate], search: _Search, group: Group) -> None:
         if known.error is None:
             return

@@ -18,14 +18,13 @@ from tiered_checkpoint_io.engine import fetch
 from tiered_checkpoint_io.engine.bring import Bringer
 from tiered_checkpoint_io.engine.choice import Held, Selector, candidates
 from tiered_checkpoint_io.engine.coordination import Group, agree, portable, raise_first
-from tiered_checkpoint_io.engine.discovery import Here, Known, discover, look_here, read_more
+from tiered_checkpoint_io.engine.discovery import Here, Known, discover, read_more
 from tiered_checkpoint_io.engine.shard_choice import HeldPart, ShardCandidate, shard_candidates
 from tiered_checkpoint_io.engine.shard_files import ShardFiles, clear_reads
 from tiered_checkpoint_io.engine.shard_homing import bring_home
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    FormatVersionError,
     OtherKindError,
     RestoreError,
     StoreNotFoundError,
@@ -125,7 +124,7 @@ class ShardRestorer:
         """
         here, failed = Here(), None
         try:
-            here = self._look_here(group.rank)
+            here = self._bringer.look(group.rank)
         except Exception as error:
             failed = error
         gathered = group.all_gather((group.node, here, sorted(rejected), portable(failed, group.rank)))
@@ -375,18 +374,6 @@ class ShardRestorer:
     # ------------------------------------------------------------------------------------ inside
     def _held(self) -> list[StoredPart]:
         return [*self._tier.parts(), *self._tier.replicas.parts()]
-
-    def _look_here(self, rank: int) -> Here:
-        here = look_here(self._tier, self._config.dirpath)
-        if here.damaged:
-            with self._bringer.lock():
-                for folder, error in (*self._tier.damaged(), *self._tier.replicas.damaged()):
-                    if not isinstance(error, FormatVersionError):
-                        self._tier.quarantine(folder, str(error))
-            here.damaged = [f"rank {rank}: {note}" for note in here.damaged]
-            for note in here.damaged:
-                self._log.error("not restored, looking further: %s", note)
-        return here
 
     def _none(self, search: _Search, group: Group) -> TieredCheckpointError:
         selector = search.selector
