@@ -91,13 +91,15 @@ def test_a_dead_peer_costs_a_warning_and_a_count_and_the_part_stays(ranks):
 
 
 def test_a_stalled_peer_is_given_up_and_found_again_when_it_wakes_up(ranks):
-    *_, waited, _, again, told = ranks(
+    *_, waited, _, _, again, told = ranks(
         "abc",
         ["hurry", {"_ACCEPT_S": 1.0, "MESSAGE_S": 2.0, "_LINGER_S": 0.5}],
         ["meet_all"],
         ["stop", 1, 5],
         ["save_alone", 1, 0],
         ["wait_for_copies", 0, 30],
+        # All meet there: the peer is awake.
+        ["settle"],
         ["save_alone", 2, 0],
         ["wait_for_copies", 0, 30],
         ["settle"],

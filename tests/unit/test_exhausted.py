@@ -1,6 +1,7 @@
 """A file system that is full, and a process out of descriptors, at every point of a save: said, and nothing is lost."""
 
 import contextlib
+import itertools
 import os
 import resource
 import warnings
@@ -223,8 +224,10 @@ def test_a_process_out_of_descriptors_at_any_point(kept):
 @contextlib.contextmanager
 def descriptors_to_spare(spare):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [number for number in range(256) if not os.path.lexists(f"/proc/self/fd/{number}")]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], hard))
+    # Not by a listing, which takes a descriptor itself; a worker that has run many tests has hundreds open.
+    free = (number for number in range(hard) if not os.path.lexists(f"/proc/self/fd/{number}"))
+    limit = next(itertools.islice(free, spare, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         yield
     finally:
