@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -19,9 +20,16 @@ _READY_S = 120.0
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, and that no connection is made from.
+
+    From those that the system gives to connections, one may be given to who tries to reach it before anybody
+    listens there: such a rank is connected to itself, and waits for ever.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Zygote:

@@ -171,6 +171,7 @@ def both(role, work, order, counter):
 
 
 def join(rank, port):
+    """Before anything that a process may be killed at: torch looks for a dead rank 0 far longer than it is told."""
     import torch.distributed as dist
 
     where, bound = f"tcp://127.0.0.1:{port}", timedelta(seconds=PATIENCE_S / 2)
@@ -195,12 +196,12 @@ def train(order, counter, rank, port):
 
     from tiered_checkpoint_io import TieredStorageWriter, dcp
 
+    join(rank, port)
     counter.phase = "replicate: train together"
     os.makedirs(node(order, rank), exist_ok=True)
     options = {**options_of(order), "memory_dir": node(order, rank), "replication_factor": 2, "memory_keep_last": 2}
     writer = TieredStorageWriter(**options, save_to_s3=False)
     try:
-        join(rank, port)
         for number in order["numbers"]:
             dcp.save(shards(number, rank), checkpoint_id=f"step_{number}", storage_writer=writer)
             counter.tell(done=["saved", number])
@@ -223,11 +224,11 @@ def run_pair_load(order, counter):
 
 
 def load(order, counter, rank, port):
+    join(rank, port)
     counter.phase = f"restore from peers: {order['kind']}, {'receive' if rank == 0 else 'send'}"
     os.makedirs(node(order, rank), exist_ok=True)
     options = {**options_of(order), "memory_dir": node(order, rank)}
     try:
-        join(rank, port)
         told = [rank, *(load_full if order["kind"] == "full" else load_sharded)(options, rank)]
     except Exception as error:
         told = [rank, None, f"{type(error).__name__}: {error}"]
