@@ -103,7 +103,7 @@ class DrainHandle:
         if self._config.drain == "thread":
             self._stop = threading.Event()
             self._drain = Drain(self._root, logger=self._log, stop=self._stop, stay=True)
-            self._thread = threading.Thread(target=self._drain.run, name="tiered-drain", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(self._drain,), name="tiered-drain", daemon=True)
             self._thread.start()
             return
         with self._open_log() as log:
@@ -281,6 +281,13 @@ class DrainHandle:
                 key=str(self._root),
                 hint="it goes on by itself as soon as it can; see `ulimit -n`",
             )
+
+    def _run(self, drain: Drain) -> None:
+        try:
+            drain.run()
+        except Exception as error:
+            # Whoever waits for it starts it again.
+            self._log.error("the drain has ended: %s", error)
 
     def _is_late(self, deadline: float) -> bool:
         return time.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
