@@ -12,7 +12,7 @@ def gets(answer):
     return {key: value for key, value in answer["asked"].items() if key in ("requests.get", "bytes.down") and value}
 
 
-@pytest.mark.parametrize("late", [[0, 3], [1, 3]], ids=["the lost one comes last", "the lost one comes first"])
+@pytest.mark.parametrize("late", [[0, 8], [1, 8]], ids=["the lost one comes last", "the lost one comes first"])
 def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose, s3_url, late):
     options = {"replication_factor": 2, "dirpath": s3_url}
     ranks("abc", *SAVES, **options)
@@ -22,9 +22,9 @@ def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose,
     assert all(gets(answer) == {} for answer in loaded)
     assert [2, 0] in [each[:2] for each in loaded[0]["own"]], "the part is the node's own again"
     # Who has its own waits for nobody.
-    assert loaded[2]["seconds"] < 2
+    assert loaded[2]["seconds"] < 6
     assert [answer.get("value") for answer in again] == [[200.0], [201.0], [202.0]], again
-    assert max(answer["seconds"] for answer in again) < 2
+    assert max(answer["seconds"] for answer in again) < 6
 
 
 def test_two_ranks_of_a_node_get_theirs_and_what_was_to_be_uploaded_is(ranks, lose, tmp_path):
