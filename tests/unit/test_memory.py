@@ -26,6 +26,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.manifest import Content, FileEntry, Part, hash_bytes
 from tiered_checkpoint_io.storage import node
 from tiered_checkpoint_io.storage.memory import MemoryTier, namespace_root, node_budget
+from tiered_checkpoint_io.storage.parts import Shelf
 
 MIB = 1 << 20
 RUN = ids.new_run_id()
@@ -90,14 +91,14 @@ def test_what_is_drained_never_looks_pending_while_it_is_removed(tier, monkeypat
     # A drain that took it up again would find it gone, and tell that a save which is durable was given up.
     stored = save(tier, b"abc", 1, durable=True)
     tier.mark_drained(stored)
-    read = MemoryTier._read_part
+    read = Shelf._read_part
 
     def read_then_lose(self, *args):
         part = read(self, *args)
         MemoryTier(tier.root).remove(stored)
         return part
 
-    monkeypatch.setattr(MemoryTier, "_read_part", read_then_lose)
+    monkeypatch.setattr(Shelf, "_read_part", read_then_lose)
     assert (tier.parts(), tier.damaged()) == ([], [])
 
 

@@ -43,7 +43,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.storage import Store, open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
-from tiered_checkpoint_io.storage.slots import NO_SPACE
+from tiered_checkpoint_io.storage.space import NO_SPACE
 
 LOCK_FILE = "drain.lock"
 TRAINERS_FILE = "trainers.lock"

@@ -8,8 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from tiered_checkpoint_io.errors import MemoryFullError
-from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE
+from tiered_checkpoint_io.storage.space import needs_space
 
 _POLL_S = 0.02
 _held: set[int] = set()
@@ -63,14 +62,8 @@ def is_locked(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    try:
+    with needs_space("no space for a lock file", operation="lock", key=str(path)):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        raise MemoryFullError(
-            "no space for a lock file", operation="lock", tier="memory", key=str(path), hint=FULL_HINT
-        ) from error
 
 
 def _drop_in_child() -> None:

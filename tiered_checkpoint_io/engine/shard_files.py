@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -31,6 +30,7 @@ from tiered_checkpoint_io.errors import CorruptCheckpointError, MemoryFullError,
 from tiered_checkpoint_io.manifest import FileEntry
 from tiered_checkpoint_io.storage.base import Store
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
+from tiered_checkpoint_io.storage.space import needs_space
 
 #: Below the memory tier's root: chunks that this node has fetched, a folder a save.
 READS = "reads"
@@ -39,6 +39,10 @@ _POLL_S = 0.005
 _JOIN_S = 60.0
 _PAGE = mmap.PAGESIZE
 _VERIFIED = 1
+_FULL_HINT = (
+    "memory_dir is full, or the folder for temporary files where that was full before: give"
+    " either more space (docker: --shm-size)"
+)
 
 Span = tuple[int, int]
 
@@ -267,20 +271,11 @@ class FetchedFile:
 
     def _take(self, offset: int, length: int) -> None:
         # A mapped page without space would end the process when it is touched.
-        try:
+        with needs_space(
+            f"no space for {length} bytes of {self.entry.path}", operation="restore", key=self._where, hint=_FULL_HINT
+        ):
             if length:
                 os.posix_fallocate(self._descriptor, offset, length)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-                raise
-            raise MemoryFullError(
-                f"no space for {length} bytes of {self.entry.path}",
-                operation="restore",
-                tier="memory",
-                key=self._where,
-                hint="memory_dir is full, or the folder for temporary files where that was full before: give"
-                " either more space (docker: --shm-size)",
-            ) from error
 
 
 def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:

@@ -16,30 +16,35 @@ No checkpoint's name becomes a folder here, only the last component of its path,
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import mmap
 import os
 import secrets
 import shutil
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    ManifestError,
-    MemoryFullError,
-    MemoryTierError,
-)
+from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage import spares
 from tiered_checkpoint_io.storage.node import is_tmpfs, memory_left, node_budget
+from tiered_checkpoint_io.storage.parts import (
+    DRAINED,
+    NEW,
+    PART_FILE,
+    PINNED,
+    REPLICAS,
+    REPLICATED,
+    SAVES,
+    Shelf,
+    StoredPart,
+    clear_half_made,
+    gone,
+    reading,
+)
 from tiered_checkpoint_io.storage.private import private_folder, write_private
-from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE, Slot, SlotPool, clean_dead
+from tiered_checkpoint_io.storage.slots import Slot, SlotPool, clean_dead
+from tiered_checkpoint_io.storage.space import FULL_HINT, NO_SPACE
 
 __all__ = [
     "FOLDERS",
@@ -52,55 +57,7 @@ __all__ = [
     "node_budget",
 ]
 
-SAVES = "saves"
-REPLICAS = "replicas"
 FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "requests", "status", spares.FOLDER)
-PART_FILE = "part.json"
-_DRAINED = "drained"
-_PINNED = "pinned"
-_REPLICATED = "replicated"
-_NEW = ".new"
-#: A folder that is being made is renamed within milliseconds; an older one's maker died.
-_STALE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    """A committed part in the memory tier.
-
-    Attributes:
-        part: What it is.
-        folder: Where it lies.
-        drained: Whether the durable tier needs nothing more of it.
-        replicated: Whether all parts of its save are in the memory of other nodes as well.
-    """
-
-    part: Part
-    folder: Path
-    drained: bool
-    replicated: bool = False
-
-    @property
-    def save_id(self) -> str:
-        return self.part.save_id
-
-    @property
-    def op_id(self) -> str:
-        """The id of the operation that brings it to the durable tier."""
-        return ids.part_op_id(self.part.save_id, self.part.rank, commits=self.part.commits)
-
-    @property
-    def pending(self) -> bool:
-        """Whether it waits for the durable tier."""
-        return self.part.durable and not self.drained and not self.is_replica
-
-    @property
-    def is_replica(self) -> bool:
-        """Whether it is the copy of another node's part; that node uploads it."""
-        return self.folder.parent.parent.name == REPLICAS
-
-    def file(self, basename: str) -> Path:
-        return self.folder / basename
 
 
 def namespace_root(memory_dir: str, namespace: str) -> Path:
@@ -131,13 +88,13 @@ class MemoryTier:
         """
         self.root = root
         self._parts = root / folder
+        self._shelf = Shelf(self._parts)
         self._budget = budget_bytes
         self._left = left
         self._replicas: MemoryTier | None = None
         #: Told of each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
         self._pool = SlotPool(str(root / "slots"), self.room, unmap)
-        self._known: dict[Path, tuple[tuple[int, int], Part]] = {}
         self._spares = spares.Spares(root)
 
     @classmethod
@@ -190,48 +147,11 @@ class MemoryTier:
     # ------------------------------------------------------------------------------- looking
     def parts(self) -> list[StoredPart]:
         """All committed parts that can be read, in the order of their saves."""
-        return [entry for entry in self._scan() if isinstance(entry, StoredPart)]
+        return [entry for entry in self._shelf.scan() if isinstance(entry, StoredPart)]
 
     def damaged(self) -> list[tuple[Path, Exception]]:
         """Folders whose ``part.json`` cannot be read, and why."""
-        return [entry for entry in self._scan() if not isinstance(entry, StoredPart)]
-
-    def _scan(self) -> Iterator[StoredPart | tuple[Path, Exception]]:
-        known: dict[Path, tuple[tuple[int, int], Part]] = {}
-        for save_id in sorted(os.listdir(self._parts)):
-            try:
-                ranks = sorted(os.listdir(self._parts / save_id))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            for rank in ranks:
-                folder = self._parts / save_id / rank
-                if rank.endswith(_NEW):
-                    continue
-                try:
-                    part = self._read_part(folder / PART_FILE, known)
-                    if part.save_id != save_id:
-                        raise ManifestError(f"part of save {part.save_id} in the folder of {save_id}", key=str(folder))
-                    drained, replicated = ((folder / name).exists() for name in (_DRAINED, _REPLICATED))
-                    if not drained:
-                        # Or else it was taken away, marker and all, since its description was read.
-                        (folder / PART_FILE).stat()
-                    yield StoredPart(part, folder, drained, replicated)
-                except FileNotFoundError as error:
-                    # Removed while we looked; only a folder that is still there is damaged.
-                    if folder.exists():
-                        yield folder, error
-                except (ManifestError, OSError) as error:
-                    yield folder, error
-        self._known = known
-
-    def _read_part(self, path: Path, known: dict[Path, tuple[tuple[int, int], Part]]) -> Part:
-        """Reads what changed since the last look: the drain looks often, and descriptions hold many hashes."""
-        facts = path.stat()
-        stamp = (facts.st_ino, facts.st_mtime_ns)
-        last = self._known.get(path)
-        part = last[1] if last and last[0] == stamp else Part.from_json(path.read_bytes(), where=str(path))
-        known[path] = (stamp, part)
-        return part
+        return [entry for entry in self._shelf.scan() if not isinstance(entry, StoredPart)]
 
     def usage(self) -> int:
         """Bytes in use by this namespace on this node, free slots included."""
@@ -302,7 +222,7 @@ class MemoryTier:
                 rank=part.rank,
                 step=part.content.step,
             )
-        fresh = folder.with_name(folder.name + _NEW)
+        fresh = folder.with_name(folder.name + NEW)
         shutil.rmtree(fresh, ignore_errors=True)
         try:
             folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -317,7 +237,7 @@ class MemoryTier:
                 slot.path = str(target)
                 self._pool.committed(slot, entry.size)
             if drained:
-                write_private(fresh / _DRAINED, b"")
+                write_private(fresh / DRAINED, b"")
             write_private(fresh / PART_FILE, part.to_json())
         except OSError as error:
             if not isinstance(error, MemoryFullError) and error.errno not in NO_SPACE:
@@ -352,10 +272,10 @@ class MemoryTier:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         try:
             if drained:
-                self._spares.mark(copy.folder / _DRAINED)
+                self._spares.mark(copy.folder / DRAINED)
             os.rename(copy.folder, folder)
         except FileNotFoundError as error:
-            raise _gone(copy) from error
+            raise gone(copy) from error
         with contextlib.suppress(OSError):
             os.rmdir(copy.folder.parent)
         return StoredPart(copy.part, folder, drained, copy.replicated)
@@ -363,12 +283,12 @@ class MemoryTier:
     def mark_drained(self, stored: StoredPart) -> None:
         """Notes that the durable tier needs nothing more of a part."""
         with contextlib.suppress(FileNotFoundError):
-            self._spares.mark(stored.folder / _DRAINED)
+            self._spares.mark(stored.folder / DRAINED)
 
     def mark_replicated(self, stored: StoredPart) -> None:
         """Notes that all parts of this part's save are in the memory of other nodes as well."""
         with contextlib.suppress(FileNotFoundError):
-            self._spares.mark(stored.folder / _REPLICATED)
+            self._spares.mark(stored.folder / REPLICATED)
 
     def remove(self, stored: StoredPart) -> None:
         """Removes a part; its files become free slots where this process filled them."""
@@ -380,7 +300,7 @@ class MemoryTier:
             return
         with contextlib.suppress(OSError):
             os.rmdir(stored.folder.parent)
-        pinned = (trash / _PINNED).exists()
+        pinned = (trash / PINNED).exists()
         for entry in stored.part.content.files:
             path = str(trash / entry.basename)
             with contextlib.suppress(FileNotFoundError):
@@ -411,69 +331,16 @@ class MemoryTier:
             self._replicas.close()
 
     # ------------------------------------------------------------------------------- reading
-    @contextlib.contextmanager
-    def reading(self, stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, memoryview]]:
-        """Maps a part's files for reading; while the block runs, nobody reuses them.
-
-        Args:
-            stored: The part.
-            keep: Whether mappings of the same files may outlive the block (tensors loaded with
-                ``mmap=True``): the files are then never reused, only unlinked.
-
-        Yields:
-            The bytes of each file, by its basename.
-
-        Raises:
-            CheckpointNotFoundError: The part was removed in the meantime.
-            CorruptCheckpointError: A file is missing, or not as long as its manifest says.
-        """
-        views: dict[str, memoryview] = {}
-        with contextlib.ExitStack() as stack:
-            for entry in stored.part.content.files:
-                path = stored.file(entry.basename)
-                try:
-                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                except FileNotFoundError as error:
-                    if not stored.folder.exists():
-                        raise _gone(stored) from error
-                    raise CorruptCheckpointError(
-                        "a file is missing", operation="read", tier="memory", key=str(path), rank=stored.part.rank
-                    ) from error
-                stack.callback(os.close, descriptor)
-                try:
-                    # Never waits: an exclusive lock means that the file is its owner's slot again.
-                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise _gone(stored) from error
-                if os.fstat(descriptor).st_size != entry.size:
-                    if not stored.folder.exists():
-                        raise _gone(stored)
-                    raise CorruptCheckpointError(
-                        f"{os.fstat(descriptor).st_size} bytes in place of {entry.size}",
-                        operation="read",
-                        tier="memory",
-                        key=str(path),
-                        rank=stored.part.rank,
-                    )
-                # An empty file cannot be mapped.
-                mapping = mmap.mmap(descriptor, entry.size, prot=mmap.PROT_READ) if entry.size else b""
-                views[entry.basename] = memoryview(mapping)
-            # The owner renames the folder away before it looks for locks and this marker, so a
-            # folder that is still in place now will not be reused behind our back.
-            try:
-                if keep:
-                    self._spares.mark(stored.folder / _PINNED)
-                elif not (stored.folder / PART_FILE).exists():
-                    raise _gone(stored)
-            except FileNotFoundError as error:
-                raise _gone(stored) from error
-            yield views
+    def reading(
+        self, stored: StoredPart, *, keep: bool = False
+    ) -> contextlib.AbstractContextManager[dict[str, memoryview]]:
+        """Maps a part's files for reading; see :func:`reading`."""
+        return reading(stored, self._spares, keep=keep)
 
     # ------------------------------------------------------------------------------ clearing
     def clean(self) -> None:
         """Clears what dead processes left: their free slots, trash and half-made folders."""
         clean_dead(str(self.root / "slots"))
-        now = time.time()
         for entry in os.scandir(self.root / "trash"):
             # Renamed first: a live remover must not see its folder without the marker that tells
             # it not to reuse the files.
@@ -481,21 +348,5 @@ class MemoryTier:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(entry.path, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
-        for save in (*os.scandir(self._parts), *os.scandir(self.root / REPLICAS)):
-            with contextlib.suppress(OSError):
-                for rank in os.scandir(save.path):
-                    if rank.name.endswith(_NEW) and now - rank.stat(follow_symlinks=False).st_mtime > _STALE_S:
-                        shutil.rmtree(rank.path, ignore_errors=True)
-                if now - save.stat(follow_symlinks=False).st_mtime > _STALE_S:
-                    # Succeeds only where nothing is left in it.
-                    os.rmdir(save.path)
-
-
-def _gone(stored: StoredPart) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        "the checkpoint was removed from memory meanwhile",
-        operation="read",
-        tier="memory",
-        key=str(stored.folder),
-        step=stored.part.content.step,
-    )
+        for name in (SAVES, REPLICAS):
+            clear_half_made(self.root / name)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryUnsafeError
-from tiered_checkpoint_io.storage.slots import FULL_HINT, NO_SPACE
+from tiered_checkpoint_io.storage.space import needs_space
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -64,13 +64,7 @@ def private_folder(folder: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    try:
+    with needs_space("no space for a small file", operation="write", key=str(path)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        raise MemoryFullError(
-            "no space for a small file", operation="write", tier="memory", key=str(path), hint=FULL_HINT
-        ) from error

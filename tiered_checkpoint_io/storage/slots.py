@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -22,10 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.storage.space import needs_space
 
-#: By what a file system says that it is full.
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
-FULL_HINT = "memory_dir is full: give it more space (docker: --shm-size), or lower memory_keep_last"
 _ROUND = 2 << 20
 #: Populated in one call; between calls other threads get at the memory map's lock.
 _POPULATE_PIECE = 64 << 20
@@ -232,14 +229,8 @@ class SlotPool:
     def _make(self, size: int) -> Slot:
         while True:
             path = os.path.join(self._folder, _slot_name())
-            try:
+            with needs_space("no space for one more file", operation="stage", key=path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise
-                raise MemoryFullError(
-                    "no space for one more file", operation="stage", tier="memory", key=path, hint=FULL_HINT
-                ) from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if os.fstat(descriptor).st_nlink == 0:
@@ -273,18 +264,8 @@ class SlotPool:
                     key=self._folder,
                     hint="raise memory_allocation_percentage, lower memory_keep_last, or give memory_dir more space",
                 )
-            try:
+            with needs_space(f"no space for a checkpoint of {size} bytes", operation="stage", key=slot.path):
                 slot.reserve(size)
-            except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise
-                raise MemoryFullError(
-                    f"no space for a checkpoint of {size} bytes",
-                    operation="stage",
-                    tier="memory",
-                    key=slot.path,
-                    hint=FULL_HINT,
-                ) from error
 
     @contextlib.contextmanager
     def _taking_space(self) -> Iterator[None]:

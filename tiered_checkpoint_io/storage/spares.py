@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.storage.private import scratch_beside, write_atomic, write_private
-from tiered_checkpoint_io.storage.slots import NO_SPACE
+from tiered_checkpoint_io.storage.space import NO_SPACE
 
 FOLDER = "spares"
 _COUNT = 8

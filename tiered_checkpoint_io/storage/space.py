@@ -1,0 +1,33 @@
+"""How a file system says that it is full, and the one error that becomes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from tiered_checkpoint_io.errors import MemoryFullError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+FULL_HINT = "memory_dir is full: give it more space (docker: --shm-size), or lower memory_keep_last"
+
+
+@contextlib.contextmanager
+def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -> Iterator[None]:
+    """A block that takes space of the memory tier.
+
+    Args:
+        what: What it is that there is no space for, as a sentence.
+        operation: What was being done.
+        key: The path.
+        hint: What to do.
+
+    Raises:
+        MemoryFullError: There is none; any other error stays what it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise MemoryFullError(what, operation=operation, tier="memory", key=key, hint=hint) from error
