@@ -1,0 +1,132 @@
+"""Ids of runs, saves and operations, which sort as text in the order in which these were made."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from datetime import datetime, timedelta, timezone
+
+from tiered_checkpoint_io.errors import InvalidNameError
+
+_TIME_FORMAT = "%Y%m%dT%H%M%S.%f"
+_COUNTER_DIGITS = 8
+_SAVE_ID = re.compile(r"(?P<time>\d{8}T\d{6}\.\d{6})-(?P<random>[0-9a-f]{8})-(?P<counter>\d{8})\Z")
+_RANK = re.compile(r"rank-(?P<rank>\d{5,9})\Z")
+
+
+def rank_folder(rank: int) -> str:
+    """``rank-00003``."""
+    return f"rank-{rank:05d}"
+
+
+def rank_of(folder: str) -> int | None:
+    """The inverse of :func:`rank_folder`; None for other text."""
+    match = _RANK.match(folder)
+    return int(match["rank"]) if match else None
+
+
+def new_run_id(after: str | None = None, now: float | None = None) -> str:
+    """A run's id; ids sort, as text, in the order in which runs began.
+
+    Args:
+        after: A save id seen in any tier. The new id sorts behind it even where this machine's
+            clock is behind that of the machine that gave it (a Lamport clock).
+        now: Seconds since the epoch; the current time by default.
+    """
+    stamp = datetime.fromtimestamp(time.time() if now is None else now, timezone.utc)
+    if after is not None:
+        match = _SAVE_ID.match(after)
+        if match:
+            seen = datetime.strptime(match["time"], _TIME_FORMAT).replace(tzinfo=timezone.utc)
+            if stamp <= seen:
+                stamp = seen + timedelta(microseconds=1)
+    return f"{stamp.strftime(_TIME_FORMAT)}-{secrets.token_hex(4)}"
+
+
+def save_id(run_id: str, counter: int) -> str:
+    """The id of the ``counter``-th operation of a run; ids sort, as text, in order of their making."""
+    return f"{run_id}-{counter:08d}"
+
+
+def before_its_run(save_id: str) -> str:
+    """An id of its own that sorts before all of the run that this one is of, and behind earlier runs.
+
+    Those of several saves of the run sort as the saves do.
+    """
+    match = _SAVE_ID.match(save_id)
+    assert match is not None, save_id
+    began = datetime.strptime(match["time"], _TIME_FORMAT).replace(tzinfo=timezone.utc)
+    return f"{(began - timedelta(microseconds=1)).strftime(_TIME_FORMAT)}-{match['random']}-{match['counter']}"
+
+
+def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
+    """The id of a save that ranks make without talking: all who know the same give the same id.
+
+    Within a series, ids sort by the repeat and then by the step. Those of another series differ, and so
+    do those of another run.
+
+    Args:
+        run_id: The run that the ranks agreed on.
+        series: Which of the run's saves belong together, see :func:`series_of`.
+        repeat: How often the series has gone back to a step that it had saved.
+        step: The training step; -1 where it is not known.
+    """
+    stamp, _, random = run_id.partition("-")
+    turn, counter = divmod(max(0, step), 10**_COUNTER_DIGITS)
+    began = datetime.strptime(stamp, _TIME_FORMAT).replace(tzinfo=timezone.utc)
+    moved = began + timedelta(milliseconds=repeat, microseconds=turn)
+    mark = hashlib.sha256(f"{random}/{series}".encode()).hexdigest()[: len(random)]
+    return save_id(f"{moved.strftime(_TIME_FORMAT)}-{mark}", counter)
+
+
+def is_save_id(text: str) -> bool:
+    """Whether this is a save id."""
+    return _SAVE_ID.match(text) is not None
+
+
+def validate_save_id(text: str) -> str:
+    """Gives ``text`` back where it is a save id, which makes it safe as a file's name.
+
+    Raises:
+        InvalidNameError: It is not.
+    """
+    if not isinstance(text, str) or not is_save_id(text):
+        raise InvalidNameError(f"not a save id: {text!r}")
+    return text
+
+
+def run_id_of(save_id: str) -> str:
+    """The run whose operation this is."""
+    return save_id.rpartition("-")[0]
+
+
+def line_of(save_id: str) -> str:
+    """What ids have in common that one process gave out, or ranks for one series; they tell these saves' order."""
+    return run_id_of(save_id).rpartition("-")[2]
+
+
+def part_op_id(save_id: str, rank: int, *, commits: bool) -> str:
+    """The id of the operation that drains a part: the save's own for the part that commits it.
+
+    Those of other ranks' parts (``<save_id>.rank-00003``) sort behind it, and before those of later saves.
+    """
+    return save_id if commits else f"{save_id}.{rank_folder(rank)}"
+
+
+def save_id_of_op(op_id: str) -> str:
+    """The save that an operation is about; the id of an alias, delete or cancel itself."""
+    return op_id.partition(".rank-")[0]
+
+
+def validate_op_id(text: str) -> str:
+    """Gives ``text`` back where it is an operation's id, which makes it safe as a file's name.
+
+    Raises:
+        InvalidNameError: It is not.
+    """
+    head, dot, rank = text.partition(".rank-") if isinstance(text, str) else ("", "", "")
+    if not is_save_id(head) or (dot and rank_of(f"rank-{rank}") is None):
+        raise InvalidNameError(f"not an operation's id: {text!r}")
+    return text
