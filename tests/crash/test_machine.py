@@ -53,6 +53,7 @@ class Checkpoints(RuleBasedStateMachine):
         self.number = 0
         #: What the durable tier shows once what was told is done, and what is still to be done, in order.
         self.model = Model()
+        #: (id of the operation, what the model is told of it)
         self.queue = []
         #: Name by number of the save, of what is in memory; and which copies are damaged: (tier, number).
         self.memory = {}
@@ -91,16 +92,27 @@ class Checkpoints(RuleBasedStateMachine):
     def later(self):
         """The durable tier once all that is queued is done."""
         model = copy.deepcopy(self.model)
-        for operation in self.queue:
+        for _, operation in self.queue:
             model.apply(*operation)
         return model
+
+    def asked(self, *operation):
+        """Takes note of an operation, if one was asked for just now."""
+        queued = {op_id for op_id, _ in self.queue}
+        for op_id in sorted(self.waiting() - queued):
+            self.queue.append((op_id, operation))
+
+    def waiting(self):
+        """The ids of all operations that a drain has still to do."""
+        requests = {each.op_id for each in Queue(self.root).requests()}
+        return requests | {stored.op_id for stored in self.made.session.open().tier.parts() if stored.pending}
 
     def durable(self):
         """What may be read there, by name: the numbers of saves, one or two, as an operation may be half done."""
         now, then = self.model.view(), {}
         if self.cut_short and self.queue:
             model = copy.deepcopy(self.model)
-            model.apply(*self.queue[0])
+            model.apply(*self.queue[0][1])
             then = model.view()
         else:
             then = now
@@ -127,7 +139,7 @@ class Checkpoints(RuleBasedStateMachine):
         self.memory[self.number] = name
         if durable:
             self.pending.add(self.number)
-            self.queue.append((self.number, "save", name, ""))
+            self.asked(self.number, "save", name, "")
         newest_first = sorted(self.memory, reverse=True)
         for number in newest_first[KEEP:]:
             if number not in self.pending:
@@ -138,7 +150,7 @@ class Checkpoints(RuleBasedStateMachine):
         if name != onto and self.later().is_real(onto):
             self.number += 1
             self.made.alias(name, onto)
-            self.queue.append((self.number, "alias", name, onto))
+            self.asked(self.number, "alias", name, onto)
 
     @rule(name=NAMES)
     def remove(self, name):
@@ -150,8 +162,8 @@ class Checkpoints(RuleBasedStateMachine):
         for number in here:
             if number not in self.pending:
                 del self.memory[number]
-        if name in self.later().view():
-            self.queue.append((self.number, "delete", name, ""))
+        self.asked(self.number, "delete", name, "")
+        assert name not in self.later().view()
 
     @rule()
     def drain(self):
@@ -171,14 +183,11 @@ class Checkpoints(RuleBasedStateMachine):
         finally:
             self.lock = try_lock(self.root / LOCK_FILE)
         told = {outcome.op_id for outcome in Queue(self.root).outcomes() if outcome.state == "committed"}
-        # Deletes of what was never durable are in no model.
-        waiting = {each.op_id for each in Queue(self.root).requests()}
-        waiting |= {stored.op_id for stored in self.made.session.open().tier.parts() if stored.pending}
-        left = len(waiting - told)
-        while len(self.queue) > left:
-            number, action, name, target = self.queue.pop(0)
-            self.model.apply(number, action, name, target)
-            self.pending.discard(number)
+        left = self.waiting() - told
+        while self.queue and self.queue[0][0] not in left:
+            _, operation = self.queue.pop(0)
+            self.model.apply(*operation)
+            self.pending.discard(operation[0])
         self.cut_short = bool(self.queue)
 
     @rule()
@@ -305,3 +314,21 @@ def test_a_removal_reaches_what_only_the_durable_tier_still_has_of_a_name():
             life.restore()
         finally:
             life.teardown()
+
+
+def test_a_removal_reaches_what_a_restore_found_damaged():
+    """Found by the machine: the names that a restore lists are known, however it ends."""
+    life = Checkpoints()
+    life.begin()
+    try:
+        life.save("last.ckpt", "both")
+        life.alias("a.ckpt", "last.ckpt")
+        life.drain()
+        life.damage_the_newest_object("flipped")
+        life.lose_the_node()
+        life.save("a.ckpt", "memory")
+        life.remove("a.ckpt")
+        life.remove("last.ckpt")
+        life.drain()
+    finally:
+        life.teardown()

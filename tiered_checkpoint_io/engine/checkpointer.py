@@ -285,9 +285,11 @@ class Checkpointer:
             return self.session.durable(dirpath)
 
         restorer = Restorer(self.config, tier, store, self.session.log, dirpath)
-        restored = restorer.restore(selector, group)
-        if restorer.listed is not None and dirpath == self.dirpath:
-            self.session.known.remember(restorer.listed)
+        try:
+            restored = restorer.restore(selector, group)
+        finally:
+            if restorer.listed is not None and dirpath == self.dirpath:
+                self.session.known.remember(restorer.listed)
         if restored is None and selector.kind == "best":
             raise CheckpointNotFoundError(
                 f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",
