@@ -22,7 +22,7 @@ from support.fault_proxy import (
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine import drain as drain_module
+from tiered_checkpoint_io.engine import ledger
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.storage import open_store, s3, wrappers
@@ -47,8 +47,8 @@ def impatient(monkeypatch):
     monkeypatch.setattr(
         wrappers.Retry.__init__, "__kwdefaults__", {"deadline_s": 2.0, "first_wait_s": 0.05, "max_wait_s": 0.2}
     )
-    monkeypatch.setattr(drain_module, "_FIRST_BACKOFF_S", 0.05)
-    monkeypatch.setattr(drain_module, "_MAX_BACKOFF_S", 0.2)
+    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(ledger, "_MAX_BACKOFF_S", 0.2)
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import pytest
 from support.draining import Node, names, objects, readable
 from support.story import op_id
 
-from tiered_checkpoint_io.engine import drain as drain_module
-from tiered_checkpoint_io.engine import supervise
+from tiered_checkpoint_io.engine import ledger, supervise
 from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.operations import Outcome, Request
@@ -173,7 +172,7 @@ def test_a_failing_save_is_told_at_once_and_tried_again_when_something_new_comes
 
 
 def test_what_may_pass_is_retried_by_itself(node, store, monkeypatch):
-    monkeypatch.setattr(drain_module, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.01)
     failures = iter([Injected("1"), Injected("2"), Injected("3")])
     broken = Broken(store, lambda key: next(failures, None))
     first = node.save("a.ckpt", b"A")

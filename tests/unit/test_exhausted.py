@@ -14,7 +14,7 @@ from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, Watch, mounted_tmpfs, refuse
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
-from tiered_checkpoint_io.engine import drain, supervise
+from tiered_checkpoint_io.engine import drain, ledger, supervise
 from tiered_checkpoint_io.errors import MemoryTierError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.storage import spares
 from tiered_checkpoint_io.storage.memory import MemoryTier
@@ -238,7 +238,7 @@ def descriptors_to_spare(spare):
 def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept, monkeypatch):
     """From its first look at a tier on; nothing is said of memory that is not so."""
     monkeypatch.setattr(drain, "_TROUBLE_S", 0.5)
-    monkeypatch.setattr(drain, "_FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.1)
     refused = []
     for spare in range(16):
         io = kept.io(drain="thread", wait_timeout_s=600, memory_keep_last=100)

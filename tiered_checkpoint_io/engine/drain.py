@@ -7,29 +7,26 @@ It outlives the trainer, takes up what a dead drain left, and imports neither to
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit, commit_sharded
 from tiered_checkpoint_io.engine.gathering import Fate, Gathering
+from tiered_checkpoint_io.engine.ledger import Ledger, passes
 from tiered_checkpoint_io.engine.locks import release, try_lock
 from tiered_checkpoint_io.engine.operations import (
     SAVES,
-    Outcome,
     Request,
     State,
     held_back,
     in_order,
     next_operation,
     superseded,
-    unreplaced,
 )
 from tiered_checkpoint_io.engine.queue import FileJournal, Queue
 from tiered_checkpoint_io.engine.report import Reporter
@@ -43,19 +40,13 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.storage import Store, open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
-from tiered_checkpoint_io.storage.space import NO_SPACE
 
 LOCK_FILE = "drain.lock"
 TRAINERS_FILE = "trainers.lock"
 _JOURNAL = "upload.json"
 _POLL_S = 0.05
 _IDLE_POLL_S = 0.2
-_FIRST_BACKOFF_S = 1.0
-_MAX_BACKOFF_S = 30.0
-#: What only a person can mend is looked at again this often.
-_PERMANENT_BACKOFF_S = 60.0
 _GIVE_UP_S = 900.0
-_SCARCE = (errno.EMFILE, errno.ENFILE, *NO_SPACE)
 #: What keeps it from its work for longer is told to who waits.
 _TROUBLE_S = 3.0
 #: Whoever asks whether a drain runs holds its lock for a moment.
@@ -64,13 +55,6 @@ _LOCK_PATIENCE_S = 0.1
 
 class _Stopped(Exception):  # noqa: N818 - not an error: the way out of an upload when told to stop
     pass
-
-
-@dataclass(slots=True)
-class _Retry:
-    attempts: int
-    due: float
-    permanent: bool
 
 
 class Drain:
@@ -105,13 +89,11 @@ class Drain:
         self._give_up_s = give_up_s
         self._stores = Stores(root, open_store, self._log)
         self._gathering = Gathering(self._log)
-        self._retries: dict[str, _Retry] = {}
         self._journals: dict[str, FileJournal] = {}
         self._seen: set[str] = set()
-        self._unreplaced: list[Outcome] | None = None
         self._trainers: int | None = None
-        self._troubled_at: float | None = None
         self._report = Reporter(self._queue, self._stores.counters)
+        self._ledger = Ledger(self._queue, self._tier, self._report, self._log)
 
     def run(self, *, once: bool = False) -> bool:
         """Works until there is nothing to do and nobody who could give more.
@@ -147,21 +129,21 @@ class Drain:
                     return
             except OSError as error:
                 # Out of descriptors, for one: the next look may find some. Nothing was begun that is not noted.
-                if once or not _passes(error):
+                if once or not passes(error):
                     raise
-                if self._troubled_at is None:
+                if self._ledger.troubled_at is None:
                     self._log.error("cannot look at the queue, trying again: %s", error)
-                    self._troubled_at = time.monotonic()
+                    self._ledger.troubled_at = time.monotonic()
                 self._report.last_error = str(error)
                 self._stop.wait(_IDLE_POLL_S)
             else:
                 if not self._report.untold:
-                    self._troubled_at = None
+                    self._ledger.troubled_at = None
 
     @property
     def trouble(self) -> str:
         """Why nothing could be done for a while; empty where something could."""
-        since = self._troubled_at
+        since = self._ledger.troubled_at
         return self._report.last_error if since is not None and time.monotonic() - since > _TROUBLE_S else ""
 
     def _turn(self, *, once: bool) -> bool:
@@ -172,11 +154,11 @@ class Drain:
         self._look_again(operations)
         op_ids = {operation.op_id for operation in operations}
         self._gathering.keep(op_ids)
-        self._report.untold = self._report.untold & op_ids
+        self._ledger.keep(op_ids)
         now = time.monotonic()
-        waiting = {op_id for op_id, retry in self._retries.items() if retry.due > now}
+        waiting = self._ledger.not_due(now)
         waiting = (waiting - self._gathering.complete()) | self._gathering.not_due(now)
-        operation = next_operation(operations, waiting, self._without_successor())
+        operation = next_operation(operations, waiting, self._ledger.without_successor())
         if operation is not None:
             self._execute(operation, operations, parts)
         elif once or (not self._stay and self._may_leave()):
@@ -207,20 +189,14 @@ class Drain:
             self._log.error("%s", error)
             self._report.counts["failed"] += 1
             request = Request(op_id, "unknown", op_id, "")
-            self._finish(request, -1, "failed", error=str(error), error_type=type(error).__name__)
+            self._finish(request, -1, "failed", error=error)
 
     def _look_again(self, operations: list[Request]) -> None:
         """What only a person can mend is tried again when there is something new to do."""
         fresh = {operation.op_id for operation in operations} - self._seen
         if fresh:
             self._seen = {operation.op_id for operation in operations}
-            for retry in self._retries.values():
-                retry.due = min(retry.due, time.monotonic()) if retry.permanent else retry.due
-
-    def _without_successor(self) -> list[Outcome]:
-        if self._unreplaced is None:
-            self._unreplaced = unreplaced(self._queue.outcomes())
-        return self._unreplaced
+            self._ledger.retry_now()
 
     def _may_leave(self) -> bool:
         trainers = try_lock(self._root / TRAINERS_FILE)
@@ -229,7 +205,7 @@ class Drain:
             return False
         # Looked at under the lock: no trainer can add to it now.
         operations, _ = self.pending()
-        held = held_back(operations, self._without_successor())
+        held = held_back(operations, self._ledger.without_successor())
         left = [operation for operation in operations if operation not in held]
         overdue = time.monotonic() - self._report.last_success > self._give_up_s
         if left and not overdue and not self._only_a_person_can_mend(left):
@@ -246,8 +222,8 @@ class Drain:
 
     def _only_a_person_can_mend(self, operations: list[Request]) -> bool:
         """Whether to stay would be in vain: the next start may bring other credentials than ours."""
-        failing = [self._retries[operation.op_id] for operation in operations if operation.op_id in self._retries]
-        return bool(failing) and all(retry.permanent for retry in failing) and not self._gathering.hopeful()
+        in_vain = self._ledger.only_a_person_can_mend(operation.op_id for operation in operations)
+        return in_vain and not self._gathering.hopeful()
 
     # ------------------------------------------------------------------------------ operations
     def _execute(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:
@@ -284,10 +260,10 @@ class Drain:
         self._finish(operation, step, "committed", size=size, seconds=seconds)
         if stored is not None:
             # Before it leaves the queue: who waits for all that is queued must not find just those that failed.
-            for old in superseded(operations, {*self._retries, *self._gathering.overtaken()}, operation):
+            for old in superseded(operations, {*self._ledger.tried, *self._gathering.overtaken()}, operation):
                 self._give_up(old, parts, f"superseded by {operation.name}")
             # Behind the outcome: a drain that dies in between finds it committed, and says so again.
-            self._mark_drained(stored)
+            self._ledger.mark_drained(stored)
             what = (
                 "is durable" if stored.part.commits else f"has its part of rank {stored.part.rank} on the durable tier"
             )
@@ -335,7 +311,7 @@ class Drain:
     def _give_up(self, operation: Request, parts: dict[str, StoredPart], reason: str) -> None:
         stored = parts[operation.op_id]
         journal = self._journal(stored)
-        if journal.read() is not None and operation.op_id not in self._retries:
+        if journal.read() is not None and operation.op_id not in self._ledger.tried:
             # What cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
                 abandon = commit.abandon if stored.part.content.kind == "full" else commit_sharded.abandon
@@ -344,50 +320,27 @@ class Drain:
         self._report.counts["skipped"] += 1
         self._log.warning("%s will not be durable: %s", operation.name, reason)
         self._finish(operation, stored.part.content.step, "skipped", error=reason)
-        self._mark_drained(stored)
+        self._ledger.mark_drained(stored)
 
     def _failed(
         self, operation: Request, stored: StoredPart | None, step: int, error: Exception, started: float
     ) -> None:
         self._report.last_error = str(error)
-        kind = type(error).__name__
         if isinstance(error, CorruptCheckpointError) and stored is not None:
             where = self._tier.quarantine(stored.folder, str(error))
             self._log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
             self._report.counts["failed"] += 1
-            self._finish(operation, step, "failed", error=str(error), error_type=kind)
+            self._finish(operation, step, "failed", error=error)
             return
         if isinstance(error, CheckpointNotFoundError):
             # A save that was removed from memory, or an alias whose target was given up: then the
             # old alias still names what is good.
             self._log.warning("%s", error)
             self._report.counts["skipped"] += 1
-            self._finish(operation, step, "skipped", error=str(error), error_type=kind)
+            self._finish(operation, step, "skipped", error=error)
             return
         self._report.counts["failed"] += 1
-        attempts = self._retries[operation.op_id].attempts + 1 if operation.op_id in self._retries else 1
-        retryable = (isinstance(error, TieredCheckpointError) and error.retryable) or _passes(error)
-        backoff = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (attempts - 1)) if retryable else _PERMANENT_BACKOFF_S
-        self._retries[operation.op_id] = _Retry(attempts, time.monotonic() + backoff, not retryable)
-        if attempts == 1:
-            known = isinstance(error, TieredCheckpointError | OSError)
-            self._log.error(
-                "%s of %s failed, to be tried again: %s",
-                operation.action,
-                operation.name,
-                error,
-                exc_info=None if known else error,
-            )
-        self._finish(
-            operation,
-            step,
-            "failed",
-            final=False,
-            error=str(error),
-            error_type=kind,
-            seconds=time.monotonic() - started,
-            attempts=attempts,
-        )
+        self._ledger.retry_later(operation, step, error, seconds=time.monotonic() - started)
 
     def _finish(
         self,
@@ -395,55 +348,9 @@ class Drain:
         step: int,
         state: State,
         *,
-        final: bool = True,
-        error: str = "",
-        error_type: str = "",
+        error: Exception | str = "",
         size: int = 0,
         seconds: float = 0.0,
-        attempts: int = 0,
     ) -> None:
-        retry = self._retries.pop(operation.op_id, None) if final else None
-        if final:
-            self._journals.pop(operation.op_id, None)
-        outcome = Outcome(
-            operation.op_id,
-            operation.action,
-            operation.name,
-            step,
-            state,
-            error,
-            error_type,
-            size,
-            seconds,
-            time.time(),
-            attempts or (retry.attempts if retry else 0) + (state != "skipped"),
-            operation.dirpath,
-        )
-        if operation.action in SAVES:
-            self._unreplaced = None
-        try:
-            self._queue.finish(outcome, final=final)
-        except OSError as full:
-            # The file system of the memory tier is full: what could be freed must be, outcome or none. Who waits
-            # for this one sees that it is no longer on its way.
-            if operation.op_id not in self._report.untold:
-                self._log.error("could not note the outcome of %s: %s", operation.name, full)
-            self._report.untold = self._report.untold | {operation.op_id}
-            self._troubled_at = self._troubled_at or time.monotonic()
-        else:
-            self._report.untold = self._report.untold - {operation.op_id}
-        self._queue.spares.fill()
-
-    def _mark_drained(self, stored: StoredPart) -> None:
-        try:
-            self._tier.mark_drained(stored)
-        except OSError as full:
-            if stored.op_id not in self._report.untold:
-                self._log.error("could not note that memory may let %s go: %s", stored.part.name, full)
-            self._report.untold = self._report.untold | {stored.op_id}
-            self._retries[stored.op_id] = _Retry(1, time.monotonic() + _FIRST_BACKOFF_S, permanent=False)
-
-
-def _passes(error: BaseException) -> bool:
-    """Whether it is for want of something that others of this node may give back."""
-    return any(isinstance(each, OSError) and each.errno in _SCARCE for each in (error, error.__cause__))
+        self._journals.pop(operation.op_id, None)
+        self._ledger.finish(operation, step, state, error=error, size=size, seconds=seconds)
