@@ -13,17 +13,15 @@ begin the next save.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.direct_shards import DirectFile, put_part
+from tiered_checkpoint_io.engine.direct_shards import DirectFile
 from tiered_checkpoint_io.engine.progress import SaveReport
-from tiered_checkpoint_io.engine.saver import versions
+from tiered_checkpoint_io.engine.sealing import Unsealed
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.shard_retention import Mine, surplus
 from tiered_checkpoint_io.engine.supervise import DrainHandle
@@ -34,52 +32,9 @@ from tiered_checkpoint_io.image import Image
 from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.manifest import (
     METADATA,
-    Content,
-    FileEntry,
     Metric,
-    Part,
-    chunk_ranges,
-    chunk_size_for,
-    hash_bytes,
 )
 from tiered_checkpoint_io.shard_image import Item, Placed, plan_shard
-from tiered_checkpoint_io.storage.slots import Slot
-
-
-@dataclass(slots=True)
-class _Unsealed:
-    """A part that is captured, but not committed; the coordinator's, until the other ranks have reported.
-
-    Attributes:
-        ticket: Of the save.
-        rank: Whose part it is.
-        image: Its file; of no bytes where the rank has none.
-        slot: Where that lies.
-        hashes: Of its chunks; None where they are still to be made.
-        started: When the save began, by the monotonic clock.
-        threads: How many hash.
-        is_behind: Whether it is committed behind its save.
-        direct: Its file, where memory has no room for it.
-        left_memory: Whether it went from there straight to the durable tier, for want of room for its description.
-        small: Its other files; None where they are still to come.
-    """
-
-    ticket: Ticket
-    rank: int
-    image: Image | None
-    slot: Slot | None
-    hashes: tuple[str, ...] | None
-    started: float
-    threads: int | None
-    is_behind: bool
-    direct: DirectFile | None = None
-    small: dict[str, bytes] | None = None
-    left_memory: bool = False
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether it goes past node memory."""
-        return self.direct is not None or self.left_memory
 
 
 class ShardSaver:
@@ -96,7 +51,7 @@ class ShardSaver:
         self._session = session
         self._one_series = one_series
         self._lock = threading.Lock()
-        self._unsealed: _Unsealed | None = None
+        self._unsealed: Unsealed | None = None
         #: By series of names; the oldest first.
         self._completed: dict[str, list[str]] = {}
         #: The save that this process finished behind, and that the other ranks may still be sealing.
@@ -320,7 +275,7 @@ class ShardSaver:
         for stored in surplus(held, ticket, self._session.config.memory_keep_last):
             tier.remove(stored)
         image, placed = plan_shard(items)
-        unsealed = _Unsealed(ticket, rank, None, None, None, started, threads, behind)
+        unsealed = Unsealed(ticket, rank, None, None, None, started, threads, behind)
         if placed:
             image = unsealed.image = image if image.size else _one_byte()
             try:
@@ -367,107 +322,27 @@ class ShardSaver:
                 "Step %d: %s was not finished: another rank failed", unsealed.ticket.step, unsealed.ticket.name
             )
             self._session.counts["failed"] += 1
-            self._give_back(unsealed)
+            unsealed.give_back(self._session)
 
     # ------------------------------------------------------------------------------------ inside
-    def _end(self, unsealed: _Unsealed, small: dict[str, bytes]) -> None:
+    def _end(self, unsealed: Unsealed, small: dict[str, bytes]) -> None:
         """Seals a part, here and now or behind the caller's back."""
         ticket = unsealed.ticket
         size = (unsealed.image.size if unsealed.image is not None else 0) + sum(map(len, small.values()))
         if not unsealed.is_behind:
-            self._seal(unsealed, small)
+            unsealed.seal(self._session, small)
         self.is_drained = ticket.durable and not unsealed.is_direct
         tiers = frozenset(({"durable"} if ticket.durable else set()) | (set() if unsealed.is_direct else {"memory"}))
         stall = time.monotonic() - unsealed.started
         self._session.last_save = SaveReport(ticket.name, ticket.step, ticket.save_id, size, stall, tiers)
         if unsealed.is_behind:
-            self.sealing = self._session.run_behind(ticket.name, lambda: self._seal(unsealed, small))
+            self.sealing = self._session.run_behind(ticket.name, lambda: unsealed.seal(self._session, small))
         self._session.counts["saved"] += 1
         self._session.log.info(
             "Step %d: saved %s to %s: %s", ticket.step, ticket.name, "+".join(sorted(tiers)), rate(size, stall)
         )
 
-    def _seal(self, unsealed: _Unsealed, small: dict[str, bytes]) -> None:
-        """Hashes what is not, and makes the part exist."""
-        tier, saver, drain = self._session.open()
-        ticket, slots = unsealed.ticket, {}
-        try:
-            files = [_small_entry(f"{ticket.name}/{basename}", data) for basename, data in small.items()]
-            image, slot, name = unsealed.image, unsealed.slot, ticket.file_name(unsealed.rank)
-            if image is not None:
-                hashes = unsealed.hashes or ()
-                if slot is not None:
-                    slots[name] = slot
-                    hashes = hashes or image.hashes(slot.view, threads=unsealed.threads)
-                files.insert(0, FileEntry(f"{ticket.name}/{name}", image.size, image.chunk_size, hashes))
-            content = Content(
-                save_id=ticket.save_id,
-                step=ticket.step,
-                epoch=ticket.epoch,
-                kind="sharded",
-                created=time.time(),
-                world_size=ticket.world_size,
-                writer=versions(),
-                files=tuple(files),
-                metric=ticket.metric,
-            )
-            part = Part(ticket.name, unsealed.rank, content, self._session.dirpath, ticket.durable)
-            if unsealed.direct is not None:
-                timeout_s = float(self._session.config.wait_timeout_s)
-                unsealed.direct.put(self._session.durable(), part, name, small, timeout_s=timeout_s)
-                return
-            try:
-                tier.commit(part, {**slots, **small}, keep_slots=ticket.durable)
-            except MemoryFullError as error:
-                if not ticket.durable:
-                    # The tier has given up the slots as well.
-                    raise
-                self._put_direct(unsealed, part, {**slots, **small}, error)
-                return
-        except MemoryFullError:
-            raise
-        except BaseException:
-            self._give_back(unsealed)
-            raise
-        if ticket.durable:
-            # It may have left while it had nothing to do.
-            drain.start()
-        if image is not None:
-            saver.prepare(image.size)
-
-    def _put_direct(
-        self, unsealed: _Unsealed, part: Part, files: Mapping[str, Slot | bytes], reason: MemoryFullError
-    ) -> None:
-        """Brings to the durable tier what lies in memory already, but has no room there for its description."""
-        self._session.warn_small(reason)
-        unsealed.left_memory = True
-        sizes = {entry.basename: entry.size for entry in part.content.files}
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._give_back, unsealed)
-            views: dict[str, memoryview] = {}
-            for name, file in files.items():
-                if isinstance(file, bytes):
-                    views[name] = memoryview(file)
-                else:
-                    # One by one, so that all views have ended when the slot is given back.
-                    view = stack.enter_context(file.view)
-                    views[name] = stack.enter_context(view[: sizes[name]])
-            timeout_s = float(self._session.config.wait_timeout_s)
-            put_part(self._session.durable(), part, views, timeout_s=timeout_s)
-
-    def _give_back(self, unsealed: _Unsealed) -> None:
-        if unsealed.slot is not None:
-            self._session.open().tier.give_back(unsealed.slot)
-        if unsealed.direct is not None:
-            unsealed.direct.close()
-
 
 def _one_byte() -> Image:
     """The file of items that have no bytes: an empty one could not be mapped."""
     return Image(1, (Segment(0, memoryview(b"\0")),), (), planned=True)
-
-
-def _small_entry(path: str, data: bytes) -> FileEntry:
-    view, chunk_size = memoryview(data), chunk_size_for(len(data))
-    hashes = tuple(hash_bytes(view[offset : offset + length]) for offset, length in chunk_ranges(len(data), chunk_size))
-    return FileEntry(path, len(data), chunk_size, hashes)
