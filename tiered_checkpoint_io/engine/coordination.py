@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from tiered_checkpoint_io.engine.shard_files import at
+from tiered_checkpoint_io.engine.views import at
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
 
 #: Ranks reach the load within this time of each other, or one of them never will.

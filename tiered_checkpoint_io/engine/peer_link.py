@@ -26,7 +26,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tiered_checkpoint_io.engine.asking import Line
-from tiered_checkpoint_io.engine.shard_files import at
+from tiered_checkpoint_io.engine.views import at
 from tiered_checkpoint_io.errors import CorruptCheckpointError, PeerError
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage.slots import Slot

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine.carrying import hear, not_sent, tell, text_of
 from tiered_checkpoint_io.engine.coordination import Group, agree
-from tiered_checkpoint_io.engine.shard_files import ShardFiles, Span, chunks_of
+from tiered_checkpoint_io.engine.shard_files import ShardFiles
+from tiered_checkpoint_io.engine.shared_reads import Span, chunks_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError, LostRankError
 from tiered_checkpoint_io.manifest import FileEntry
 

@@ -20,8 +20,9 @@ from tiered_checkpoint_io.engine.choice import Held, Selector, candidates
 from tiered_checkpoint_io.engine.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.discovery import Here, Known, discover, read_more
 from tiered_checkpoint_io.engine.shard_choice import HeldPart, ShardCandidate, shard_candidates
-from tiered_checkpoint_io.engine.shard_files import ShardFiles, clear_reads
+from tiered_checkpoint_io.engine.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.shard_homing import bring_home
+from tiered_checkpoint_io.engine.shared_reads import clear_reads
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
