@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import xxhash
 
-from tiered_checkpoint_io.manifest import chunk_ranges, chunk_size_for
+from tiered_checkpoint_io.hashing import chunk_ranges, chunk_size_for
 
 #: Copied and then hashed at once: small enough that what was just written is still in the cache of
 #: the core that hashes it, large enough that the interpreter's cost for a piece does not show.

@@ -30,7 +30,7 @@ import torch
 
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.filling import Filling, Region, Segment, StorageRegion, default_threads, hash_chunks
-from tiered_checkpoint_io.manifest import chunk_size_for
+from tiered_checkpoint_io.hashing import chunk_size_for
 
 
 class _CannotPlanError(Exception):

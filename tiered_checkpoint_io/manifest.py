@@ -1,37 +1,34 @@
-"""Manifests, parts and hashes: what a checkpoint is made of, as data. Pure; no input or output.
+"""Manifests and parts: what a checkpoint is made of, as data. Pure; no input or output.
 
 A *part* says what one rank contributed to one save. A *manifest* says that a checkpoint exists and
-what its bytes are. Both are versioned JSON, and end with a digest of all that stands before it. A reader
-of this version reads every older version, and refuses a newer one by :class:`FormatVersionError`.
+what its bytes are. Both are versioned JSON, sealed by a digest: see ``documents``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import xxhash
-
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.errors import CorruptCheckpointError, FormatVersionError, InvalidNameError, ManifestError
+from tiered_checkpoint_io.documents import (
+    FORMAT_VERSION,
+    dump,
+    int_of,
+    load,
+    located,
+    mapping_of,
+    number_of,
+    str_of,
+    strings_of,
+)
+from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError
+from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
 
-FORMAT = "tiered-checkpoint"
-FORMAT_VERSION = 1
-
-#: Bytes hashed as one unit: small enough to be read in ranges by many threads at once, large
-#: enough that a manifest stays small.
-MIN_CHUNK_SIZE = 16 << 20
-_MAX_CHUNKS = 16_384
 #: Above S3's 5 TiB no object can exist; a manifest that claims more is damaged or hostile.
 _MAX_FILE_SIZE = 5 << 40
 _MAX_FILES = 1_000_000
 _DIGEST_LENGTH = 32
-#: How a document of any version ends, around the digest of what stands before.
-_DIGEST = "digest"
-_SEAL = f',\n "{_DIGEST}": "'.encode()
-_END = b'"\n}'
 
 #: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
 METADATA = ".metadata"
@@ -40,27 +37,7 @@ Kind = Literal["full", "sharded", "local"]
 KINDS: tuple[Kind, ...] = ("full", "sharded", "local")
 
 
-# ----------------------------------------------------------------------------------------- hashes
-def chunk_size_for(size: int) -> int:
-    """The chunk size for a file of ``size`` bytes: 16 MiB, doubled until 16,384 chunks suffice."""
-    chunk_size = MIN_CHUNK_SIZE
-    while size > chunk_size * _MAX_CHUNKS:
-        chunk_size *= 2
-    return chunk_size
-
-
-def chunk_ranges(size: int, chunk_size: int) -> list[tuple[int, int]]:
-    """``(offset, length)`` of each chunk of a file of ``size`` bytes; one empty chunk for 0 bytes."""
-    if size == 0:
-        return [(0, 0)]
-    return [(offset, min(chunk_size, size - offset)) for offset in range(0, size, chunk_size)]
-
-
-def hash_bytes(data: memoryview | bytes) -> str:
-    """xxh3-128 of ``data``, as 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
+# ------------------------------------------------------------------------------------------ files
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """One file of a checkpoint.
@@ -112,10 +89,10 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, raw: object) -> FileEntry:
-        entry = _mapping(raw, "files[]")
-        path = ids.validate_name(_str(entry, "path"))
-        size = _int(entry, "size", 0, _MAX_FILE_SIZE)
-        chunk_size = _int(entry, "chunk_size", 1, _MAX_FILE_SIZE)
+        entry = mapping_of(raw, "files[]")
+        path = ids.validate_name(str_of(entry, "path"))
+        size = int_of(entry, "size", 0, _MAX_FILE_SIZE)
+        chunk_size = int_of(entry, "chunk_size", 1, _MAX_FILE_SIZE)
         hashes = entry.get("hashes")
         expected = max(1, -(-size // chunk_size))
         if not isinstance(hashes, list) or len(hashes) != expected:
@@ -183,21 +160,21 @@ class Content:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Content:
-        kind = _str(raw, "kind")
+        kind = str_of(raw, "kind")
         if kind not in KINDS:
             raise ManifestError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
         files = raw.get("files")
         if not isinstance(files, list) or len(files) > _MAX_FILES:
             raise ManifestError(f"files: expected a list of at most {_MAX_FILES}")
-        writer = _mapping(raw.get("writer", {}), "writer")
+        writer = mapping_of(raw.get("writer", {}), "writer")
         metric = raw.get("metric")
         return cls(
-            save_id=ids.validate_save_id(_str(raw, "save_id")),
-            step=_int(raw, "step", -1, 1 << 62),
-            epoch=_int(raw, "epoch", -1, 1 << 62),
+            save_id=ids.validate_save_id(str_of(raw, "save_id")),
+            step=int_of(raw, "step", -1, 1 << 62),
+            epoch=int_of(raw, "epoch", -1, 1 << 62),
             kind=kind,
-            created=_number(raw, "created"),
-            world_size=_int(raw, "world_size", 1, 1 << 31),
+            created=number_of(raw, "created"),
+            world_size=int_of(raw, "world_size", 1, 1 << 31),
             writer={str(key): str(value) for key, value in writer.items()},
             files=tuple(FileEntry.from_json(entry) for entry in files),
             metric=_metric(metric) if metric is not None else None,
@@ -230,7 +207,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The manifest as it is stored."""
-        return _dump(
+        return dump(
             {
                 "name": self.name,
                 **self.content.to_json(),
@@ -252,18 +229,18 @@ class Manifest:
             FormatVersionError: A newer release wrote it.
             ManifestError: It is not a manifest.
         """
-        raw = _load(data, where)
-        with _located(where):
+        raw = load(data, where)
+        with located(where):
             alias_of = raw.get("alias_of")
             previous = raw.get("previous", [])
             if not isinstance(previous, list):
                 raise ManifestError("previous: expected a list")
             return cls(
-                name=ids.validate_name(_str(raw, "name")),
+                name=ids.validate_name(str_of(raw, "name")),
                 content=Content.from_json(raw),
-                previous=tuple(Content.from_json(_mapping(entry, "previous[]")) for entry in previous),
-                aliases=tuple(ids.validate_name(alias) for alias in _strings(raw, "aliases")),
-                alias_of=None if alias_of is None else ids.validate_name(_str(raw, "alias_of")),
+                previous=tuple(Content.from_json(mapping_of(entry, "previous[]")) for entry in previous),
+                aliases=tuple(ids.validate_name(alias) for alias in strings_of(raw, "aliases")),
+                alias_of=None if alias_of is None else ids.validate_name(str_of(raw, "alias_of")),
             )
 
 
@@ -304,7 +281,7 @@ class Part:
 
     def to_json(self) -> bytes:
         """The part as it is stored (``part.json``)."""
-        return _dump(
+        return dump(
             {
                 "name": self.name,
                 "rank": self.rank,
@@ -317,16 +294,16 @@ class Part:
     @classmethod
     def from_json(cls, data: bytes, *, where: str) -> Part:
         """Reads a part; raises as :meth:`Manifest.from_json` does."""
-        raw = _load(data, where)
-        with _located(where):
+        raw = load(data, where)
+        with located(where):
             durable = raw.get("durable")
             if not isinstance(durable, bool):
                 raise ManifestError("durable: expected true or false")
             return cls(
-                name=ids.validate_name(_str(raw, "name")),
-                rank=_int(raw, "rank", 0, 1 << 31),
+                name=ids.validate_name(str_of(raw, "name")),
+                rank=int_of(raw, "rank", 0, 1 << 31),
                 content=Content.from_json(raw),
-                dirpath=_str(raw, "dirpath"),
+                dirpath=str_of(raw, "dirpath"),
                 durable=durable,
             )
 
@@ -362,92 +339,6 @@ def newest_first(contents: Iterable[Content]) -> list[Content]:
     return sorted(contents, key=lambda content: content.save_id, reverse=True)
 
 
-# ------------------------------------------------------------------------------------- validation
-class _located:  # noqa: N801 - reads as a clause: "with _located(where)"
-    """Puts the key of the document that is being read into errors of its parser."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ManifestError | InvalidNameError) and error.key is None:
-            raise ManifestError(f"not a valid manifest: {error.message}", operation="parse", key=self._where) from error
-
-
-def _dump(body: dict[str, Any]) -> bytes:
-    document = {"format": FORMAT, "version": FORMAT_VERSION, **body}
-    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=True).encode("utf-8")
-    text = text.removesuffix(b"\n}")
-    return text + _SEAL + hash_bytes(text).encode() + _END
-
-
-def _check_seal(data: bytes, where: str) -> None:
-    """Compares a document with its digest, byte by byte: what JSON makes of a damaged one may look well."""
-    text, seal, end = data.rpartition(_SEAL)
-    if not seal or end != hash_bytes(text).encode() + _END:
-        raise ManifestError("it differs from its digest", operation="parse", key=where)
-
-
-def _load(data: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ManifestError("not JSON, or cut short", operation="parse", key=where) from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise ManifestError(f"not a {FORMAT} document", operation="parse", key=where)
-    if _DIGEST in raw:
-        # Documents of earlier releases have none.
-        _check_seal(data, where)
-    version = raw.get("version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ManifestError(f"version is {version!r}", operation="parse", key=where)
-    if version > FORMAT_VERSION:
-        raise FormatVersionError(
-            f"format version {version} is newer than {FORMAT_VERSION}, the newest that this release reads",
-            operation="parse",
-            key=where,
-            hint="upgrade tiered-checkpoint-io",
-        )
-    return raw
-
-
-def _mapping(raw: object, what: str) -> Mapping[str, Any]:
-    if not isinstance(raw, dict):
-        raise ManifestError(f"{what}: expected an object")
-    return raw
-
-
-def _str(raw: Mapping[str, Any], key: str) -> str:
-    value = raw.get(key)
-    if not isinstance(value, str):
-        raise ManifestError(f"{key}: expected text")
-    return value
-
-
-def _strings(raw: Mapping[str, Any], key: str) -> list[str]:
-    value = raw.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ManifestError(f"{key}: expected a list of texts")
-    return value
-
-
-def _int(raw: Mapping[str, Any], key: str, low: int, high: int) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ManifestError(f"{key}: expected a whole number from {low} to {high}")
-    return value
-
-
-def _number(raw: Mapping[str, Any], key: str) -> float:
-    value = raw.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ManifestError(f"{key}: expected a number")
-    return float(value)
-
-
 def _metric(raw: object) -> Metric:
-    metric = _mapping(raw, "metric")
-    return Metric(_str(metric, "monitor"), _number(metric, "value"))
+    metric = mapping_of(raw, "metric")
+    return Metric(str_of(metric, "monitor"), number_of(metric, "value"))

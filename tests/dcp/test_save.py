@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.manifest import hash_bytes
+from tiered_checkpoint_io.hashing import hash_bytes
 from tiered_checkpoint_io.storage import open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier
 

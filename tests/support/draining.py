@@ -8,7 +8,8 @@ from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine import commit
 from tiered_checkpoint_io.engine.operations import Request
 from tiered_checkpoint_io.engine.queue import Queue
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part, chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.hashing import chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.storage.memory import MemoryTier
 from tiered_checkpoint_io.storage.private import write_atomic
 

@@ -7,8 +7,10 @@ import queue
 import threading
 
 from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.documents import dump
 from tiered_checkpoint_io.engine import commit
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part, _dump, chunk_ranges, hash_bytes
+from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.manifest import Content, FileEntry, Part
 
 RUN = ids.new_run_id(now=1_700_000_000.0)
 CHUNK = 1 << 16
@@ -43,7 +45,7 @@ def of_a_newer_release(document, version=2):
     """A stored manifest or part, as a release would write it whose format is newer than ours."""
     raw = json.loads(document)
     del raw["digest"]
-    return _dump({**raw, "version": version})
+    return dump({**raw, "version": version})
 
 
 def flip(path, at=100):

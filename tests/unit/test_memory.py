@@ -23,7 +23,8 @@ from tiered_checkpoint_io.errors import (
     MemoryTierError,
     MemoryUnsafeError,
 )
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part, hash_bytes
+from tiered_checkpoint_io.hashing import hash_bytes
+from tiered_checkpoint_io.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.storage import node
 from tiered_checkpoint_io.storage.memory import MemoryTier, namespace_root, node_budget
 from tiered_checkpoint_io.storage.parts import Shelf
@@ -462,7 +463,8 @@ def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
     script = f"""
         import os, signal, sys
         from tiered_checkpoint_io import ids
-        from tiered_checkpoint_io.manifest import Content, FileEntry, Part, hash_bytes
+        from tiered_checkpoint_io.hashing import hash_bytes
+        from tiered_checkpoint_io.manifest import (Content, FileEntry, Part)
         from tiered_checkpoint_io.storage.memory import MemoryTier
 
         RUN = {RUN!r}

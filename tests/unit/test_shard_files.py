@@ -8,7 +8,8 @@ import pytest
 
 from tiered_checkpoint_io.engine.shared_reads import FetchedFile, SharedFolder, chunks_of, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
-from tiered_checkpoint_io.manifest import FileEntry, chunk_ranges, hash_bytes
+from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.manifest import FileEntry
 
 CHUNK = 1000
 DATA = os.urandom(10 * CHUNK + 7)

@@ -18,9 +18,10 @@ from tiered_checkpoint_io.engine.retention import safest
 from tiered_checkpoint_io.engine.saver import versions
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError
+from tiered_checkpoint_io.hashing import hash_bytes
 from tiered_checkpoint_io.image import Image
 from tiered_checkpoint_io.logs import rate
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part, hash_bytes
+from tiered_checkpoint_io.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.storage.memory import StoredPart
 
 

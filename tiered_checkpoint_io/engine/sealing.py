@@ -12,8 +12,9 @@ from tiered_checkpoint_io.engine.saver import versions
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.tickets import Ticket
 from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.hashing import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.image import Image
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part, chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.storage.slots import Slot
 
 

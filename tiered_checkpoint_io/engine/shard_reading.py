@@ -31,8 +31,9 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
+from tiered_checkpoint_io.hashing import chunk_size_for
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, chunk_size_for
+from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry
 from tiered_checkpoint_io.storage.base import Store
 from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
 

@@ -30,10 +30,7 @@ from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
 from tiered_checkpoint_io.filling import Segment
 from tiered_checkpoint_io.image import Image
 from tiered_checkpoint_io.logs import rate
-from tiered_checkpoint_io.manifest import (
-    METADATA,
-    Metric,
-)
+from tiered_checkpoint_io.manifest import METADATA, Metric
 from tiered_checkpoint_io.shard_image import Item, Placed, plan_shard
 
 
