@@ -195,3 +195,24 @@ def test_alias_uploads_nothing_and_is_loadable_at_once(tmp_path, make):
     io.checkpointer.wait()
     assert not (tmp_path / "last.ckpt").exists()
     assert wrapped.load_checkpoint("tiered:last")["global_step"] == 1
+
+
+@pytest.mark.parametrize(("closes", "loads"), [(True, True), (False, True), (True, False)])
+def test_what_an_io_saves_after_another_run_has_saved_is_newer(closes, loads, make, tmp_path, memory_dir):
+    """A notebook trains, a job on another node goes on from there, and the notebook trains again."""
+    dirpath, elsewhere = str(tmp_path / "durable"), str(Path(memory_dir, "elsewhere"))
+    os.mkdir(elsewhere)
+    notebook = make(dirpath)
+    notebook.save_checkpoint(state(1), "step=1.ckpt")
+    if closes:
+        notebook.teardown()
+    job = TieredCheckpointIO(dirpath=dirpath, memory_dir=elsewhere, on_save_error="raise")
+    job.load_checkpoint("tiered:latest")
+    job.save_checkpoint(state(2), "step=2.ckpt")
+    job.teardown()
+    if loads:
+        assert notebook.load_checkpoint("tiered:latest")["global_step"] == 2
+    notebook.save_checkpoint(state(3), "step=3.ckpt")
+    notebook.teardown()
+    for io in (make(dirpath), make(dirpath, namespace="another-node")):
+        assert io.load_checkpoint("tiered:latest")["global_step"] == 3

@@ -114,6 +114,8 @@ class Session:
             if self._lease is not None:
                 self._lease.show()
         finally:
+            # Others may save here before this session is opened again, and what it saves then is newer.
+            self._run_id, self._counter = None, 0
             if self._lease is not None:
                 self._lease.close(self._in_time(CLOSE_S))
                 self._lease = None
@@ -206,7 +208,10 @@ class Session:
 
     # --------------------------------------------------------------------------------------- ids
     def next_id(self) -> str:
-        """The id of the next operation of this process."""
+        """The id of the next operation of this process, behind all that it has seen of others."""
+        if self._run_id is not None and ids.save_id(self._run_id, self._counter + 1) <= (self.newest_seen or ""):
+            # Others have saved since this process' first save, and it has gone on from there.
+            self._run_id, self._counter = None, 0
         if self._run_id is None:
             seen = [stored.save_id for stored in self.open().tier.parts()]
             if self.newest_seen is not None:
