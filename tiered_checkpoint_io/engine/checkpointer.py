@@ -166,6 +166,8 @@ class Checkpointer:
     def _save_direct(self, image: Image, facts: Facts, reason: MemoryFullError) -> None:
         """Writes straight to the durable tier, where memory can't hold the checkpoint."""
         self.session.warn_small(reason)
+        # Two that write to one name at a time would leave the bytes of one and the manifest of the other.
+        self.session.open().drain.make_way(facts.name, self.config.wait_timeout_s)
         refuse_beyond_memory(image.size, operation="save")
         with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
             hashes = image.fill(view)

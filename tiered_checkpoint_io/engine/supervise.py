@@ -15,7 +15,15 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
-from tiered_checkpoint_io.engine.operations import Outcome, Request, behind, held_back, in_order, unreplaced
+from tiered_checkpoint_io.engine.operations import (
+    Outcome,
+    Request,
+    behind,
+    held_back,
+    in_order,
+    in_the_way,
+    unreplaced,
+)
 from tiered_checkpoint_io.engine.queue import DrainProgress, Queue
 from tiered_checkpoint_io.engine.stores import CONFIG_FILE
 from tiered_checkpoint_io.errors import DrainError
@@ -259,6 +267,33 @@ class DrainHandle:
                 raise self._too_slow(f"{len(left)} operations", timeout_s)
             time.sleep(_POLL_S)
 
+    def make_way(self, name: str, timeout_s: float) -> None:
+        """Waits until the drain does nothing with a name, and will not: somebody is about to write to it directly.
+
+        Raises:
+            DrainError: It still did after ``timeout_s`` seconds, or what it has to do first fails.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            operations, outcomes = self._operations(), self.queue.outcomes()
+            first = in_the_way(operations, unreplaced(outcomes), self._config.dirpath, name)
+            if not first:
+                return
+            self._ensure_it_can()
+            failed = {each.op_id: outcome for each in operations if (outcome := self._failure(each.op_id))}
+            stuck = failed.keys() | behind(operations, failed)
+            if any(each.op_id in stuck for each in first):
+                raise DrainError(
+                    f"earlier work on {name} has not reached the durable tier: {next(iter(failed.values())).error}",
+                    operation="drain",
+                    tier="durable",
+                    key=ids.join_url(self._config.dirpath, name),
+                    hint="it stays in node memory and is tried again",
+                )
+            if self._is_late(deadline):
+                raise self._too_slow(f"earlier work on {name}", timeout_s)
+            time.sleep(_POLL_S)
+
     def new_outcomes(self) -> list[Outcome]:
         """Outcomes that were not yet given to anybody here."""
         fresh = [outcome for outcome in self.queue.outcomes() if (outcome.op_id, outcome.state) not in self._seen]
@@ -294,15 +329,19 @@ class DrainHandle:
 
     def _doable(self) -> list[Request]:
         """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
+        operations = self._operations()
+        held = held_back(operations, unreplaced(self.queue.outcomes()))
+        # A save that is under way may set them free as well, and then they are waited for.
+        return [operation for operation in operations if operation not in held]
+
+    def _operations(self) -> list[Request]:
+        """All that waits for the drain, in order."""
         saves = [
             Request(stored.op_id, "save" if stored.part.commits else "part", stored.part.name, stored.part.dirpath)
             for stored in self._tier.parts()
             if stored.pending
         ]
-        operations = in_order([*saves, *self.queue.requests()])
-        held = held_back(operations, unreplaced(self.queue.outcomes()))
-        # A save that is under way may set them free as well, and then they are waited for.
-        return [operation for operation in operations if operation not in held]
+        return in_order([*saves, *self.queue.requests()])
 
     def _stuck_by(self, left: list[Request]) -> Outcome | None:
         """The first failure where all that is left has failed, or waits for what has."""

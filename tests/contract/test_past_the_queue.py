@@ -1,0 +1,111 @@
+"""A checkpoint for which memory has no room goes past the queue, and must not meet there what is queued for its name."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+from support.bad_input import state
+from support.fault_proxy import FaultProxy, late, refuse, where
+from support.tenants import mounted_tmpfs
+
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io.engine import drain as drain_module
+from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.storage import wrappers
+
+NAME = "preempted.ckpt"
+SMALL, LARGE = 1000, 6 << 20
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(
+        wrappers.Retry.__init__, "__kwdefaults__", {"deadline_s": 0.5, "first_wait_s": 0.05, "max_wait_s": 0.2}
+    )
+    monkeypatch.setattr(drain_module, "_FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(drain_module, "_MAX_BACKOFF_S", 0.2)
+
+
+@pytest.fixture
+def proxy(s3_server):
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def options(s3_url, proxy):
+    return {"dirpath": s3_url, "endpoint_url": proxy.endpoint_url, "drain": "thread", "wait_timeout_s": 60}
+
+
+@pytest.fixture
+def io(options, tmp_path):
+    """An IO whose memory has room for small checkpoints alone."""
+    with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder, contextlib.ExitStack() as stack:
+        io = AsyncCheckpointIO(TieredCheckpointIO(**options, memory_dir=str(folder), on_save_error="raise"))
+        stack.callback(io.teardown)
+        yield io
+
+
+def elsewhere(options, memory_dir, name):
+    other = TieredCheckpointIO(**options, memory_dir=memory_dir)
+    try:
+        return other.load_checkpoint(name)["global_step"]
+    finally:
+        other.teardown()
+
+
+def when(proxy, operation, key, fault):
+    """Spoils the first such request, and tells when it has come."""
+    come = threading.Event()
+
+    def act(exchange):
+        come.set()
+        fault(exchange)
+
+    proxy.plan = where(act, operation=operation, key=key, calls={1})
+    return come
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
+@pytest.mark.parametrize("key", ["run/preempted.ckpt", "manifests/preempted.ckpt"], ids=["file", "manifest"])
+def test_the_name_is_just_being_uploaded(key, io, options, proxy, memory_dir):
+    come = when(proxy, "put", key, late(1.5))
+    io.save_checkpoint(state(1, SMALL), NAME)
+    assert come.wait(10)
+    io.save_checkpoint(state(2, LARGE), NAME)
+    assert io.checkpointer.session.last_save.tiers == {"durable"}
+    io.teardown()
+    assert elsewhere(options, memory_dir, NAME) == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
+def test_the_name_is_just_being_deleted(io, options, proxy, memory_dir):
+    io.save_checkpoint(state(1, SMALL), NAME)
+    io.checkpointer.wait()
+    come = when(proxy, "delete", "manifests/preempted.ckpt", late(1.5))
+    io.remove_checkpoint(NAME)
+    assert come.wait(10)
+    io.save_checkpoint(state(2, LARGE), NAME)
+    io.teardown()
+    assert elsewhere(options, memory_dir, NAME) == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
+def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
+    proxy.plan = where(refuse(503, "SlowDown"), operation="put", key="run/preempted.ckpt")
+    io.save_checkpoint(state(1, SMALL), NAME)
+    with pytest.raises(SaveError, match=r"earlier work on preempted.ckpt has not reached .*SlowDown"):
+        io.save_checkpoint(state(2, LARGE), NAME)
+    proxy.plan = lambda *_: None
+    with contextlib.suppress(SaveError):
+        # What has failed behind the caller's back is shown once, too.
+        io.checkpointer.session.surface()
+    for _ in range(200):
+        time.sleep(0.05 if io.checkpointer.is_pending(NAME) else 0)
+    io.save_checkpoint(state(3, LARGE), NAME)
+    io.teardown()
+    assert elsewhere(options, memory_dir, NAME) == 3
