@@ -22,7 +22,7 @@ from support.fault_proxy import (
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine import ledger
+from tiered_checkpoint_io.engine import commit, ledger
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.storage import open_store, s3, wrappers
@@ -101,6 +101,25 @@ def test_s3_is_away_for_a_whole_run_and_comes_back(io_of, options, proxy, caplog
     elsewhere = io_of(namespace="another-node")
     assert torch.equal(elsewhere.load_checkpoint("tiered:latest")["w"], state(8)["w"])
     assert elsewhere.checkpointer.restored.tier == "durable"
+
+
+@pytest.mark.timeout(60)
+def test_what_a_dead_run_left_on_its_node_does_not_replace_what_was_saved_since(io_of, proxy, monkeypatch):
+    """A job is preempted while S3 is away, goes on and is preempted on another node, and comes back to the first."""
+    monkeypatch.setattr(commit, "_LEFT_OVER_S", 0.0)
+    proxy.plan = where(SLOW_DOWN)
+    first = io_of()
+    first.checkpointer.save(state(1), "preempted.ckpt", wait=False)
+    first.teardown()
+    proxy.plan = lambda *_: None
+    second = io_of(namespace="another-node")
+    second.save_checkpoint(state(2), "preempted.ckpt")
+    second.teardown()
+    third = io_of()
+    assert third.load_checkpoint("tiered:latest")["global_step"] == 2
+    third.checkpointer.wait()
+    third.teardown()
+    assert io_of(namespace="a-third-node").load_checkpoint("preempted.ckpt")["global_step"] == 2
 
 
 FAULTS = {

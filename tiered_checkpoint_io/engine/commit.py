@@ -11,6 +11,7 @@ the object matches what some content in the manifest says.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -37,6 +38,8 @@ __all__ = ["abandon", "commit_full", "delete", "put_alias", "read_manifest", "ve
 
 _UPLOAD = "upload"
 _REMOVAL = "removal"
+#: A save that waited in node memory for longer is no newer than what another run has put under its name since.
+_LEFT_OVER_S = 60.0
 
 
 def commit_full(
@@ -57,8 +60,8 @@ def commit_full(
         progress: See :meth:`Store.upload`.
 
     Returns:
-        False where this very save was committed already, or a later one of the same run has gone past it
-        straight to this tier: nothing was to be done.
+        False where this very save was committed already, or a later one has gone past it straight to this
+        tier, or from another node while this one waited: nothing was to be done.
 
     Raises:
         CorruptCheckpointError: ``data`` differs from its hashes. Nothing was written.
@@ -76,7 +79,7 @@ def commit_full(
     if old is not None and old.alias_of is None and old.content.save_id == part.save_id and not old.previous:
         (Removal.noted(removal) or Removal(part.name)).finish(store, removal)
         return False
-    if old is not None and old.alias_of is None and _is_later(old.content.save_id, part.save_id):
+    if old is not None and old.alias_of is None and _has_gone_past(old.content, part.content):
         return False
     verify(entry, data, tier="memory", where=part.name)
     merged = merge_parts([part])
@@ -95,9 +98,13 @@ def commit_full(
     return True
 
 
-def _is_later(save_id: str, than: str) -> bool:
-    # Of other runs the clocks may disagree: there, who comes last has the name.
-    return save_id > than and ids.run_id_of(save_id) == ids.run_id_of(than)
+def _has_gone_past(old: Content, new: Content) -> bool:
+    """Whether what has a name was saved later than what is to take it, as far as can be told."""
+    if old.save_id <= new.save_id:
+        return False
+    # Of other runs the clocks may disagree: there, who comes last has the name, but for what a dead run left in
+    # the memory of its node, and the next start there, or a store that was away, lets go on only now.
+    return ids.run_id_of(old.save_id) == ids.run_id_of(new.save_id) or time.time() - new.created > _LEFT_OVER_S
 
 
 def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
