@@ -255,6 +255,18 @@ def test_an_alias_request_spares_a_later_save_of_its_name(tmp_path):
     assert readable(store, "last.ckpt") == b"later"
 
 
+def test_an_alias_request_that_was_left_over_spares_an_alias_of_a_later_save(tmp_path):
+    """As one of a dead run, on a node that comes back when the job has long gone on elsewhere."""
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a.ckpt", b"A", 1)
+    save(store, "b.ckpt", b"BB", 3)
+    commit.put_alias(store, "last.ckpt", "b.ckpt", before=ids.save_id(RUN, 4))
+    commit.put_alias(store, "last.ckpt", "a.ckpt", before=ids.save_id(RUN, 2))
+    assert readable(store, "last.ckpt") == b"BB"
+    commit.put_alias(store, "last.ckpt", "a.ckpt", before=ids.save_id(RUN, 5))
+    assert readable(store, "last.ckpt") == b"A"
+
+
 @pytest.mark.parametrize("n", range(1, 7))
 def test_a_delete_tried_again_spares_what_took_the_name_in_between(n, tmp_path):
     store = DirectoryStore(str(tmp_path))

@@ -123,7 +123,8 @@ def put_alias(
         store: Where.
         alias: The name to set.
         target: A checkpoint that is no alias itself.
-        before: The id of the request. A checkpoint saved as ``alias`` later than it is left alone.
+        before: The id of the request. A checkpoint saved as ``alias`` later than it is left alone, and so is an
+            alias of one: the request was left over in the memory of another node.
         journal: Remembers what is still to be removed, between a crash and the next call.
 
     Raises:
@@ -144,7 +145,7 @@ def put_alias(
         return
     old = current(store, alias)
     own = old is not None and old.alias_of is None
-    if own and before is not None and old is not None and old.content.save_id > before:
+    if before is not None and old is not None and old.content.save_id > before:
         return
     moving = [name for name in old.aliases if points_to(store, name, alias)] if own and old is not None else []
     moving.append(alias)
