@@ -1,5 +1,6 @@
 """Training stories with a real Trainer: killed, resumed, pruned; both tiers, both IOs."""
 
+import contextlib
 import inspect
 from datetime import timedelta
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from support.tenants import descriptors_to_spare
 from support.training import LogBook, Model
 
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, model_checkpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 
 
@@ -192,3 +194,29 @@ def test_best_is_found_by_a_process_that_has_not_trained(runs_on_each, mode, ste
     other = TieredModelCheckpoint(monitor="unknown")
     with pytest.raises(CheckpointNotFoundError, match="tells a value of 'unknown'"):
         runs_on_each.fit(other, ckpt_path="best")
+
+
+class OutOfDescriptors(Callback):
+    """From one step to another, the process has none left."""
+
+    def __init__(self, first, last):
+        self.first, self.last = first, last
+        self.stack = contextlib.ExitStack()
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.first:
+            self.stack.enter_context(descriptors_to_spare(0))
+        if trainer.global_step == self.last:
+            self.stack.close()
+
+
+@pytest.mark.timeout(120)
+def test_training_goes_on_while_it_is_out_of_descriptors(runs, monkeypatch):
+    """Memory steps, durable ones, aliases and deletes: all of them fail for a while, and none stops it."""
+    monkeypatch.setattr(model_checkpoint, "_POLL_S", 0.0)
+    io = runs.io()
+    trainer, _ = runs.fit(OutOfDescriptors(5, 13), best_two(), io=io, asynchronous=True)
+    assert trainer.global_step == 20
+    assert io.checkpointer.session.counts["failed"] > 0
+    runs.wipe()
+    assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 20

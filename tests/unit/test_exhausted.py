@@ -1,7 +1,6 @@
 """A file system that is full, and a process out of descriptors, at every point of a save: said, and nothing is lost."""
 
 import contextlib
-import itertools
 import os
 import resource
 import warnings
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from support.bad_input import KEPT, Kept, state
-from support.tenants import Tenant, Watch, mounted_tmpfs, refuse
+from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, refuse
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine import drain, ledger, supervise
@@ -221,19 +220,6 @@ def test_a_process_out_of_descriptors_at_any_point(kept):
     assert newest == 17
 
 
-@contextlib.contextmanager
-def descriptors_to_spare(spare):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Not by a listing, which takes a descriptor itself; a worker that has run many tests has hundreds open.
-    free = (number for number in range(hard) if not os.path.lexists(f"/proc/self/fd/{number}"))
-    limit = next(itertools.islice(free, spare, None))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @pytest.mark.timeout(120)
 def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept, monkeypatch):
     """From its first look at a tier on; nothing is said of memory that is not so."""
@@ -262,6 +248,27 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept, monk
     assert is_there, "the newest is"
     assert 2 < len(refused) < 16
     assert all("Too many open files" in text for text in refused), refused
+
+
+ASKED = {
+    "remove": lambda made: made.remove(KEPT),
+    "alias": lambda made: made.alias("last.ckpt", KEPT),
+    "poll": lambda made: made.poll(),
+    "progress": lambda made: made.progress(),
+    "is_pending": lambda made: made.is_pending(KEPT),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_a_callback_asks_out_of_descriptors_stops_no_training(asked, kept, monkeypatch):
+    made = kept.io(on_save_error="warn").checkpointer
+    made.save(state(2), "2.ckpt")
+    with descriptors_to_spare(0):
+        ASKED[asked](made)
+    # What was not done is counted; of what was just looked at, the next look tells.
+    assert made.progress().counters.get("failed", 0) == {"remove": 2, "alias": 1}.get(asked, 0)
+    assert not made.is_pending(KEPT)
+    made.close()
 
 
 @pytest.mark.parametrize("spare", range(4))

@@ -34,7 +34,7 @@ from tiered_checkpoint_io.image import Image, plan
 from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.manifest import Metric
 from tiered_checkpoint_io.storage import Store
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
 from tiered_checkpoint_io.storage.node import refuse_beyond_memory
 
 TIERS = frozenset({"memory", "durable"})
@@ -184,11 +184,15 @@ class Checkpointer:
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint from memory now, and from the durable tier behind earlier commits."""
         name = ids.name_in(self.dirpath, path)
-        tier = self.session.open().tier
-        here = [part for part in tier.parts() if (part.part.name, part.part.dirpath) == (name, self.dirpath)]
-        for stored in here:
-            if not stored.pending:
-                tier.remove(stored)
+        here: list[StoredPart] = []
+        try:
+            tier = self.session.open().tier
+            here = [part for part in tier.parts() if (part.part.name, part.part.dirpath) == (name, self.dirpath)]
+            for stored in here:
+                if not stored.pending:
+                    tier.remove(stored)
+        except OSError as error:
+            self.session.not_done("removal", name, error)
         memory_only = here and not any(stored.part.durable for stored in here)
         # Memory may have let go of an earlier save of that name that went on to the durable tier.
         if not memory_only or self.session.known.may_be_durable(name):

@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.queue import DrainProgress
 from tiered_checkpoint_io.engine.saver import HostPins, Saver
 from tiered_checkpoint_io.engine.supervise import DrainHandle
-from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
+from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.storage import Store, open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier, node_budget
@@ -128,17 +128,15 @@ class Session:
         tier, saver, drain = self.open()
         try:
             self._peering.close(self._in_time(self.config.wait_timeout_s))
-            if drain.pending():
-                try:
+            try:
+                if drain.pending():
                     drain.start()
                     self.wait()
-                except Exception as error:
-                    if self._is_leaving and isinstance(error, DrainError):
-                        self.log.warning(
-                            "what is queued is left to the drain and the next start on this node: %s", error
-                        )
-                    else:
-                        self.failed("queued checkpoints", -1, error)
+            except Exception as error:
+                if self._is_leaving and isinstance(error, DrainError):
+                    self.log.warning("what is queued is left to the drain and the next start on this node: %s", error)
+                else:
+                    self.failed("queued checkpoints", -1, error)
             self.surface()
         finally:
             self._opened = None
@@ -241,7 +239,7 @@ class Session:
         """Background operations that ended since the last call, each once."""
         if self._opened is None:
             return []
-        fresh = self._outcomes + self._opened.drain.new_outcomes()
+        fresh = self._outcomes + self._looking(self._opened.drain.new_outcomes, list[Outcome]())
         self._outcomes = []
         return fresh
 
@@ -252,14 +250,16 @@ class Session:
         return dict(self._asked + now)
 
     def is_pending(self, name: str) -> bool:
-        """Whether a save or alias of this name is still on its way to the durable tier."""
+        """Whether a save or alias of this name is, or may be, still on its way to the durable tier."""
         if self._opened is None:
             return False
-        if self._behind.is_running(name):
-            return True
-        if any(request.name == name for request in self._opened.drain.queue.requests()):
-            return True
-        return any(stored.pending and stored.part.name == name for stored in self._opened.tier.parts())
+        tier, _, drain = self._opened
+
+        def look() -> bool:
+            queued = any(request.name == name for request in drain.queue.requests())
+            return queued or any(stored.pending and stored.part.name == name for stored in tier.parts())
+
+        return self._behind.is_running(name) or self._looking(look, otherwise=True)
 
     def outcome(self, save_id: str) -> Outcome | None:
         """What became of a save on the durable tier; None while it is on its way, or where nobody remembers."""
@@ -267,19 +267,33 @@ class Session:
 
     def progress(self) -> Progress:
         """Where background work stands."""
-        if self._opened is None:
-            return Progress(0, DrainProgress(), self.last_save, dict(self.counts))
-        drain = self._opened.drain
-        return Progress(len(drain.pending()), drain.progress(), self.last_save, dict(self.counts))
+        pending, told = 0, DrainProgress()
+        if self._opened is not None:
+            drain = self._opened.drain
+            pending, told = self._looking(lambda: (len(drain.pending()), drain.progress()), (pending, told))
+        return Progress(pending, told, self.last_save, dict(self.counts))
+
+    def _looking(self, look: Callable[[], T], otherwise: T) -> T:
+        """What a look at the queue gives; where there can be none just now, something else."""
+        try:
+            return look()
+        except OSError as unread:
+            # Out of descriptors, for one: training goes on, and the next call looks again.
+            self.log.error("cannot look what became of earlier saves: %s", unread)
+            return otherwise
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all queued work is on the durable tier.
 
         Raises:
-            DrainError: It is not, after ``timeout_s`` (by default ``wait_timeout_s``) seconds.
+            DrainError: It is not, after ``timeout_s`` (by default ``wait_timeout_s``) seconds, or nobody can tell.
         """
-        if self._opened is not None:
+        if self._opened is None:
+            return
+        try:
             self.open().drain.flush(self.config.wait_timeout_s if timeout_s is None else timeout_s)
+        except OSError as unread:
+            raise DrainError(f"cannot look what is queued: {unread}", operation="drain", tier="memory") from unread
 
     def leave_by(self, deadline: float) -> None:
         """Waits for nothing beyond ``deadline``, by the monotonic clock: the process is told to end.
@@ -303,20 +317,24 @@ class Session:
         """Queues an alias or a delete behind what was saved before it.
 
         Raises:
-            SaveError: There is no room for it in node memory, and ``on_save_error`` is ``raise``.
+            SaveError: There is no room for it in node memory, or memory can't be used, and ``on_save_error`` is
+                ``raise``.
         """
         try:
             self.open().drain.submit(Request(self.next_id(), action, name, self.dirpath, target))
-        except MemoryFullError as full:
-            error = SaveError(
-                f"{action} of {name} could not be queued: {full.message}",
-                operation=action,
-                tier="memory",
-                key=ids.join_url(self.dirpath, name),
-                hint=f"it is not done; {full.hint}",
-            )
-            error.__cause__ = full
-            self.failed(name, -1, error)
+        except (OSError, DrainError) as refused:
+            # OSError: no room, no descriptor, no process, and whatever else may befall a node.
+            self.not_done(action, name, refused)
+
+    def not_done(self, action: str, name: str, reason: OSError | DrainError) -> None:
+        """As :meth:`failed`, of what was not done with a name in node memory."""
+        told = reason if isinstance(reason, TieredCheckpointError) else TieredCheckpointError(str(reason))
+        key, hint = ids.join_url(self.dirpath, name), "; ".join(filter(None, ["it is not done", told.hint]))
+        error = SaveError(
+            f"{action} of {name} failed: {told.message}", operation=action, tier="memory", key=key, hint=hint
+        )
+        error.__cause__ = reason
+        self.failed(name, -1, error)
 
     def take_up(self) -> None:
         """Starts the drain for what an earlier process left; one rank of each node does so."""
@@ -333,12 +351,7 @@ class Session:
         """
         if self._opened is None:
             return
-        try:
-            fresh = self._opened.drain.new_outcomes()
-        except OSError as unread:
-            # Out of descriptors, for one: training goes on, and the next call looks again.
-            self.log.error("cannot look what became of earlier saves: %s", unread)
-            return
+        fresh = self._looking(self._opened.drain.new_outcomes, list[Outcome]())
         # Whoever polls sees them too.
         self._outcomes += fresh
         bad = [outcome for outcome in fresh if outcome.state == "failed" and outcome.action != "cancel"]
