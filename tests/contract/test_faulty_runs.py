@@ -118,6 +118,8 @@ def test_what_a_dead_run_left_on_its_node_does_not_replace_what_was_saved_since(
     third = io_of()
     assert third.load_checkpoint("tiered:latest")["global_step"] == 2
     third.checkpointer.wait()
+    (told,) = (each for each in third.checkpointer.session.poll() if each.action == "save")
+    assert (told.state, told.error) == ("skipped", "a later save has taken its name")
     third.teardown()
     assert io_of(namespace="a-third-node").load_checkpoint("preempted.ckpt")["global_step"] == 2
 

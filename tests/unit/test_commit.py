@@ -192,9 +192,9 @@ def test_corrupt_bytes_never_replace_good_ones(tmp_path):
 
 def test_a_second_commit_of_the_same_save_does_nothing(tmp_path):
     store = DirectoryStore(str(tmp_path))
-    assert save(store, "a.ckpt", b"x", 1)
+    assert save(store, "a.ckpt", b"x", 1) == "written"
     before = store.metrics.snapshot()
-    assert not save(store, "a.ckpt", b"x", 1)
+    assert save(store, "a.ckpt", b"x", 1) == "there"
     assert store.metrics.snapshot()["requests.put"] == before["requests.put"]
 
 
@@ -292,15 +292,15 @@ def test_a_file_that_never_became_a_checkpoint_is_removed_by_its_name(tmp_path):
 def test_a_save_that_a_later_one_of_its_run_has_gone_past_leaves_that_one_alone(tmp_path):
     """As one that waits in node memory while its successor, for which there was no room, was uploaded directly."""
     store = DirectoryStore(str(tmp_path))
-    assert save(store, "last.ckpt", b"newer", 2)
-    assert not save(store, "last.ckpt", b"older", 1)
+    assert save(store, "last.ckpt", b"newer", 2) == "written"
+    assert save(store, "last.ckpt", b"older", 1) == "replaced"
     assert readable(store, "last.ckpt") == b"newer"
     # Clocks of different runs may disagree: there, who comes last has the name, but for what was left over.
     other = part_of("last.ckpt", b"rerun", 1)
     old_run = "20200101T000000.000000-00000000"
     left_over = replace(other, content=replace(other.content, save_id=ids.save_id(old_run, 1)))
-    assert not commit.commit_full(store, left_over, memoryview(b"rerun"))
+    assert commit.commit_full(store, left_over, memoryview(b"rerun")) == "replaced"
     assert readable(store, "last.ckpt") == b"newer"
     other = replace(left_over, content=replace(left_over.content, created=time.time()))
-    assert commit.commit_full(store, other, memoryview(b"rerun"))
+    assert commit.commit_full(store, other, memoryview(b"rerun")) == "written"
     assert readable(store, "last.ckpt") == b"rerun"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.journals import Removal, Section, identity_of
@@ -41,6 +42,8 @@ _REMOVAL = "removal"
 #: A save that waited in node memory for longer is no newer than what another run has put under its name since.
 _LEFT_OVER_S = 60.0
 
+Written = Literal["written", "there", "replaced"]
+
 
 def commit_full(
     store: Store,
@@ -49,7 +52,7 @@ def commit_full(
     *,
     journal: UploadJournal | None = None,
     progress: Callable[[int], None] | None = None,
-) -> bool:
+) -> Written:
     """Makes a full checkpoint exist on the durable tier.
 
     Args:
@@ -60,8 +63,8 @@ def commit_full(
         progress: See :meth:`Store.upload`.
 
     Returns:
-        False where this very save was committed already, or a later one has gone past it straight to this
-        tier, or from another node while this one waited: nothing was to be done.
+        ``there`` where this very save was committed already, and ``replaced`` where a later one has gone past it,
+        straight to this tier, or from another node while this one waited: nothing was to be done then.
 
     Raises:
         CorruptCheckpointError: ``data`` differs from its hashes. Nothing was written.
@@ -78,9 +81,9 @@ def commit_full(
     old = current(store, part.name)
     if old is not None and old.alias_of is None and old.content.save_id == part.save_id and not old.previous:
         (Removal.noted(removal) or Removal(part.name)).finish(store, removal)
-        return False
+        return "there"
     if old is not None and old.alias_of is None and _has_gone_past(old.content, part.content):
-        return False
+        return "replaced"
     verify(entry, data, tier="memory", where=part.name)
     merged = merge_parts([part])
     assert merged is not None
@@ -95,7 +98,7 @@ def commit_full(
     orphans.note(removal)
     store.put(key, merged.to_json())
     orphans.finish(store, removal)
-    return True
+    return "written"
 
 
 def _has_gone_past(old: Content, new: Content) -> bool:

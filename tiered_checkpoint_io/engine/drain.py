@@ -277,8 +277,8 @@ class Drain:
         with self._report.uploading(part.name, part.content.size), self._tier.reading(stored) as views:
             if part.content.kind == "full":
                 data = next(iter(views.values()), memoryview(b""))
-                commit.commit_full(store, part, data, journal=journal, progress=self._progress)
-                return "done"
+                written = commit.commit_full(store, part, data, journal=journal, progress=self._progress)
+                return "replaced" if written == "replaced" else "done"
             return self._gathering.drain(
                 store,
                 part,
