@@ -22,7 +22,6 @@ from tiered_checkpoint_io.engine.locks import release, try_lock
 from tiered_checkpoint_io.engine.operations import (
     SAVES,
     Request,
-    State,
     held_back,
     in_order,
     next_operation,
@@ -155,6 +154,7 @@ class Drain:
         op_ids = {operation.op_id for operation in operations}
         self._gathering.keep(op_ids)
         self._ledger.keep(op_ids)
+        self._journals = {op_id: journal for op_id, journal in self._journals.items() if op_id in op_ids}
         now = time.monotonic()
         waiting = self._ledger.not_due(now)
         waiting = (waiting - self._gathering.complete()) | self._gathering.not_due(now)
@@ -189,7 +189,7 @@ class Drain:
             self._log.error("%s", error)
             self._report.counts["failed"] += 1
             request = Request(op_id, "unknown", op_id, "")
-            self._finish(request, -1, "failed", error=error)
+            self._ledger.finish(request, -1, "failed", error=error)
 
     def _look_again(self, operations: list[Request]) -> None:
         """What only a person can mend is tried again when there is something new to do."""
@@ -257,7 +257,7 @@ class Drain:
             return
         seconds = time.monotonic() - started
         self._report.succeeded(size, seconds, "uploaded" if operation.action == "part" else "committed")
-        self._finish(operation, step, "committed", size=size, seconds=seconds)
+        self._ledger.finish(operation, step, "committed", size=size, seconds=seconds)
         if stored is not None:
             # Before it leaves the queue: who waits for all that is queued must not find just those that failed.
             for old in superseded(operations, {*self._ledger.tried, *self._gathering.overtaken()}, operation):
@@ -319,7 +319,7 @@ class Drain:
         self._gathering.forget(operation.op_id)
         self._report.counts["skipped"] += 1
         self._log.warning("%s will not be durable: %s", operation.name, reason)
-        self._finish(operation, stored.part.content.step, "skipped", error=reason)
+        self._ledger.finish(operation, stored.part.content.step, "skipped", error=reason)
         self._ledger.mark_drained(stored)
 
     def _failed(
@@ -330,27 +330,14 @@ class Drain:
             where = self._tier.quarantine(stored.folder, str(error))
             self._log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
             self._report.counts["failed"] += 1
-            self._finish(operation, step, "failed", error=error)
+            self._ledger.finish(operation, step, "failed", error=error)
             return
         if isinstance(error, CheckpointNotFoundError):
             # A save that was removed from memory, or an alias whose target was given up: then the
             # old alias still names what is good.
             self._log.warning("%s", error)
             self._report.counts["skipped"] += 1
-            self._finish(operation, step, "skipped", error=error)
+            self._ledger.finish(operation, step, "skipped", error=error)
             return
         self._report.counts["failed"] += 1
         self._ledger.retry_later(operation, step, error, seconds=time.monotonic() - started)
-
-    def _finish(
-        self,
-        operation: Request,
-        step: int,
-        state: State,
-        *,
-        error: Exception | str = "",
-        size: int = 0,
-        seconds: float = 0.0,
-    ) -> None:
-        self._journals.pop(operation.op_id, None)
-        self._ledger.finish(operation, step, state, error=error, size=size, seconds=seconds)
