@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import os
+import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tiered_checkpoint_io import dcp
+from tiered_checkpoint_io.engine import direct_shards
 
 COLLECTIVES = [
     name
@@ -68,9 +71,11 @@ def mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def state_of(shard, number, degree=2):
+def state_of(shard, number, degree=2, large=0):
     mine = torch.arange(8.0) + 1000 * number + 8 * shard
     return {
+        # Only where a test wants it to be of some megabytes.
+        **({"ballast": torch.arange(float(large)) + 10 * number + shard} if large else {}),
         "model": {
             "weight": DTensor.from_local(mine, mesh(), [Shard(0)], run_check=False),
             "local": torch.full((3 + shard,), 10.0 * number + shard),
@@ -81,8 +86,8 @@ def state_of(shard, number, degree=2):
     }
 
 
-def blank(shard):
-    state = state_of(shard, 0)
+def blank(shard, large=0):
+    state = state_of(shard, 0, large=large)
     state["model"]["weight"].to_local().zero_()
     # As an optimizer before its first step has it.
     return {**state, "optimizer": {"state": {}, "param_groups": [{"lr": 0.0}]}, "text": ""}
@@ -100,13 +105,16 @@ def same(mine, theirs):
     return mine == theirs
 
 
-def save_local(job, number, step=None, content=None, only=None, fail=None, shard=None, **more):
-    """Saves a local checkpoint; the tensors change at once behind it."""
+def save_local(
+    job, number, step=None, content=None, only=None, fail=None, dies=None, shard=None, large=0, sync=False, **more
+):
+    """Saves a local checkpoint; the tensors change at once behind it. A rank may fail, or die, in the middle."""
     step, shard = step or number, dist.get_rank() if shard is None else shard
     if only is not None and dist.get_rank() not in only:
         return None
-    state = state_of(shard, content or number)
-    kept = [state["model"]["weight"].to_local(), state["model"]["local"]]
+    state = state_of(shard, content or number, large=large)
+    kept = [state["model"]["weight"].to_local(), state["model"]["local"], *([state["ballast"]] if large else [])]
+    began = time.monotonic()
     tier = worker.writer(job).session.open().tier
     if fail == dist.get_rank():
 
@@ -114,9 +122,14 @@ def save_local(job, number, step=None, content=None, only=None, fail=None, shard
             raise OSError("this rank's memory is gone")
 
         tier.commit = refuse
+    if dies == dist.get_rank():
+        direct_shards.commit_sharded.missing_ranks = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     calls = []
     try:
         with counted(calls):
+            if sync:
+                report = dcp.save(state, checkpoint_id=f"step_{step}", kind="local", **{**job["options"], **more})
+                return {"calls": calls, "tiers": sorted(report.tiers), "seconds": time.monotonic() - began}
             future = dcp.async_save(state, checkpoint_id=f"step_{step}", kind="local", **{**job["options"], **more})
     finally:
         if fail == dist.get_rank():
@@ -127,16 +140,18 @@ def save_local(job, number, step=None, content=None, only=None, fail=None, shard
     return {
         "calls": calls,
         "saved": future.result() is not None,
+        "tiers": sorted(future.result().tiers) if future.result() else [],
+        "seconds": time.monotonic() - began,
         "ended": [save.name for save in ended],
     }
 
 
-def load_local(job, number, checkpoint_id=None, shard=None, **more):
+def load_local(job, number, checkpoint_id=None, shard=None, large=0, **more):
     shard = dist.get_rank() if shard is None else shard
-    state, calls = blank(shard), []
+    state, calls = blank(shard, large), []
     with counted(calls):
         reader = dcp.load(state, checkpoint_id=checkpoint_id, kind="local", **{**worker.reading(job), **more})
-    wanted = state_of(shard, number)
+    wanted = state_of(shard, number, large=large)
     return {
         "calls": calls,
         "same": same(state, wanted),

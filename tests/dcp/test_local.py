@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("smp_worker.py")
 
 @pytest.fixture
 def job(tmp_path, memory_dir):
-    """Runs steps of ``smp_worker.py`` on so many ranks; each step's answers, by rank."""
+    """Runs steps of ``smp_worker.py`` on so many ranks; each step's answers, by rank, None of one that died."""
 
     def run(count, *steps, nodes="", **options):
         options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", **options}
@@ -30,7 +30,7 @@ def job(tmp_path, memory_dir):
             os.makedirs(node, exist_ok=True)
             jobs.append({"options": {**options, "memory_dir": node}, "steps": steps})
         answers = launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)
-        return [[answers[rank][index] for rank in range(count)] for index in range(len(steps))]
+        return [[answer[index] if answer else None for answer in answers] for index in range(len(steps))]
 
     return run
 

@@ -176,6 +176,42 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(behind, worker,
     assert number > 4
 
 
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize(("behind", "worker"), [(False, "process"), (True, "thread")], ids=["save", "async_save"])
+def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_local_save(behind, worker, tight, tmp_path, monkeypatch):
+    folder, fill, tenant = tight
+    options = {
+        "dirpath": str(tmp_path / "durable"),
+        "memory_dir": str(folder),
+        "on_save_error": "raise",
+        "drain": worker,
+        "save_to_s3": True,
+        "wait_timeout_s": 60,
+    }
+    MemoryTier.open(str(folder), "default")
+    watch = Watch(folder, monkeypatch, fill)
+    ways = set()
+    for number in points(watch, every=4 if worker == "process" else 1):
+        live = torch.arange(100_000.0) + number
+        writer = TieredStorageWriter(**options, wait=not behind)
+        with watch.from_the(number):
+            save = dcp.async_save if behind else dcp.save
+            saved = save({"w": live}, checkpoint_id=f"step_{number}", storage_writer=writer, kind="local")
+            live.zero_()
+            ways.add((saved.result(60) if behind else saved).tiers)
+            dcp.maybe_finalize_async_calls(blocking=True)
+        writer.close()
+        (file,) = (tmp_path / "durable" / f"step_{number}").iterdir()
+        assert torch.equal(torch.load(file)["w"], torch.arange(100_000.0) + number)
+        tenant.goes()
+    assert number > 4
+    assert ways == {frozenset({"durable"}), frozenset({"memory", "durable"})}
+    found = {"w": torch.zeros(100_000)}
+    reader = dcp.load(found, kind="local", **{**options, "save_to_s3": None})
+    assert reader.opened.step == number
+    reader.close()
+
+
 def test_what_fails_is_told_while_memory_is_full(tight, tmp_path):
     folder, fill, tenant = tight
     kept = Kept(tmp_path / "durable", folder)

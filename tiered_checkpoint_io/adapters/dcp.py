@@ -22,7 +22,7 @@ from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.full_state import save_full
 from tiered_checkpoint_io.adapters.planners import save_planner
 from tiered_checkpoint_io.adapters.smp import load_local_state, place_of, rank_in_group, save_local_state
-from tiered_checkpoint_io.engine.local_shards import Place, op_id
+from tiered_checkpoint_io.engine.local_shards import LocalSave, Place, op_id
 from tiered_checkpoint_io.engine.progress import SaveReport
 from tiered_checkpoint_io.errors import (
     ConfigError,
@@ -99,7 +99,8 @@ def save(
     if _is_local(kind, planner, replication_group):
         show_failures()
         place = _place(process_group, replication_group, coordinator_rank, no_dist)
-        return _save_local(state_dict, writer, place, checkpoint_id, None if no_dist else (process_group,))
+        done = _save_local(state_dict, writer, place, checkpoint_id, None if no_dist else (process_group,))
+        return done.report if done is not None else None
     coordinator = 0 if no_dist else rank_in_group(process_group, coordinator_rank)
     if planner is None:
         what = f"{writer.settings.config.namespace}/{coordinator}"
@@ -147,7 +148,8 @@ def async_save(
     That takes hardly longer than copying the tensors once, because they go straight to where the
     upload reads them. Of kind ``sharded``, each rank hashes its part behind that, at several gigabytes a
     second and thread, and then commits it in memory; a process that is killed meanwhile leaves the
-    checkpoint before as the newest.
+    checkpoint before as the newest. What memory has no room for goes straight to the durable tier, behind the
+    call as well, from a copy that this process keeps; the next save waits for that.
 
     A failure on the way to the durable tier is shown once: by the future, where it is asked, by
     :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
@@ -177,9 +179,13 @@ def async_save(
     if is_local:
         show_failures()
         place = _place(process_group, replication_group, coordinator_rank, no_dist)
-        saved: Any = _save_local(state_dict, writer, place, checkpoint_id, None if no_dist else (process_group,))
-        if saved is not None and "durable" in saved.tiers:
-            way = op_id(saved.save_id, place)
+        ranks = None if no_dist else (process_group,)
+        done = _save_local(state_dict, writer, place, checkpoint_id, ranks, behind=True)
+        saved: Any = None
+        if done is not None:
+            saved, sealing = done.report, done.ending
+            if saved.tiers >= {"memory", "durable"}:
+                way = op_id(saved.save_id, place)
     else:
         writer.seals_behind, told = True, writer.seals_behind
         try:
@@ -236,7 +242,9 @@ def _save_local(
     place: Place,
     checkpoint_id: str | os.PathLike[str] | None,
     ranks: tuple[Any] | None,
-) -> SaveReport | None:
+    *,
+    behind: bool = False,
+) -> LocalSave | None:
     writer.reset(checkpoint_id)
     session, located = writer.session, writer.located
     session.surface()
@@ -246,7 +254,7 @@ def _save_local(
     if not place.writes:
         return None
     try:
-        return save_local_state(state_dict, writer, place, checkpoint_id)
+        return save_local_state(state_dict, writer, place, checkpoint_id, behind=behind)
     except (ConfigError, InvalidNameError, UsageError):
         raise
     except Exception as error:

@@ -302,7 +302,12 @@ class TieredStorageWriter(StorageWriter):
 
     def close(self) -> None:
         """Waits for the durable tier, shows failures once, and frees all that writers of this process share."""
-        close_shared(self.settings)
+        try:
+            # What went past node memory behind a save has to end, before it can be shown.
+            self.session.settle()
+            show_failures()
+        finally:
+            close_shared(self.settings)
 
     def __getstate__(self) -> dict[str, Any]:
         # For async_save in a process of its own, whose session is its own.

@@ -12,8 +12,7 @@ from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.local_state import fill, local_part
 from tiered_checkpoint_io.engine.local_restore import LocalRestorer
-from tiered_checkpoint_io.engine.local_shards import Place, save_local
-from tiered_checkpoint_io.engine.progress import SaveReport
+from tiered_checkpoint_io.engine.local_shards import LocalSave, Place, save_local
 from tiered_checkpoint_io.engine.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, UsageError
@@ -112,8 +111,17 @@ def save_local_state(
     writer: TieredStorageWriter,
     place: Place,
     checkpoint_id: str | os.PathLike[str] | None,
-) -> SaveReport:
+    *,
+    behind: bool = False,
+) -> LocalSave:
     """Saves what this rank has of a state, without any collective.
+
+    Args:
+        state_dict: The state.
+        writer: Which checkpoint, and where to.
+        place: Which shard this rank has.
+        checkpoint_id: As ``dcp.save`` takes it.
+        behind: Whether what memory has no room for goes to the durable tier while training goes on.
 
     Raises:
         UsageError: ``world_size`` was told, and is not the shard degree.
@@ -136,6 +144,7 @@ def save_local_state(
         step=located.step,
         durable=settings.is_durable(located.step, writer.save_to_s3),
         wait=writer.waits,
+        behind=behind and not writer.waits,
         threads=writer.threads,
     )
 

@@ -35,6 +35,7 @@ from tiered_checkpoint_io.engine.manifests import (
 )
 from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreError, StoreNotFoundError, UsageError
 from tiered_checkpoint_io.ids import PartKey
+from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.manifest import METADATA, FileEntry, Manifest, Part, merge_parts
 from tiered_checkpoint_io.storage.base import Store, UploadJournal
 
@@ -244,6 +245,26 @@ def collect(
         store.delete(ids.part_key(*key))
         gone.append(key)
     return gone
+
+
+def clear_up(
+    store: Store,
+    committed: Part,
+    parts: Sequence[Arrived],
+    *,
+    patience_s: float,
+    busy: Collection[str],
+    log: Logger,
+) -> None:
+    """As :func:`collect`, behind a commit that stands: what goes, or can't go now, is only told to the log."""
+    try:
+        gone = collect(store, committed, parts, patience_s=patience_s, busy=busy)
+    except StoreError as error:
+        # The checkpoint is there; what is left of others is found again behind the next one.
+        log.warning("could not clear up after saves that never became whole: %s", error)
+        return
+    for save_id, name in sorted({(key.save_id, key.name) for key in gone}):
+        log.warning("save %s of %s never became whole; what was there of it is removed", save_id, name)
 
 
 # ------------------------------------------------------------------------------------------ inside

@@ -1,4 +1,4 @@
-"""A rank's part of a sharded checkpoint where node memory has no room for it: straight to the durable tier.
+"""A rank's part of a sharded or local checkpoint where node memory has no room for it: straight to the durable tier.
 
 The process uploads it by itself, in an asynchronous save behind that; the coordinator then commits, in
 place of its node's drain. Ranks that do have room go through memory as ever.
@@ -6,16 +6,20 @@ place of its node's drain. Ranks that do have room go through memory as ever.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from tiered_checkpoint_io.engine import commit_sharded
+from tiered_checkpoint_io.engine.commit_sharded import Arrived
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.image import Image
 from tiered_checkpoint_io.manifest import Part
-from tiered_checkpoint_io.storage.base import Store
+from tiered_checkpoint_io.storage.base import Store, UploadJournal
+from tiered_checkpoint_io.storage.memory import MemoryTier
 from tiered_checkpoint_io.storage.node import refuse_beyond_memory
+from tiered_checkpoint_io.storage.slots import Slot
 
 _FIRST_LOOK_S = 0.1
 _MAX_LOOK_S = 2.0
@@ -49,16 +53,52 @@ class DirectFile:
 
     def put(self, store: Store, part: Part, basename: str, small: Mapping[str, bytes], *, timeout_s: float) -> None:
         """As :func:`put_part` does, with this file as ``basename`` beside ``small`` ones. Frees the memory."""
+        with self.reading() as data:
+            files = {name: memoryview(content) for name, content in small.items()} | {basename: data}
+            put_part(store, part, files, timeout_s=timeout_s)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[memoryview]:
+        """The bytes of the file, whose memory is free behind the block."""
         try:
             with memoryview(self._buffer) as view, view.toreadonly() as data:
-                files = {name: memoryview(content) for name, content in small.items()} | {basename: data}
-                put_part(store, part, files, timeout_s=timeout_s)
+                yield data
         finally:
             self.close()
 
     def close(self) -> None:
         """Frees the memory."""
         self._buffer.close()
+
+
+class DirectSlot:
+    """A rank's file that lies in node memory already, but for whose description there is no room."""
+
+    def __init__(self, tier: MemoryTier, slot: Slot, size: int) -> None:
+        """Takes a slot that :meth:`MemoryTier.commit` has left to its caller.
+
+        Args:
+            tier: Whose slot it is.
+            slot: The slot.
+            size: Bytes of the file.
+        """
+        self._tier = tier
+        self._slot = slot
+        self._size = size
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[memoryview]:
+        """As :meth:`DirectFile.reading`."""
+        try:
+            # One by one, so that all views have ended when the slot is given back.
+            with self._slot.view as whole, whole[: self._size] as view, view.toreadonly() as data:
+                yield data
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Gives the slot back."""
+        self._tier.give_back(self._slot)
 
 
 def put_part(store: Store, part: Part, files: Mapping[str, memoryview], *, timeout_s: float) -> None:
@@ -74,16 +114,32 @@ def put_part(store: Store, part: Part, files: Mapping[str, memoryview], *, timeo
         SaveError: They have not come, or a later save has taken the name.
         TieredCheckpointError: As :func:`commit_sharded.put_part` and ``commit_parts``.
     """
-    journal = _Journal()
-    fate = commit_sharded.put_part(store, part, files, journal=journal)
-    if fate == "replaced":
-        raise _refused(part, "a later save has taken its name", "give each save a name of its own")
-    if part.commits and fate == "sent":
-        _wait(store, part, timeout_s)
+    journal = Journal()
+    if send(store, part, files, journal):
+        await_parts(store, part, timeout_s=timeout_s)
         commit_sharded.commit_parts(store, part, files, journal=journal)
 
 
-class _Journal:
+def send(store: Store, part: Part, files: Mapping[str, memoryview], journal: UploadJournal) -> bool:
+    """Brings a part to the durable tier; whether it is the coordinator's, and still to be committed.
+
+    Args:
+        store: Where.
+        part: The whole part.
+        files: The bytes of all its files, by basename.
+        journal: Remembers what has arrived.
+
+    Raises:
+        SaveError: A later save has taken the name.
+        TieredCheckpointError: As :func:`commit_sharded.put_part`.
+    """
+    fate = commit_sharded.put_part(store, part, files, journal=journal)
+    if fate == "replaced":
+        raise _refused(part, "a later save has taken its name", "give each save a name of its own")
+    return part.commits and fate == "sent"
+
+
+class Journal:
     """What an upload notes of itself; nobody takes this one up, for what it uploads dies with the process."""
 
     def __init__(self) -> None:
@@ -99,16 +155,38 @@ class _Journal:
         self._state = None
 
 
-def _wait(store: Store, part: Part, timeout_s: float) -> None:
-    """Returns once the parts of all ranks are there."""
+def await_parts(
+    store: Store, part: Part, *, timeout_s: float, is_hopeless: Callable[[], bool] = lambda: False
+) -> list[Arrived]:
+    """Waits for the parts of all other ranks.
+
+    Args:
+        store: The durable tier.
+        part: The coordinator's part, behind :func:`send`.
+        timeout_s: For how long, seconds.
+        is_hopeless: Whether some of them will not come; asked at each look.
+
+    Returns:
+        The parts that are there by then, of other saves as well.
+
+    Raises:
+        SaveError: They have not come, or will not.
+        StoreError: The tier could not be asked.
+    """
     end, interval = time.monotonic() + timeout_s, _FIRST_LOOK_S
-    while missing := commit_sharded.missing_ranks(part, commit_sharded.arrived(store)):
-        if time.monotonic() >= end:
+    while True:
+        # Asked first: what arrived before somebody gave up is not lost.
+        gives_up = is_hopeless()
+        there = commit_sharded.arrived(store)
+        missing = commit_sharded.missing_ranks(part, there)
+        if not missing:
+            return there
+        if gives_up or time.monotonic() >= end:
             named = ", ".join(map(str, missing[:16]))
+            why = "are not there, and some were given up" if gives_up else f"have not come within {timeout_s:.0f} s"
             raise _refused(
                 part,
-                f"the parts of {len(missing)} of {part.content.world_size} ranks have not come"
-                f" within {timeout_s:.0f} s: {named}",
+                f"the parts of {len(missing)} of {part.content.world_size} ranks {why}: {named}",
                 "see the logs of those ranks and of the drains of their nodes",
             )
         time.sleep(interval)

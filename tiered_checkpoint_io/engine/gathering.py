@@ -14,7 +14,7 @@ from typing import Literal
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine import commit_sharded
 from tiered_checkpoint_io.engine.commit_sharded import Arrived
-from tiered_checkpoint_io.errors import DrainError, StoreError
+from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.manifest import Part
 from tiered_checkpoint_io.storage.base import Store, UploadJournal
@@ -120,14 +120,7 @@ class Gathering:
         for wait in self._waits.values():
             # Nodes send parts in the order of their saves: what was missing at this look is lost.
             wait.overtaken |= fate == "sent" and self._is_older(wait, part) and _in_one_order(wait.part, part)
-        try:
-            gone = commit_sharded.collect(store, part, parts, patience_s=timeout_s, busy=busy())
-        except StoreError as error:
-            # The checkpoint is there; what is left of others is found again behind the next one.
-            self._log.warning("could not clear up after saves that never became whole: %s", error)
-        else:
-            for save_id, name in sorted({(key.save_id, key.name) for key in gone}):
-                self._log.warning("save %s of %s never became whole; what was there of it is removed", save_id, name)
+        commit_sharded.clear_up(store, part, parts, patience_s=timeout_s, busy=busy(), log=self._log)
         return "done"
 
     def _has_all(self, part: Part, parts: list[Arrived], timeout_s: float) -> bool:

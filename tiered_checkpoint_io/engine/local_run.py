@@ -18,6 +18,10 @@ a step that it had saved. So
 
 Steps may fall only together: a rank that goes back alone makes parts that no other has a part for.
 
+*Saves that miss a part.* Memory counts a save as whole by what one node holds. A rank that has no room there, or whose
+save fails, leaves word of it; the others look for that word at their next save, before they let older ones go, and
+whoever waits for the parts of all gives up. Where nothing fails, each save but the first asks for one word.
+
 *Loads.* The first to have found an intact file of its own leaves word which save it was. The others take
 theirs of the same save.
 """
@@ -28,14 +32,19 @@ import itertools
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.logs import Logger
 
 _PREFIX = "tiered-checkpoint"
 _numbers = itertools.count(1)
+#: Bound of a question that is asked beside training, seconds.
+_QUESTION_S = 10.0
+
+Where = Literal["memory", "durable"]
 
 
 class Run:
@@ -50,6 +59,9 @@ class Run:
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
         self._loads: Counter[str] = Counter()
+        #: Saves of which it is settled whether all memory has its parts, and those of them that miss some.
+        self._settled: set[str] = set()
+        self._lacking: set[str] = set()
 
     def save_id(self, namespace: str, series: str, step: int, new_run_id: Callable[[], str]) -> str:
         """The id of a save that begins now; to be called once for each save.
@@ -73,6 +85,35 @@ class Run:
                 repeat += 1
             self._saved[namespace, series] = step, repeat
             return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
+
+    def tell_missing(self, save_id: str, where: Where) -> None:
+        """Leaves word that a part of this rank is not in memory, or will not come to the durable tier.
+
+        Raises:
+            UsageError: The store could not be asked.
+        """
+        if where == "memory":
+            self._lacking.add(save_id)
+        self.first(_missing_key(save_id, where), "-")
+
+    def lacking(self, save_ids: Sequence[str]) -> set[str]:
+        """The saves of which some node's memory has no part; to be asked when a later save begins.
+
+        Args:
+            save_ids: Saves of this run, in order. Of all but the last it is remembered.
+
+        Raises:
+            UsageError: The store could not be asked.
+        """
+        for save_id in save_ids:
+            if save_id in self._lacking or save_id in self._settled or self.store is None:
+                continue
+            if self._is_told(_missing_key(save_id, "memory")):
+                self._lacking.add(save_id)
+            elif save_id != save_ids[-1]:
+                # No rank is more than one save behind: what it had to say of this one is said.
+                self._settled.add(save_id)
+        return self._lacking.intersection(save_ids)
 
     def begin_load(self, what: str) -> str:
         """The key of a load that begins now: equal on all ranks that load the same as often."""
@@ -103,6 +144,9 @@ class Run:
         assert first is not None
         return first
 
+    def _is_told(self, key: str) -> bool:
+        return self._ask(lambda: b"-" if self.store.check([f"{_PREFIX}/{key}"]) else None) is not None
+
     def _ask(self, question: Callable[[], bytes | None]) -> str | None:
         try:
             answer = question()
@@ -113,6 +157,47 @@ class Run:
                 operation="agree",
                 hint="local checkpoints need it to name what ranks save together; is its host alive?",
             ) from error
+
+
+class Watch:
+    """Looks whether some part of a save will not come to the durable tier, beside what the process does otherwise."""
+
+    def __init__(self, run: Run, save_id: str, log: Logger) -> None:
+        """Asks nothing yet.
+
+        Args:
+            run: Of the save.
+            save_id: Which.
+            log: Told once that the store can't be asked; nobody is then known to have given up.
+        """
+        self._store = run.store
+        self._key = _missing_key(save_id, "durable")
+        self._log = log
+        self._line: Any = None
+
+    def __call__(self) -> bool:
+        if self._store is None:
+            return False
+        from tiered_checkpoint_io.engine.asking import Line
+
+        try:
+            if self._line is None:
+                self._line = Line(self._store, _PREFIX, timeout_s=_QUESTION_S)
+            found: bool = self._line.ask(lambda store: store.check([self._key]))
+        except Exception as error:
+            self._log.warning("the store of torch.distributed can't be asked whether a save was given up: %s", error)
+            self._store = None
+            return False
+        return found
+
+    def close(self) -> None:
+        """Ends its connection."""
+        if self._line is not None:
+            self._line.drop()
+
+
+def _missing_key(save_id: str, where: Where) -> str:
+    return f"missing/{where}/{save_id}"
 
 
 _current: Run | None = None

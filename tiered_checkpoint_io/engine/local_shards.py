@@ -7,22 +7,30 @@ is told in ``local_run``. On the durable tier the checkpoint exists once the par
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.local_run import current_run
+from tiered_checkpoint_io.engine import commit_sharded
+from tiered_checkpoint_io.engine.direct_shards import DirectFile, DirectSlot, Journal, await_parts, send
+from tiered_checkpoint_io.engine.local_retention import Mine, surplus, whole_saves
+from tiered_checkpoint_io.engine.local_run import Watch, Where, current_run
+from tiered_checkpoint_io.engine.operations import Request
 from tiered_checkpoint_io.engine.progress import SaveReport
-from tiered_checkpoint_io.engine.retention import safest
 from tiered_checkpoint_io.engine.saver import versions
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import MemoryFullError, SaveError
+from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError, UsageError
 from tiered_checkpoint_io.hashing import hash_bytes
 from tiered_checkpoint_io.image import Image
 from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.storage.memory import StoredPart
+from tiered_checkpoint_io.storage.slots import Slot
+
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,19 @@ class Place:
     writes: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class LocalSave:
+    """What a local save did.
+
+    Attributes:
+        report: Where the part is, or is on its way to.
+        ending: How its way straight to the durable tier ends, where that goes on behind the save.
+    """
+
+    report: SaveReport
+    ending: Future[None] | None = None
+
+
 def save_local(
     session: Session,
     image: Image,
@@ -49,9 +70,14 @@ def save_local(
     step: int,
     durable: bool,
     wait: bool = False,
+    behind: bool = False,
     threads: int | None = None,
-) -> SaveReport:
+) -> LocalSave:
     """Puts this rank's shard into memory, and on the way to the durable tier.
+
+    Where memory has no room for a durable save, the part goes straight to the durable tier, with one warning. The
+    call then returns once it is there, and of shard 0 once the checkpoint is, for which the parts of all others are
+    waited for, up to ``wait_timeout_s`` in all; or, with ``behind``, once it is captured, and the next one waits.
 
     Args:
         session: Both tiers.
@@ -61,10 +87,12 @@ def save_local(
         step: The training step; -1 where it is not known.
         durable: Whether it is to go to the durable tier, where there is room on the way.
         wait: Whether to return only when this rank's part, and of shard 0 all of them, are there.
+        behind: Whether what goes past memory does so while training goes on.
         threads: How many threads copy.
 
     Raises:
-        MemoryFullError: No room, even after older checkpoints made some.
+        MemoryFullError: No room, even after older checkpoints made some; and the save is of memory alone, or the
+            node has no memory left at all.
         SaveError: It did not reach the durable tier while we waited.
         UsageError: The run's id could not be learnt; or another live run writes to the same dirpath and
             namespace.
@@ -81,33 +109,54 @@ def save_local(
         session.config.namespace, series, step, lambda: ids.new_run_id(after=max(filter(None, seen), default=None))
     )
     session.follow(save_id)
-    durable = durable and _is_room(session, save_id, held, name, step)
-    mine = _Mine(place.shard, save_id, series)
-    for stored in surplus(held, mine, session.config.memory_keep_last):
-        tier.remove(stored)
-    slot, hashes = saver.capture(image, protect=_whole(held, series)[-1:], mine=mine, threads=threads)
-    entry = FileEntry(f"{name}/{_file_name(place.shard, save_id)}", image.size, image.chunk_size, hashes)
-    content = Content(
-        save_id=save_id,
-        step=step,
-        epoch=-1,
-        kind="local",
-        created=time.time(),
-        world_size=place.degree,
-        writer=versions(),
-        files=(entry,),
-    )
-    part = Part(name, place.shard, content, session.dirpath, durable)
+    words = _Words(session, save_id, place.shard, step)
+    direct: DirectFile | DirectSlot | None = None
+    wanted = durable
     try:
-        tier.commit(part, {entry.basename: slot})
-    except MemoryFullError:
-        # The tier has given up the slot as well.
+        slot: Slot | None = None
+        try:
+            durable = durable and _is_room(session, save_id, held, name, step)
+            slot, hashes = _capture(session, image, Mine(place.shard, save_id, series), held, words, threads)
+        except MemoryFullError as full:
+            if not durable:
+                raise
+            session.warn_small(full)
+            direct = DirectFile(image, threads=threads)
+            hashes = direct.hashes
+        entry = FileEntry(f"{name}/{_file_name(place.shard, save_id)}", image.size, image.chunk_size, hashes)
+        content = Content(
+            save_id=save_id,
+            step=step,
+            epoch=-1,
+            kind="local",
+            created=time.time(),
+            world_size=place.degree,
+            writer=versions(),
+            files=(entry,),
+        )
+        part = Part(name, place.shard, content, session.dirpath, durable)
+        if slot is not None:
+            direct = _commit(session, part, slot)
+    except Exception:
+        if direct is not None:
+            direct.close()
+        words.leave("memory")
+        if wanted:
+            words.leave("durable")
         raise
-    except BaseException:
-        tier.give_back(slot)
-        raise
+    if wanted and not durable:
+        words.leave("durable")
+    ending: Future[None] | None = None
     if durable:
         session.known.note(name, exists=True)
+    if direct is not None:
+        words.leave("memory")
+        file = direct
+        if behind:
+            ending = session.run_behind(name, lambda: _bring(session, part, file, words))
+        else:
+            _bring(session, part, file, words)
+    elif durable:
         drain.start()
         if wait:
             outcome = drain.wait(op_id(save_id, place), session.config.wait_timeout_s)
@@ -119,9 +168,10 @@ def save_local(
                     key=ids.join_url(session.dirpath, name),
                     step=step,
                 )
-    saver.prepare(image.size)
+    if direct is None:
+        saver.prepare(image.size)
     stall = time.monotonic() - started
-    tiers = frozenset({"memory", "durable"} if durable else {"memory"})
+    tiers = frozenset(({"durable"} if durable else set()) | ({"memory"} if direct is None else set()))
     report = SaveReport(name, step, save_id, image.size, stall, tiers)
     session.counts["saved"] += 1
     session.last_save = report
@@ -133,7 +183,7 @@ def save_local(
         "+".join(sorted(tiers)),
         rate(image.size, stall),
     )
-    return report
+    return LocalSave(report, ending)
 
 
 def op_id(save_id: str, place: Place) -> str:
@@ -157,62 +207,161 @@ def _is_room(session: Session, save_id: str, held: Iterable[StoredPart], name: s
     return False
 
 
-# -------------------------------------------------------------------------------------- retention
-@dataclass(frozen=True, slots=True)
-class _Mine:
-    """Which parts in this node's memory a rank may remove: its own, and those of earlier starts."""
+# ---------------------------------------------------------------------------------------- memory
+class _Words:
+    """What this rank tells the others of a save that is not as they expect it, and hears from them of earlier ones."""
 
-    shard: int
-    save_id: str
-    series: str
+    def __init__(self, session: Session, save_id: str, shard: int, step: int) -> None:
+        self._session = session
+        self._save_id = save_id
+        self._shard = shard
+        self._step = step
+        self.run = current_run()
 
-    def __call__(self, stored: StoredPart) -> bool:
-        return self.belongs(stored) and (stored.part.rank == self.shard or not self.of_this_run(stored))
+    def leave(self, where: Where) -> None:
+        """Says that this rank's part is not in memory, or will not come to the durable tier."""
+        try:
+            self.run.tell_missing(self._save_id, where)
+        except UsageError as error:
+            # The save goes on, or has failed already of what matters more.
+            self._session.log.warning(
+                "Step %d: the other ranks don't know that the part of shard %d is missing: %s",
+                self._step,
+                self._shard,
+                error,
+            )
 
-    def belongs(self, stored: StoredPart) -> bool:
-        return stored.part.content.kind == "local" and ids.series_of(stored.part.name) == self.series
+    def lacking(self, save_ids: Iterable[str]) -> set[str] | None:
+        """Those of which some node's memory has no part; None where that can't be known."""
+        try:
+            return self.run.lacking(sorted(set(save_ids)))
+        except UsageError as error:
+            self._session.log.warning("Step %d: memory lets nothing go: %s", self._step, error)
+            return None
 
-    def of_this_run(self, stored: StoredPart) -> bool:
-        return ids.line_of(stored.save_id) == ids.line_of(self.save_id)
+    def watch(self) -> Watch:
+        """See :class:`Watch`."""
+        return Watch(self.run, self._save_id, self._session.log)
 
 
-def surplus(held: Collection[StoredPart], mine: _Mine, keep_last: int) -> list[StoredPart]:
-    """The parts that a rank removes before it captures a save.
+def _capture(
+    session: Session, image: Image, mine: Mine, held: Collection[StoredPart], words: _Words, threads: int | None
+) -> tuple[Slot, tuple[str, ...]]:
+    """Fills a slot, for which what memory need not keep any more makes room.
 
-    Ranks that train together are never more than one save apart, since each step needs all of them.
-    With the new save, memory then holds ``keep_last`` checkpoints; two at least, because the new one may
-    fail. Nothing goes before a newer one is whole, as far as one node can tell, and nothing of earlier
-    starts before two of this one are; nor what waits for the durable tier.
-
-    Args:
-        held: All parts in this node's memory.
-        mine: What this rank may remove.
-        keep_last: How many checkpoints memory keeps.
+    Raises:
+        MemoryFullError: There is no room; older parts are as they were.
     """
-    of_run = [stored for stored in held if mine.belongs(stored) and mine.of_this_run(stored)]
-    whole = _whole(of_run, mine.series)
-    if not whole:
-        return []
-    keep = max(1, keep_last - 1)
-    older = [stored for stored in held if mine(stored) and not stored.pending and stored.save_id < whole[-1]]
-    if len(whole) < 2:
-        older = [stored for stored in older if mine.of_this_run(stored)]
-    kept = whole[-keep:]
-    if len(kept) < keep:
-        others = sorted({stored.save_id for stored in older} - set(kept))
-        kept = [*kept, *others[len(kept) - keep :]]
-    # What is safe with peers goes only once a newer save is.
-    kept = [*kept, *safest((stored.save_id, stored.replicated) for stored in held if mine.belongs(stored))]
-    return [stored for stored in older if stored.save_id not in kept]
+    tier, saver, _ = session.open()
+    lacking = words.lacking(stored.save_id for stored in held if mine.belongs(stored) and mine.of_this_run(stored))
+    if lacking is None:
+        protect = [stored.save_id for stored in held]
+    else:
+        protect = whole_saves(held, mine.series, lacking)[-1:]
+        going = surplus(held, mine, session.config.memory_keep_last, lacking)
+        freed = sum(stored.part.content.size for stored in going)
+        # Nothing goes for a save that does not fit all the same.
+        if going and (freed >= image.size or freed + tier.room() >= image.size):
+            for stored in going:
+                tier.remove(stored)
+    return saver.capture(image, protect=protect, mine=mine, threads=threads)
 
 
-def _whole(held: Iterable[StoredPart], series: str) -> list[str]:
-    """Ids of the saves that have a part of each rank that has saved on this node in the same run, in order."""
-    ranks: dict[str, set[int]] = {}
-    of_run: dict[str, set[int]] = {}
-    for stored in held:
-        part = stored.part
-        if part.content.kind == "local" and ids.series_of(part.name) == series:
-            ranks.setdefault(part.save_id, set()).add(part.rank)
-            of_run.setdefault(ids.line_of(part.save_id), set()).add(part.rank)
-    return sorted(save_id for save_id, there in ranks.items() if there == of_run[ids.line_of(save_id)])
+def _commit(session: Session, part: Part, slot: Slot) -> DirectSlot | None:
+    """Makes a captured part exist in memory; where there is no room for its description, what is to go past memory.
+
+    Raises:
+        MemoryFullError: There is none, and the save is of memory alone.
+    """
+    tier = session.open().tier
+    (entry,) = part.content.files
+    try:
+        tier.commit(part, {entry.basename: slot}, keep_slots=part.durable)
+    except MemoryFullError as full:
+        if not part.durable:
+            # The tier has given up the slot as well.
+            raise
+        try:
+            session.warn_small(full)
+        except BaseException:
+            tier.give_back(slot)
+            raise
+        return DirectSlot(tier, slot, entry.size)
+    except BaseException:
+        tier.give_back(slot)
+        raise
+    return None
+
+
+# --------------------------------------------------------------------------------- past memory
+def _bring(session: Session, part: Part, file: DirectFile | DirectSlot, words: _Words) -> None:
+    """Takes a part to the durable tier, and of shard 0 commits the checkpoint once all parts are there.
+
+    Raises:
+        SaveError: It did not get there.
+    """
+    end = time.monotonic() + session.config.wait_timeout_s
+    try:
+        journal = Journal()
+        (entry,) = part.content.files
+        with file.reading() as data:
+            store = session.durable()
+            is_to_commit = send(store, part, {entry.basename: data}, journal)
+        if not is_to_commit:
+            return
+        with contextlib.closing(words.watch()) as is_hopeless:
+            there = await_parts(store, part, timeout_s=_left_s(end), is_hopeless=is_hopeless)
+        _make_way(session, part, end)
+        commit_sharded.commit_parts(store, part, {}, journal=journal)
+        # What waits on this node may still become whole.
+        busy = {stored.part.name for stored in session.open().tier.parts() if stored.pending}
+        patience_s = float(session.config.wait_timeout_s)
+        commit_sharded.clear_up(store, part, there, patience_s=patience_s, busy=busy, log=session.log)
+    except Exception as error:
+        words.leave("durable")
+        if isinstance(error, SaveError):
+            raise
+        raise SaveError(
+            f"shard {part.rank} of {part.name} did not reach the durable tier, and memory has no room for it: {error}",
+            operation="save",
+            tier="durable",
+            key=ids.join_url(session.dirpath, part.name),
+            rank=part.rank,
+            step=part.content.step,
+            hint="it is lost, and what was saved before is as it was; give memory_dir more space",
+        ) from error
+
+
+def _make_way(session: Session, part: Part, end: float) -> None:
+    """Waits for the drain to have done with earlier saves of this name: two that commit at once might mix.
+
+    One that has failed is given up: all parts of this one are there.
+
+    Raises:
+        DrainError: The drain has not done with them by ``end``, by the monotonic clock.
+    """
+    tier, _, drain = session.open()
+    for stored in tier.parts():
+        same = (stored.part.name, stored.part.dirpath) == (part.name, part.dirpath)
+        if not (stored.pending and same and stored.part.commits and stored.save_id < part.save_id):
+            continue
+        if drain.wait(stored.op_id, _left_s(end)).state == "failed":
+            drain.submit(Request(session.next_id(), "cancel", "cancel", part.dirpath, stored.save_id))
+            while stored.op_id in drain.pending():
+                if time.monotonic() > end:
+                    raise DrainError(
+                        "an earlier save of this name could not be given up",
+                        operation="save",
+                        tier="durable",
+                        key=ids.join_url(part.dirpath, part.name),
+                        step=part.content.step,
+                        hint="see status/drain.log below memory_dir",
+                    )
+                drain.ensure()
+                time.sleep(_POLL_S)
+    drain.make_way(part.name, _left_s(end))
+
+
+def _left_s(end: float) -> float:
+    """Seconds until ``end``: one at least, for what would be done at once."""
+    return max(1.0, end - time.monotonic())

@@ -1,0 +1,269 @@
+"""Local checkpoints of ranks whose node memory has no room for them: straight to the durable tier, and whole."""
+
+import concurrent.futures
+import os
+import time
+import warnings
+
+import pytest
+import torch
+from support.tenants import mounted_tmpfs
+
+from tiered_checkpoint_io import dcp, ids
+from tiered_checkpoint_io.engine.drain import LOCK_FILE
+from tiered_checkpoint_io.engine.locks import release, try_lock
+from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.manifest import Manifest
+from tiered_checkpoint_io.storage.memory import MemoryTier
+
+from .test_local import got, job  # noqa: F401
+from .test_small_memory import small  # noqa: F401
+
+#: Some 4 MB a shard, on nodes of 3 MiB.
+LARGE = {"large": 1_000_000}
+MEMORY = {"save_to_s3": False}
+
+
+def names_of(parts):
+    return sorted({name for name, *_ in parts})
+
+
+@pytest.mark.parametrize("nodes", ["a", "b", "ab"], ids=["shard 0", "other shard", "both"])
+def test_a_durable_save_goes_past_memory_that_is_too_small(job, small, request, tmp_path, nodes):  # noqa: F811
+    # One of them by a real S3 server, whose client takes long to import.
+    dirpath = request.getfixturevalue("s3_url") if nodes == "a" else str(tmp_path / "durable")
+    for node in nodes:
+        small(node)
+    options = {"nodes": "ab", "dirpath": dirpath, "wait_timeout_s": 60, "on_save_error": "raise", "memory_keep_last": 2}
+    first, _, waited, _, nowhere, _, behind, _, held, newest, named = job(
+        2,
+        ["save_local", 1, MEMORY],
+        ["meet"],
+        ["save_local", 2, {**LARGE, "sync": True}],
+        ["meet"],
+        ["save_local", 3, {**LARGE, **MEMORY}],
+        # What waits for the durable tier stays in memory until it is there.
+        ["wait"],
+        ["save_local", 4, LARGE],
+        ["meet"],
+        ["parts"],
+        ["load_local", 4, LARGE],
+        ["load_local", 2, {**LARGE, "checkpoint_id": "step_2"}],
+        **options,
+    )
+    assert [answer["tiers"] for answer in got(first)] == [["memory"]] * 2
+    for node, two, three, four, parts in zip("ab", got(waited), nowhere, got(behind), got(held), strict=True):
+        is_small = node in nodes
+        assert two["tiers"] == four["tiers"] == (["durable"] if is_small else ["durable", "memory"])
+        assert four["ended"] == ["step_4"]
+        assert (two["calls"], four["calls"]) == ([], [])
+        if is_small:
+            assert three["error"] == "SaveError"
+            assert "give it more space" in three["message"] or "does not fit" in three["message"]
+        else:
+            assert three["got"]["saved"]
+        # What is whole in memory is kept, whoever has no part of later ones there.
+        assert names_of(parts) == (["step_1"] if is_small else ["step_1", "step_3", "step_4"])
+    assert [(answer["same"], answer["step"], answer["rejected"]) for answer in got(newest)] == [(True, 4, [])] * 2
+    assert [answer["same"] for answer in got(named)] == [True, True]
+
+    # A restart finds the newest, and the one before it, whatever memory has; and so do nodes that lost theirs.
+    newest, named = job(2, ["load_local", 4, LARGE], ["load_local", 1, {"checkpoint_id": "step_1"}], **options)
+    assert [(answer["same"], answer["step"]) for answer in got(newest)] == [(True, 4)] * 2
+    assert [(answer["same"], answer["rejected"]) for answer in got(named)] == [(True, [])] * 2
+    (elsewhere,) = job(2, ["load_local", 4, LARGE], **{**options, "nodes": "cd"})
+    assert [(answer["same"], answer["step"]) for answer in got(elsewhere)] == [(True, 4)] * 2
+
+
+def test_a_shard_that_does_not_come_holds_up_nobody_for_long(job, small, tmp_path):  # noqa: F811
+    small("a")
+    before, _, told, _, after = job(
+        2,
+        ["save_local", 1, LARGE],
+        ["meet"],
+        # Shard 1 says that it has failed; shard 0 need not wait for it.
+        ["save_local", 2, {**LARGE, "fail": 1, "sync": True}],
+        ["meet"],
+        ["save_local", 3, LARGE],
+        nodes="ab",
+        wait_timeout_s=1800,
+        on_save_error="raise",
+    )
+    assert [answer["ended"] for answer in got(before)] == [["step_1"]] * 2
+    assert "this rank's memory is gone" in told[1]["message"]
+    assert "the parts of 1 of 2 ranks are not there, and some were given up: 1" in told[0]["message"]
+    assert told[0]["seconds"] < 15
+    assert [answer["ended"] for answer in got(after)] == [["step_3"]] * 2
+    assert not list((tmp_path / "durable" / ids.PART_PREFIX).rglob("*.json")), "what did not become whole is gone"
+    assert not list((tmp_path / "durable" / "step_2").glob("*.pt"))
+
+
+def test_the_wait_for_shards_of_which_nothing_is_heard_is_bounded(job, small, tmp_path):  # noqa: F811
+    small("a")
+    alone, _, loaded = job(
+        2,
+        ["save_local", 1, {**LARGE, "only": [0], "sync": True}],
+        ["meet"],
+        ["load_local", 1, LARGE],
+        nodes="ab",
+        wait_timeout_s=4,
+        on_save_error="raise",
+    )
+    assert "the parts of 1 of 2 ranks have not come within 4 s: 1" in alone[0]["message"]
+    assert alone[0]["seconds"] < 15
+    assert [answer["error"] for answer in loaded] == ["CheckpointNotFoundError"] * 2
+
+
+def test_a_process_that_dies_on_the_way_leaves_the_one_before_and_what_is_swept(job, small, tmp_path):  # noqa: F811
+    small("a")
+    options = {"nodes": "ab", "wait_timeout_s": 3}
+    job(2, ["save_local", 1, LARGE], **options)
+    # Its part is there, and the checkpoint is not.
+    job(2, ["save_local", 2, {**LARGE, "dies": 0}], **options)
+    left = list((tmp_path / "durable" / ids.PART_PREFIX).rglob("*.json"))
+    assert any(path.name == "rank-00000.json" for path in left)
+    assert not (tmp_path / "durable" / ids.manifest_key("step_2")).exists()
+    for path in left:
+        # As if that had been a while ago.
+        os.utime(path, (1, 1))
+    loaded, saved, _ = job(2, ["load_local", 1, LARGE], ["save_local", 3, LARGE], ["meet"], **options)
+    assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 1)] * 2
+    assert [answer["ended"] for answer in got(saved)] == [["step_3"]] * 2
+    (loaded,) = job(2, ["load_local", 3, LARGE], **options)
+    assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 3)] * 2
+    assert not list((tmp_path / "durable" / ids.PART_PREFIX).rglob("*.json"))
+    assert not list((tmp_path / "durable" / "step_2").glob("*.pt"))
+
+
+def test_memory_keeps_what_is_whole_while_other_nodes_have_no_room(job, small, tmp_path):  # noqa: F811
+    """Not bounded by a count of saves: what no memory will ever make whole goes as soon as a newer one is there."""
+    small("b")
+    steps = []
+    for number in range(2, 7):
+        steps += [["save_local", number, LARGE], ["wait"]]
+    *_, held, named = job(
+        2,
+        ["save_local", 1, MEMORY],
+        ["meet"],
+        *steps,
+        ["parts"],
+        ["load_local", 1, {"checkpoint_id": "step_1"}],
+        nodes="ab",
+        memory_keep_last=2,
+    )
+    assert [names_of(parts) for parts in got(held)] == [["step_1", "step_5", "step_6"], ["step_1"]]
+    assert [answer["same"] for answer in got(named)] == [True, True]
+
+
+def test_a_small_memory_overwrites_a_name_that_went_through_it_before(small, memory_dir, tmp_path):  # noqa: F811
+    small("a")
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/a", "require_step": False}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number, size in ((1, 10), (2, 1_000_000), (3, 10), (4, 1_000_000)):
+            state = {"n": number, "w": torch.full((size,), float(number))}
+            future = dcp.async_save(state, checkpoint_id="latest", kind="local", **options)
+            state["w"].zero_()
+        assert future.result(60).tiers == {"durable"}
+    assert [str(each.message)[:44] for each in told] == ["the memory tier can't hold this checkpoint, "], "said once"
+    dcp.maybe_finalize_async_calls(blocking=True)
+    # Each is whole, in its turn, and leaves nothing of the one before.
+    (file,) = (tmp_path / "durable" / "latest").iterdir()
+    assert torch.equal(torch.load(file)["w"], torch.full((1_000_000,), 4.0))
+    state = {"n": 0, "w": torch.zeros(1_000_000)}
+    reader = dcp.load(state, kind="local", **{key: value for key, value in options.items() if key != "require_step"})
+    assert (state["n"], reader.opened.name) == (4, "latest")
+    reader.close()
+
+
+def test_two_saves_of_a_name_do_not_commit_at_once(small, memory_dir, tmp_path):  # noqa: F811
+    small("a")
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/a", "drain": "thread"}
+    name = {"checkpoint_id": "latest", "kind": "local", "require_step": False}
+    manifest = tmp_path / "durable" / ids.manifest_key("latest")
+    tier = MemoryTier.open(options["memory_dir"], "default")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the memory tier can't hold")
+        # As long as this is held, no drain works: the first one waits in memory.
+        busy = try_lock(tier.root / LOCK_FILE)
+        first = dcp.async_save({"n": 1}, **name, **options)
+        second = dcp.async_save({"n": 2, "w": torch.ones(1_000_000)}, **name, **options)
+        time.sleep(1.0)
+        assert list((tmp_path / "durable" / "latest").iterdir()), "its bytes are there already"
+        assert not (first.done() or second.done() or manifest.exists())
+        release(busy)
+        assert [future.result(60).tiers for future in (first, second)] == [{"memory", "durable"}, {"durable"}]
+    assert Manifest.from_json(manifest.read_bytes(), where="").content.save_id == second.result().save_id
+    assert len(list((tmp_path / "durable" / "latest").iterdir())) == 1
+    dcp.TieredStorageWriter(**options).close()
+
+
+def test_an_earlier_save_of_the_name_that_never_became_whole_is_in_nobodys_way(job, small):  # noqa: F811
+    small("a")
+    lost, _, saved, _, loaded = job(
+        2,
+        ["save_local", 1, {"fail": 1}],
+        ["meet"],
+        # The drain would try shard 0 of the one before again and again.
+        ["save_local", 1, {"content": 5, **LARGE}],
+        ["meet"],
+        ["load_local", 5, LARGE],
+        nodes="ab",
+        wait_timeout_s=5,
+        on_save_error="raise",
+    )
+    assert [answer["error"] for answer in lost] == ["SaveError"] * 2
+    assert [answer["tiers"] for answer in got(saved)] == [["durable"], ["durable", "memory"]]
+    assert [answer["ended"] for answer in got(saved)] == [["step_1"]] * 2
+    assert [(answer["same"], answer["rejected"]) for answer in got(loaded)] == [(True, [])] * 2
+
+
+def test_nothing_goes_for_a_save_that_does_not_fit_all_the_same(memory_dir, tmp_path):
+    options = {"dirpath": str(tmp_path / "durable"), "memory_keep_last": 2}
+    with mounted_tmpfs(f"{memory_dir}/a", 16 << 20) as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the memory tier can't hold")
+        options["memory_dir"] = str(folder)
+        for number in (1, 2):
+            dcp.save({"n": number}, checkpoint_id=f"step_{number}", kind="local", save_to_s3=False, **options)
+        report = dcp.save({"w": torch.ones(6_000_000)}, checkpoint_id="step_3", kind="local", **options)
+        assert report.tiers == {"durable"}
+        tier = MemoryTier.open(options["memory_dir"], "default")
+        assert [stored.part.name for stored in tier.parts()] == ["step_1", "step_2"]
+        dcp.save({"n": 4}, checkpoint_id="step_4", kind="local", save_to_s3=False, **options)
+        assert [stored.part.name for stored in tier.parts()] == ["step_2", "step_4"]
+        dcp.TieredStorageWriter(**options).close()
+
+
+@pytest.mark.parametrize("shown_by", ["future", "finalize", "next save", "close"])
+def test_what_fails_past_memory_is_shown_once(small, memory_dir, tmp_path, shown_by):  # noqa: F811
+    small("a")
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/a", "on_save_error": "raise"}
+    state = {"w": torch.ones(1_000_000)}
+    why = "shard 0 of step_2 did not reach the durable tier, and memory has no room for it"
+    writer = dcp.TieredStorageWriter(**options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the memory tier can't hold")
+        dcp.async_save({"n": 1}, checkpoint_id="step_1", kind="local", **options).result(60)
+        # Something is in the way where its folder is to be.
+        (tmp_path / "durable" / "step_2").write_text("a file")
+        future = dcp.async_save(state, checkpoint_id="step_2", kind="local", **options)
+        if shown_by == "future":
+            assert why in str(future.exception(60))
+        else:
+            with pytest.raises(SaveError, match=why):
+                if shown_by == "finalize":
+                    dcp.maybe_finalize_async_calls(blocking=True)
+                elif shown_by == "close":
+                    writer.close()
+                else:
+                    concurrent.futures.wait([future], 60)
+                    dcp.async_save(state, checkpoint_id="step_3", kind="local", **options)
+        assert all(save.shown or save is not future for save in dcp.maybe_finalize_async_calls())
+        # What was there is there still, and the next save goes as if nothing had been.
+        found = {"n": 0}
+        dcp.load(found, kind="local", **options).close()
+        assert found == {"n": 1}
+        (tmp_path / "durable" / "step_2").unlink()
+        report = dcp.save(state, checkpoint_id="step_4", kind="local", **options)
+        assert report.tiers == {"durable"}
+    dcp.TieredStorageWriter(**options).close()
