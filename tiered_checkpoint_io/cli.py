@@ -17,17 +17,21 @@ from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.commit import read_manifest
 from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.locks import release, try_lock
+from tiered_checkpoint_io.engine.operations import held_back, unreplaced
 from tiered_checkpoint_io.engine.queue import Queue
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
+    DrainError,
+    InvalidNameError,
+    ManifestError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import get_logger, gib
 from tiered_checkpoint_io.manifest import FileEntry, Manifest
 from tiered_checkpoint_io.storage import Store, open_store
-from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart, namespace_root
+from tiered_checkpoint_io.storage.memory import FOLDERS, MemoryTier, StoredPart, namespace_root
 
 app = typer.Typer(
     help="Checkpoints in node memory and on the durable tier.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -61,7 +65,7 @@ def drain(
     stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
 ) -> None:
     """Moves checkpoints from node memory to the durable tier."""
-    root = root or _existing(memory_dir, namespace)
+    root = _existing(root or namespace_root(memory_dir, namespace))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -71,6 +75,14 @@ def drain(
         log.info("another drain works on %s; %s", root, "standing by" if stay else "leaving")
         while stay and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
             pass
+    elif once and (left := _undone(root)):
+        raise DrainError(
+            f"{left} operations are not done",
+            operation="drain",
+            tier="durable",
+            key=str(root),
+            hint=f"last error: {Queue(root).progress().last_error or 'none'}",
+        )
 
 
 @app.command()
@@ -78,7 +90,7 @@ def status(root: _Root = None, memory_dir: _MemoryDir = _SHM, namespace: _Namesp
     """Shows what lies in node memory and what the drain does."""
     from rich.console import Console
 
-    root = root or _existing(memory_dir, namespace)
+    root = _existing(root or namespace_root(memory_dir, namespace))
     tier, queue, console = MemoryTier(root), Queue(root), Console()
     table = _table("Checkpoints in memory", "name", "step", "rank", "size", "state", "on peers too")
     for stored in reversed(tier.parts()):
@@ -119,13 +131,21 @@ def list_durable(dirpath: str, endpoint_url: _Endpoint = None) -> None:
 
     store = _store(dirpath, endpoint_url)
     table = _table(store.url, "name", "step", "size", "created", "alias of")
+    damaged = False
     for name in _names(store):
-        manifest = read_manifest(store, name)
+        try:
+            manifest = read_manifest(store, name)
+        except (ManifestError, InvalidNameError) as error:
+            # The others are there all the same.
+            damaged = True
+            table.add_row(name, "?", "?", "?", f"damaged: {error}")
+            continue
         if manifest is not None:
             content = manifest.content
             created = datetime.fromtimestamp(content.created, timezone.utc).isoformat(timespec="seconds")
             table.add_row(name, str(content.step), gib(content.size), created, manifest.alias_of or "")
     Console().print(table)
+    raise typer.Exit(1 if damaged else 0)
 
 
 @app.command("verify")
@@ -135,7 +155,11 @@ def verify_durable(
     """Reads checkpoints of a durable tier and compares every byte with its hash."""
     store = _store(dirpath, endpoint_url)
     bad = 0
-    for each in [name] if name else _names(store):
+    chosen = [ids.name_in(ids.normalize_dirpath(dirpath), name)] if name else _names(store)
+    if not chosen:
+        # Whoever meant another place must not take this for good news.
+        raise CheckpointNotFoundError("no checkpoint to verify", operation="verify", tier="durable", key=store.url)
+    for each in chosen:
         try:
             manifest = read_manifest(store, each)
             if manifest is None:
@@ -192,11 +216,13 @@ def clean(
     if not root.is_dir():
         typer.echo(f"nothing at {root}")
         return
+    if not any((root / folder).is_dir() for folder in FOLDERS):
+        raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
     locks = [try_lock(root / LOCK_FILE), try_lock(root / TRAINERS_FILE)]
     try:
-        pending = [stored for stored in MemoryTier(root).parts() if stored.pending]
+        pending = _undone(root)
         if not force and (None in locks or pending):
-            what = "a trainer or drain uses it" if None in locks else f"{len(pending)} checkpoints are not yet durable"
+            what = "a trainer or drain uses it" if None in locks else f"{pending} operations are not yet durable"
             raise ConfigError(f"{root} was left as it is: {what}", hint="run the drain first, or give --force")
         shutil.rmtree(root)
     finally:
@@ -216,11 +242,20 @@ def _row(stored: StoredPart, *state: str) -> tuple[str, ...]:
     return stored.part.name, str(content.step), str(stored.part.rank), gib(content.size), *state, safe
 
 
-def _existing(memory_dir: str, namespace: str) -> Path:
-    root = namespace_root(memory_dir, namespace)
-    if not root.is_dir():
-        raise ConfigError(f"no memory tier at {root}", hint="check --memory-dir and --namespace")
+def _existing(root: Path) -> Path:
+    if not all((root / folder).is_dir() for folder in FOLDERS):
+        raise ConfigError(f"no memory tier at {root}", hint="check --memory-dir and --namespace, or --root")
     return root
+
+
+def _undone(root: Path) -> int:
+    """How many saves, aliases and deletes wait for the durable tier, but for what only a further save sets free."""
+    try:
+        operations, _ = Drain(root).pending()
+    except FileNotFoundError:
+        # Half cleaned away already.
+        return 0
+    return len(operations) - len(held_back(operations, unreplaced(Queue(root).outcomes())))
 
 
 def _store(dirpath: str, endpoint_url: str | None) -> Store:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain import TRAINERS_FILE
 from tiered_checkpoint_io.engine.locks import release, try_lock
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
+from tiered_checkpoint_io.ids import manifest_key
 from tiered_checkpoint_io.storage.directory import DirectoryStore
 
 
@@ -50,6 +51,8 @@ def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
         found = command("verify", node.dirpath, "epoch=0-step=1.ckpt")
         assert (found.exit_code, found.stdout.count("DAMAGED")) == (1, 1)
     assert command("verify", node.dirpath, "never.ckpt").exit_code == 1
+    # As a callback's best_model_path has it.
+    assert command("verify", node.dirpath, f"{node.dirpath}/last.ckpt").stdout.startswith("DAMAGED  last.ckpt")
 
     trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
     refused = command("clean", *where)
@@ -122,3 +125,45 @@ def test_a_namespace_that_is_not_there_is_an_error(memory_dir):
     refused = command("status", "--memory-dir", memory_dir, "--namespace", "none")
     assert isinstance(refused.exception, ConfigError)
     assert "no memory tier" in str(refused.exception)
+
+
+@pytest.mark.parametrize("what", ["status", "drain", "clean"])
+def test_a_root_that_is_no_memory_tier_is_left_as_it_is(what, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    for root in (tmp_path / "precious", *([tmp_path / "none"] if what != "clean" else [])):
+        refused = command(what, "--root", str(root), *(["--force"] if what == "clean" else []))
+        assert isinstance(refused.exception, ConfigError)
+        assert "no memory tier" in str(refused.exception)
+    assert os.listdir(tmp_path / "precious") == ["file"]
+
+
+def test_one_damaged_manifest_hides_no_other_checkpoint(node):
+    for name in ("a.ckpt", "b.ckpt"):
+        node.save(name, b"A")
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    DirectoryStore(node.dirpath).put(manifest_key("a.ckpt"), b"{")
+    listed = command("ls", node.dirpath)
+    assert listed.exit_code == 1
+    assert "damaged: not JSON" in listed.stdout
+    assert "b.ckpt" in listed.stdout
+
+
+def test_nothing_to_verify_is_no_good_news(tmp_path):
+    assert isinstance(command("verify", str(tmp_path / "mistyped")).exception, CheckpointNotFoundError)
+
+
+def test_what_a_drain_leaves_undone_is_told_and_kept_from_cleaning(node, tmp_path):
+    """A save and an alias, and a place that nobody can write to; with the save alone done, the alias is not."""
+    node.save("a.ckpt", b"A")
+    (tmp_path / "durable").write_bytes(b"in the way")
+    undone = command("drain", "--root", str(node.root), "--once")
+    assert isinstance(undone.exception, DrainError)
+    assert "1 operations are not done" in str(undone.exception)
+    (tmp_path / "durable").unlink()
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    node.alias("last.ckpt", "a.ckpt")
+    with pytest.raises(ConfigError, match="1 operations are not yet durable"):
+        raise command("clean", "--root", str(node.root)).exception
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert command("clean", "--root", str(node.root)).exit_code == 0
