@@ -1,7 +1,9 @@
 """Training stories with a real Trainer: killed, resumed, pruned; both tiers, both IOs."""
 
 import contextlib
+import functools
 import inspect
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from support.tenants import descriptors_to_spare
 from support.training import LogBook, Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, model_checkpoint
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, SaveError
 
 
 def every(**more):
@@ -220,3 +222,32 @@ def test_training_goes_on_while_it_is_out_of_descriptors(runs, monkeypatch):
     assert io.checkpointer.session.counts["failed"] > 0
     runs.wipe()
     assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 20
+
+
+@pytest.mark.parametrize("on_save_error", ["warn", "raise"])
+def test_what_fails_behind_training_is_told_while_it_goes_on(on_save_error, runs, monkeypatch):
+    """However often the callback looks what became of saves."""
+    monkeypatch.setattr(model_checkpoint, "_POLL_S", 0.0)
+    Path(runs.dirpath).write_bytes(b"in the way")
+    io = runs.io(on_save_error=on_save_error, drain="thread")
+    counted = []
+
+    class Waits(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            session = io.checkpointer.session
+            if trainer.global_step == 7:
+                # No step to save at, but one to look at.
+                for _ in range(200):
+                    time.sleep(0 if session.progress().drain.last_error else 0.05)
+            if trainer.global_step == 9:
+                counted.append(session.counts["failed"])
+
+    fit = functools.partial(runs.fit, Waits(), every(), io=io, ckpt_path=None)
+    if on_save_error == "raise":
+        with pytest.raises(SaveError, match="did not reach the durable tier: .*Not a directory"):
+            fit()
+        assert counted == [], "it ended with the next save"
+    else:
+        with contextlib.suppress(SaveError):
+            fit()
+        assert counted == [1]

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.behind import Behind
+from tiered_checkpoint_io.engine.hearing import Heard
 from tiered_checkpoint_io.engine.known_names import KnownNames
 from tiered_checkpoint_io.engine.lease_keeper import CLOSE_S, FIRST_LOOK_S, LeaseKeeper, launch_rank, owner_of_process
 from tiered_checkpoint_io.engine.local_peers import LocalPeers
@@ -68,7 +69,7 @@ class Session:
         self._run_id: str | None = None
         self._counter = 0
         self._asked: Counter[str] = Counter()
-        self._outcomes: list[Outcome] = []
+        self._heard = Heard(config.dirpath)
         self._lease: LeaseKeeper | None = None
         self._behind = Behind(float(config.wait_timeout_s))
         self._warned_small = False
@@ -239,9 +240,8 @@ class Session:
         """Background operations that ended since the last call, each once."""
         if self._opened is None:
             return []
-        fresh = self._outcomes + self._looking(self._opened.drain.new_outcomes, list[Outcome]())
-        self._outcomes = []
-        return fresh
+        self._heard.add(self._looking(self._opened.drain.new_outcomes, list[Outcome]()))
+        return self._heard.polled()
 
     @property
     def asked(self) -> dict[str, int]:
@@ -351,20 +351,16 @@ class Session:
         """
         if self._opened is None:
             return
-        fresh = self._looking(self._opened.drain.new_outcomes, list[Outcome]())
-        # Whoever polls sees them too.
-        self._outcomes += fresh
-        bad = [outcome for outcome in fresh if outcome.state == "failed" and outcome.action != "cancel"]
-        for outcome in bad:
-            error = SaveError(
-                f"{outcome.action} of {outcome.name} did not reach the durable tier: {outcome.error}",
-                operation=outcome.action,
-                tier="durable",
-                key=ids.join_url(self.dirpath, outcome.name),
-                step=outcome.step if outcome.step >= 0 else None,
-                hint="it stays in node memory and is tried again",
-            )
-            self.failed(outcome.name, outcome.step, error)
+        self._heard.add(self._looking(self._opened.drain.new_outcomes, list[Outcome]()))
+        raised: list[SaveError] = []
+        for outcome, error in self._heard.failures():
+            try:
+                self.failed(outcome.name, outcome.step, error)
+            except SaveError as first:
+                # All are counted and logged, one can be raised.
+                raised.append(first)
+        if raised:
+            raise raised[0]
 
     def warn_small(self, reason: Exception) -> None:
         """Warns, once, that memory can't hold the checkpoints of this job, and of what that means."""
