@@ -51,12 +51,6 @@ class DirectFile:
             self._buffer.close()
             raise
 
-    def put(self, store: Store, part: Part, basename: str, small: Mapping[str, bytes], *, timeout_s: float) -> None:
-        """As :func:`put_part` does, with this file as ``basename`` beside ``small`` ones. Frees the memory."""
-        with self.reading() as data:
-            files = {name: memoryview(content) for name, content in small.items()} | {basename: data}
-            put_part(store, part, files, timeout_s=timeout_s)
-
     @contextlib.contextmanager
     def reading(self) -> Iterator[memoryview]:
         """The bytes of the file, whose memory is free behind the block."""

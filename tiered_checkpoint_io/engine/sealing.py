@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tiered_checkpoint_io.engine.direct_shards import DirectFile, put_part
+from tiered_checkpoint_io.engine.direct_shards import DirectFile, DirectSlot, put_part
 from tiered_checkpoint_io.engine.saver import versions
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.tickets import Ticket
@@ -65,24 +65,22 @@ class Unsealed:
             TieredCheckpointError: It did not reach the durable tier, where it had to go there at once.
         """
         tier, saver, drain = session.open()
-        name = self.ticket.file_name(self.rank)
         try:
             part = self._describe(session, small)
             if self.direct is not None:
-                timeout_s = float(session.config.wait_timeout_s)
-                self.direct.put(session.durable(), part, name, small, timeout_s=timeout_s)
+                self._send(session, part, self.direct, small)
                 return
         except BaseException:
             self.give_back(session)
             raise
-        files: dict[str, Slot | bytes] = {**small, **({name: self.slot} if self.slot is not None else {})}
+        slots = {self.ticket.file_name(self.rank): self.slot} if self.slot is not None else {}
         try:
-            tier.commit(part, files, keep_slots=part.durable)
+            tier.commit(part, {**small, **slots}, keep_slots=part.durable)
         except MemoryFullError as error:
             if not part.durable:
                 # The tier has given up the slot as well.
                 raise
-            self._leave_memory(session, part, files, error)
+            self._leave_memory(session, part, small, error)
             return
         except BaseException:
             self.give_back(session)
@@ -115,25 +113,27 @@ class Unsealed:
         )
         return Part(ticket.name, self.rank, content, session.dirpath, ticket.durable)
 
-    def _leave_memory(
-        self, session: Session, part: Part, files: Mapping[str, Slot | bytes], reason: MemoryFullError
-    ) -> None:
+    def _leave_memory(self, session: Session, part: Part, small: Mapping[str, bytes], reason: MemoryFullError) -> None:
         """Brings to the durable tier what lies in memory already, but has no room there for its description."""
-        session.warn_small(reason)
         self.left_memory = True
-        sizes = {entry.basename: entry.size for entry in part.content.files}
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.give_back, session)
-            views: dict[str, memoryview] = {}
-            for name, file in files.items():
-                if isinstance(file, bytes):
-                    views[name] = memoryview(file)
-                else:
-                    # One by one, so that all views have ended when the slot is given back.
-                    view = stack.enter_context(file.view)
-                    views[name] = stack.enter_context(view[: sizes[name]])
-            timeout_s = float(session.config.wait_timeout_s)
-            put_part(session.durable(), part, views, timeout_s=timeout_s)
+        try:
+            session.warn_small(reason)
+        except BaseException:
+            self.give_back(session)
+            raise
+        image, slot, tier = self.image, self.slot, session.open().tier
+        file = DirectSlot(tier, slot, image.size) if image is not None and slot is not None else None
+        self._send(session, part, file, small)
+
+    def _send(
+        self, session: Session, part: Part, file: DirectFile | DirectSlot | None, small: Mapping[str, bytes]
+    ) -> None:
+        """Brings the part straight to the durable tier."""
+        files = {name: memoryview(content) for name, content in small.items()}
+        with file.reading() if file is not None else contextlib.nullcontext() as data:
+            if data is not None:
+                files[self.ticket.file_name(self.rank)] = data
+            put_part(session.durable(), part, files, timeout_s=float(session.config.wait_timeout_s))
 
     def give_back(self, session: Session) -> None:
         """Frees what it holds."""
