@@ -5,12 +5,13 @@ import threading
 import time
 
 import pytest
+import torch
 from support.bad_input import state
 from support.fault_proxy import FaultProxy, late, refuse, where
 from support.tenants import mounted_tmpfs
 
-from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
-from tiered_checkpoint_io.engine import drain as drain_module
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageWriter, dcp
+from tiered_checkpoint_io.engine import ledger
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.storage import wrappers
 
@@ -23,8 +24,8 @@ def impatient(monkeypatch):
     monkeypatch.setattr(
         wrappers.Retry.__init__, "__kwdefaults__", {"deadline_s": 0.5, "first_wait_s": 0.05, "max_wait_s": 0.2}
     )
-    monkeypatch.setattr(drain_module, "_FIRST_BACKOFF_S", 0.05)
-    monkeypatch.setattr(drain_module, "_MAX_BACKOFF_S", 0.2)
+    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(ledger, "_MAX_BACKOFF_S", 0.2)
 
 
 @pytest.fixture
@@ -109,3 +110,21 @@ def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
     io.save_checkpoint(state(3, LARGE), NAME)
     io.teardown()
     assert elsewhere(options, memory_dir, NAME) == 3
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold", "ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("key", ["step_1/.metadata", "manifests/step_1"])
+@pytest.mark.parametrize("save", [dcp.save, dcp.async_save])
+def test_a_sharded_checkpoint_of_the_name_is_just_being_committed(save, key, options, proxy, tmp_path, memory_dir):
+    with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder:
+        writer = TieredStorageWriter(**options, memory_dir=str(folder), on_save_error="raise", save_to_s3=True)
+        come = when(proxy, "put", key, late(1.5))
+        dcp.save({"w": torch.zeros(1000)}, checkpoint_id="step_1", storage_writer=writer)
+        assert come.wait(10)
+        save({"w": torch.ones(LARGE)}, checkpoint_id="step_1", storage_writer=writer)
+        dcp.maybe_finalize_async_calls(blocking=True)
+        writer.close()
+    found = {"w": torch.zeros(LARGE)}
+    dcp.load(found, checkpoint_id="step_1", **options, memory_dir=memory_dir)
+    assert torch.equal(found["w"], torch.ones(LARGE))

@@ -129,11 +129,15 @@ class Unsealed:
         self, session: Session, part: Part, file: DirectFile | DirectSlot | None, small: Mapping[str, bytes]
     ) -> None:
         """Brings the part straight to the durable tier."""
+        timeout_s = float(session.config.wait_timeout_s)
         files = {name: memoryview(content) for name, content in small.items()}
         with file.reading() if file is not None else contextlib.nullcontext() as data:
             if data is not None:
                 files[self.ticket.file_name(self.rank)] = data
-            put_part(session.durable(), part, files, timeout_s=float(session.config.wait_timeout_s))
+            if part.commits:
+                # Two that commit to one name at a time would leave `.metadata` of one and the manifest of the other.
+                session.open().drain.make_way(part.name, timeout_s)
+            put_part(session.durable(), part, files, timeout_s=timeout_s)
 
     def give_back(self, session: Session) -> None:
         """Frees what it holds."""
