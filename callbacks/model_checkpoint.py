@@ -21,7 +21,7 @@ from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.callbacks.steps import check_every, tiers_for_step
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.progress import SaveReport
+from tiered_checkpoint_io.engine.draining.progress import SaveReport
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,

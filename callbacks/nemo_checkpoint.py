@@ -17,7 +17,7 @@ from tiered_checkpoint_io.adapters.nemo_layouts import EMA, without_rank
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.nemo_export import export_model
 from tiered_checkpoint_io.callbacks.nemo_slimming import drop_optimizer_states, too_old
-from tiered_checkpoint_io.engine.progress import SaveReport
+from tiered_checkpoint_io.engine.draining.progress import SaveReport
 from tiered_checkpoint_io.errors import TieredCheckpointError
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.coordination import portable
+from tiered_checkpoint_io.engine.ranks.coordination import portable
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
 
 

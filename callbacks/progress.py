@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.operations import Outcome
-from tiered_checkpoint_io.engine.progress import Progress
+from tiered_checkpoint_io.engine.draining.operations import Outcome
+from tiered_checkpoint_io.engine.draining.progress import Progress
 
 _METRICS = "get_metrics"
 

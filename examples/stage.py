@@ -96,8 +96,8 @@ class Stage:
 
     def drained(self) -> dict[str, int]:
         """Waits until the drain, which outlives its trainer, has left; what it counted."""
-        from tiered_checkpoint_io.engine.drain import LOCK_FILE, try_lock
-        from tiered_checkpoint_io.engine.queue import Queue
+        from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, try_lock
+        from tiered_checkpoint_io.engine.draining.queue import Queue
         from tiered_checkpoint_io.storage.memory import namespace_root
 
         root = namespace_root(self.memory_dir, NAMESPACE)

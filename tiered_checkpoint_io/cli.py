@@ -14,11 +14,11 @@ import typer
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.commit import read_manifest
-from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.engine.locks import release, try_lock
-from tiered_checkpoint_io.engine.operations import held_back, unreplaced
-from tiered_checkpoint_io.engine.queue import Queue
+from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.draining.locks import release, try_lock
+from tiered_checkpoint_io.engine.draining.operations import held_back, unreplaced
+from tiered_checkpoint_io.engine.draining.queue import Queue
+from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,

@@ -11,7 +11,7 @@ from support.fault_proxy import FaultProxy, late, refuse, where
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageWriter, dcp
-from tiered_checkpoint_io.engine import ledger
+from tiered_checkpoint_io.engine.draining import ledger
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.storage import wrappers
 

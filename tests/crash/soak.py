@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
-from tiered_checkpoint_io.engine.queue import Queue
+from tiered_checkpoint_io.engine.draining.queue import Queue
 from tiered_checkpoint_io.storage.memory import namespace_root
 
 STATE_MIB = 4

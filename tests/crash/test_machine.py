@@ -20,10 +20,10 @@ from support.story import Model
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.commit import read_manifest
-from tiered_checkpoint_io.engine.drain import LOCK_FILE, Drain
-from tiered_checkpoint_io.engine.locks import release, try_lock
-from tiered_checkpoint_io.engine.queue import Queue
+from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, Drain
+from tiered_checkpoint_io.engine.draining.locks import release, try_lock
+from tiered_checkpoint_io.engine.draining.queue import Queue
+from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.storage.directory import DirectoryStore
 from tiered_checkpoint_io.storage.memory import namespace_root

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tiered_checkpoint_io import dcp
-from tiered_checkpoint_io.engine import direct_shards
+from tiered_checkpoint_io.engine.durable import direct_shards
 
 COLLECTIVES = [
     name

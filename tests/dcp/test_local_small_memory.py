@@ -10,8 +10,8 @@ import torch
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import dcp, ids
-from tiered_checkpoint_io.engine.drain import LOCK_FILE
-from tiered_checkpoint_io.engine.locks import release, try_lock
+from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE
+from tiered_checkpoint_io.engine.draining.locks import release, try_lock
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.manifest import Manifest
 from tiered_checkpoint_io.storage.memory import MemoryTier

@@ -19,9 +19,9 @@ import time
 import torch.distributed as dist
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.choice import Selector
-from tiered_checkpoint_io.engine.coordination import TorchGroup, node_of
-from tiered_checkpoint_io.engine.restore import Restorer
+from tiered_checkpoint_io.engine.ranks.coordination import TorchGroup, node_of
+from tiered_checkpoint_io.engine.restoring.choice import Selector
+from tiered_checkpoint_io.engine.restoring.restore import Restorer
 from tiered_checkpoint_io.storage import open_store
 from tiered_checkpoint_io.storage.memory import MemoryTier
 from tiered_checkpoint_io.storage.wrappers import Retry

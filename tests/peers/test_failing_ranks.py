@@ -9,27 +9,27 @@ SOON_S = 15.0
 #: Which rank fails, and where: node a has lost its memory; b and c have copies, and b is the first to send.
 FULL = [
     (1, "storage.memory:MemoryTier.reading", 1),
-    (1, "engine.carrying:_Checks.add", 1),
-    (0, "engine.carrying:_Checks.add", 1),
-    (1, "engine.carrying:_Checks.problem", 1),
+    (1, "engine.ranks.carrying:_Checks.add", 1),
+    (0, "engine.ranks.carrying:_Checks.add", 1),
+    (1, "engine.ranks.carrying:_Checks.problem", 1),
     (0, "storage.memory:MemoryTier.acquire", 1),
     (0, "storage.memory:MemoryTier.commit", 1),
-    (2, "engine.bring:Bringer.find", 1),
-    (2, "engine.restore:spread", 1),
-    (0, "engine.restore:candidates", 1),
-    (2, "engine.restore:Restorer._settle", 1),
+    (2, "engine.restoring.bring:Bringer.find", 1),
+    (2, "engine.restoring.restore:spread", 1),
+    (0, "engine.restoring.restore:candidates", 1),
+    (2, "engine.restoring.restore:Restorer._settle", 1),
 ]
 SHARDED = [
     (1, "storage.memory:MemoryTier.reading", 2),
-    (1, "engine.carrying:_Checks.add", 2),
-    (0, "engine.carrying:_Checks.add", 2),
+    (1, "engine.ranks.carrying:_Checks.add", 2),
+    (0, "engine.ranks.carrying:_Checks.add", 2),
     (0, "storage.memory:MemoryTier.acquire", 1),
     (0, "storage.memory:MemoryTier.commit", 1),
-    (2, "engine.shard_reading:shard_candidates", 1),
-    (1, "engine.shard_homing:moves", 1),
-    (0, "engine.shard_files:ShardFiles.peek", 1),
-    (1, "engine.shard_files:ShardFiles.put", 1),
-    (2, "engine.shard_exchange:transfers", 1),
+    (2, "engine.restoring.shard_reading:shard_candidates", 1),
+    (1, "engine.restoring.shard_homing:moves", 1),
+    (0, "engine.restoring.shard_files:ShardFiles.peek", 1),
+    (1, "engine.restoring.shard_files:ShardFiles.put", 1),
+    (2, "engine.restoring.shard_exchange:transfers", 1),
     (1, "adapters.dcp_reading:PlanReader.spans", 1),
 ]
 
@@ -64,7 +64,7 @@ def test_a_rank_that_dies_while_it_sends_is_an_error_of_all_others(ranks, kind):
     _, told = ranks(
         "abcd",
         save,
-        ["load_failing", kind, 1, 1, "engine.carrying:_Checks.add", 1, {"dies": True}],
+        ["load_failing", kind, 1, 1, "engine.ranks.carrying:_Checks.add", 1, {"dies": True}],
         replication_factor=2,
         dead=[1],
     )

@@ -5,9 +5,9 @@ from support.story import op_id
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine import commit
-from tiered_checkpoint_io.engine.operations import Request
-from tiered_checkpoint_io.engine.queue import Queue
+from tiered_checkpoint_io.engine.draining.operations import Request
+from tiered_checkpoint_io.engine.draining.queue import Queue
+from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.hashing import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.storage.memory import MemoryTier

@@ -46,7 +46,8 @@ def import_all():
     """What a process would otherwise import while it is being watched, or each time anew."""
     import torch.distributed.checkpoint as torch_dcp
 
-    from tiered_checkpoint_io.engine import checkpointer, drain, supervise  # noqa: F401
+    from tiered_checkpoint_io.engine import checkpointer, supervise  # noqa: F401
+    from tiered_checkpoint_io.engine.draining import drain
     from tiered_checkpoint_io.storage import directory, s3  # noqa: F401
 
     # The first plan, and the first save and load, of a process import by themselves.
@@ -63,7 +64,7 @@ def import_all():
 # ----------------------------------------------------------------------------------------- drains
 def name_operations(counter):
     """Has effects of drains told apart by the operation that they belong to."""
-    from tiered_checkpoint_io.engine.drain import Drain
+    from tiered_checkpoint_io.engine.draining.drain import Drain
 
     execute, seen = Drain._execute, set()
 
@@ -80,7 +81,7 @@ def name_operations(counter):
 
 def run_drain(order, counter):
     """Carries out what is queued."""
-    from tiered_checkpoint_io.engine.drain import Drain
+    from tiered_checkpoint_io.engine.draining.drain import Drain
 
     name_operations(counter)
     assert Drain(Path(order["root"])).run(once=True)
@@ -101,7 +102,7 @@ class ForkedDrain:
         self._status = None
 
     def _work(self, root, kill_at):
-        from tiered_checkpoint_io.engine.drain import Drain
+        from tiered_checkpoint_io.engine.draining.drain import Drain
 
         os.setsid()
         signal.alarm(PATIENCE_S)
@@ -128,7 +129,7 @@ class ForkedDrain:
 
 
 def fork_drains(order, counter):
-    from tiered_checkpoint_io.engine import supervise
+    from tiered_checkpoint_io.engine.draining import supervise
 
     ForkedDrain.order, ForkedDrain.counter = order, counter
     supervise.subprocess = types.SimpleNamespace(
@@ -153,7 +154,7 @@ def options_of(order):
 
 def run_trainer(order, counter):
     """Lives a life of :data:`LIVES`; tells whenever an operation is done."""
-    from tiered_checkpoint_io.engine.saver import Saver
+    from tiered_checkpoint_io.engine.staging.saver import Saver
 
     name_operations(counter)
     if order["drain"] == "process":

@@ -13,8 +13,8 @@ import sys
 import torch
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine import lease_keeper, leases
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
 
 
 def live(lines):

@@ -33,15 +33,9 @@ def import_all():
     import torch.distributed.tensor  # noqa: F401
 
     from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp  # noqa: F401
-    from tiered_checkpoint_io.engine import (
-        coordination,
-        copies_in,
-        copies_out,
-        meeting,
-        peer_link,
-        replication,
-        session,
-    )
+    from tiered_checkpoint_io.engine import session
+    from tiered_checkpoint_io.engine.peers import copies_in, copies_out, meeting, peer_link, replication
+    from tiered_checkpoint_io.engine.ranks import coordination
 
     for module, bounds in (
         (replication, {"_LOOK_S": 0.01, "_LINGER_S": 0.3, "MESSAGE_S": SOON_S}),
@@ -99,8 +93,8 @@ def run_pair(order, counter):
 
 
 def replicator_of(order, rank, store):
-    from tiered_checkpoint_io.engine.peer_link import Board
-    from tiered_checkpoint_io.engine.replication import Clique, Replicator
+    from tiered_checkpoint_io.engine.peers.peer_link import Board
+    from tiered_checkpoint_io.engine.peers.replication import Clique, Replicator
     from tiered_checkpoint_io.logs import get_logger
     from tiered_checkpoint_io.storage.memory import MemoryTier
 
@@ -121,7 +115,7 @@ def node(order, rank):
 
 
 def send(order, counter, store):
-    from tiered_checkpoint_io.engine.saver import Facts, Saver, plan
+    from tiered_checkpoint_io.engine.staging.saver import Facts, Saver, plan
 
     counter.phase = "replicate: save and send"
     tier, replicator = replicator_of(order, 0, store)

@@ -8,7 +8,7 @@ import threading
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.documents import dump
-from tiered_checkpoint_io.engine import commit
+from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.manifest import Content, FileEntry, Part
 

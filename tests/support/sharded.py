@@ -6,7 +6,7 @@ import random
 from support.story import op_id
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine import commit
+from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.hashing import MIN_CHUNK_SIZE, chunk_ranges, hash_bytes
 from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, Part
 from tiered_checkpoint_io.storage.base import ObjectInfo

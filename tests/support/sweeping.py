@@ -17,7 +17,7 @@ from support import story
 from support.draining import Node
 from support.dying import GOES_ON, LIVES
 
-from tiered_checkpoint_io.engine.queue import Queue
+from tiered_checkpoint_io.engine.draining.queue import Queue
 from tiered_checkpoint_io.storage import open_store
 from tiered_checkpoint_io.storage.memory import namespace_root
 

@@ -12,7 +12,7 @@ from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS
-from tiered_checkpoint_io.engine.items import _scatter
+from tiered_checkpoint_io.engine.exporting.items import _scatter
 from tiered_checkpoint_io.errors import MemoryTierError, MemoryUnsafeError, SaveError
 from tiered_checkpoint_io.storage import memory, node
 from tiered_checkpoint_io.storage.memory import is_tmpfs

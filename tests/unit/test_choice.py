@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.restoring import make_content, save_id
 
-from tiered_checkpoint_io.engine.choice import Candidate, Held, Selector, candidates, spread
+from tiered_checkpoint_io.engine.restoring.choice import Candidate, Held, Selector, candidates, spread
 from tiered_checkpoint_io.manifest import Manifest, Metric
 
 NAMES = ["a.ckpt", "b.ckpt", "last.ckpt", "x/last-v1.ckpt", "blast.ckpt"]

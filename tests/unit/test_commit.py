@@ -9,7 +9,7 @@ import pytest
 from support.restoring import of_a_newer_release
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine import commit
+from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from tiered_checkpoint_io.hashing import hash_bytes
 from tiered_checkpoint_io.manifest import Content, FileEntry, Part

@@ -6,7 +6,7 @@ import pytest
 from support.sharded import FlatStore, bytes_of, make_part, readable, views_of
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine import commit, commit_sharded
+from tiered_checkpoint_io.engine.durable import commit, commit_sharded
 from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreError, UsageError
 from tiered_checkpoint_io.hashing import hash_bytes
 from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, Part

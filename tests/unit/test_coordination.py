@@ -6,7 +6,7 @@ import traceback
 import pytest
 from support.restoring import in_ranks
 
-from tiered_checkpoint_io.engine.coordination import SingleGroup, agree, current_group, node_of
+from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup, agree, current_group, node_of
 from tiered_checkpoint_io.errors import RestoreError, StoreUnavailableError
 
 

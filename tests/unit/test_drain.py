@@ -12,11 +12,11 @@ import pytest
 from support.draining import Node, names, objects, readable
 from support.story import op_id
 
-from tiered_checkpoint_io.engine import ledger, supervise
-from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.engine.locks import is_locked, release, try_lock
-from tiered_checkpoint_io.engine.operations import Outcome, Request
-from tiered_checkpoint_io.engine.supervise import DrainHandle
+from tiered_checkpoint_io.engine.draining import ledger, supervise
+from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.draining.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.engine.draining.operations import Outcome, Request
+from tiered_checkpoint_io.engine.draining.supervise import DrainHandle
 from tiered_checkpoint_io.errors import DrainError, StoreAccessError
 from tiered_checkpoint_io.storage.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
@@ -308,7 +308,7 @@ def test_a_forked_child_keeps_no_lock_alive(node):
 def test_the_drain_is_light():
     """It imports neither torch nor Lightning, boto3 only for S3, and starts quickly."""
     code = (
-        "import sys, tiered_checkpoint_io.cli, tiered_checkpoint_io.engine.drain\n"
+        "import sys, tiered_checkpoint_io.cli, tiered_checkpoint_io.engine.draining.drain\n"
         "heavy = {'torch', 'lightning', 'omegaconf', 'hydra', 'boto3', 'fsspec', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

@@ -12,12 +12,12 @@ from support.sharded import FlatStore, readable
 from support.story import op_id
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine import gathering
-from tiered_checkpoint_io.engine.commit import read_manifest
-from tiered_checkpoint_io.engine.drain import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.engine.locks import release, try_lock
-from tiered_checkpoint_io.engine.operations import Outcome, Request
-from tiered_checkpoint_io.engine.supervise import DrainHandle
+from tiered_checkpoint_io.engine.draining import gathering
+from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.draining.locks import release, try_lock
+from tiered_checkpoint_io.engine.draining.operations import Outcome, Request
+from tiered_checkpoint_io.engine.draining.supervise import DrainHandle
+from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.errors import DrainError, StoreAccessError
 from tiered_checkpoint_io.storage import open_store
 from tiered_checkpoint_io.storage.directory import DirectoryStore

@@ -13,7 +13,7 @@ from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, refuse
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
-from tiered_checkpoint_io.engine import drain, ledger, supervise
+from tiered_checkpoint_io.engine.draining import drain, ledger, supervise
 from tiered_checkpoint_io.errors import MemoryTierError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.storage import spares
 from tiered_checkpoint_io.storage.memory import MemoryTier

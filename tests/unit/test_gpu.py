@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.saver import Facts, HostPins, Saver
+from tiered_checkpoint_io.engine.staging.saver import Facts, HostPins, Saver
 from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.image import plan
 from tiered_checkpoint_io.storage.memory import MemoryTier

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
-from tiered_checkpoint_io.engine.commit import read_manifest
+from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.errors import (
     RestoreError,
 )

@@ -18,10 +18,10 @@ from support.launch import free_port
 from support.running import Run, runner
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine import lease_keeper, leases
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.lease_keeper import LeaseKeeper
-from tiered_checkpoint_io.engine.leases import Lease
+from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
+from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
+from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.ids import LEASE_PREFIX, lease_key
 from tiered_checkpoint_io.storage import open_store

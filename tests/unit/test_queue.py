@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.story import op_id
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.operations import (
+from tiered_checkpoint_io.engine.draining.operations import (
     Outcome,
     Request,
     behind,
@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.operations import (
     superseded,
     unreplaced,
 )
-from tiered_checkpoint_io.engine.queue import DrainProgress, FileJournal, Queue
+from tiered_checkpoint_io.engine.draining.queue import DrainProgress, FileJournal, Queue
 
 
 @pytest.fixture

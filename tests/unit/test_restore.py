@@ -22,13 +22,13 @@ from support.restoring import (
 )
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine import commit
-from tiered_checkpoint_io.engine.choice import Selector
-from tiered_checkpoint_io.engine.coordination import SingleGroup
-from tiered_checkpoint_io.engine.discovery import reading_order
-from tiered_checkpoint_io.engine.operations import Request
-from tiered_checkpoint_io.engine.queue import Queue
-from tiered_checkpoint_io.engine.restore import Restorer
+from tiered_checkpoint_io.engine.draining.operations import Request
+from tiered_checkpoint_io.engine.draining.queue import Queue
+from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
+from tiered_checkpoint_io.engine.restoring.choice import Selector
+from tiered_checkpoint_io.engine.restoring.discovery import reading_order
+from tiered_checkpoint_io.engine.restoring.restore import Restorer
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     FormatVersionError,

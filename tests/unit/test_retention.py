@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine.retention import Copy, Held, make_room, outdated_copies, surplus
+from tiered_checkpoint_io.engine.staging.retention import Copy, Held, make_room, outdated_copies, surplus
 
 IDS = [f"{number:02d}" for number in range(12)]
 held_parts = st.lists(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.saver import Facts, Saver, part_of
+from tiered_checkpoint_io.engine.staging.saver import Facts, Saver, part_of
 from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.image import plan
 from tiered_checkpoint_io.storage.memory import MemoryTier

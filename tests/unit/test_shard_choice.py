@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.choice import Selector
-from tiered_checkpoint_io.engine.shard_choice import HeldPart, shard_candidates
-from tiered_checkpoint_io.engine.shard_exchange import Need, Transfer, transfers
-from tiered_checkpoint_io.engine.shard_retention import surplus
-from tiered_checkpoint_io.engine.tickets import Ticket
+from tiered_checkpoint_io.engine.restoring.choice import Selector
+from tiered_checkpoint_io.engine.restoring.shard_choice import HeldPart, shard_candidates
+from tiered_checkpoint_io.engine.restoring.shard_exchange import Need, Transfer, transfers
+from tiered_checkpoint_io.engine.saving.shard_retention import surplus
+from tiered_checkpoint_io.engine.saving.tickets import Ticket
 from tiered_checkpoint_io.ids import series_of
 from tiered_checkpoint_io.manifest import Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.storage.memory import StoredPart

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tiered_checkpoint_io.engine.shared_reads import FetchedFile, SharedFolder, chunks_of, clear_reads
+from tiered_checkpoint_io.engine.restoring.shared_reads import FetchedFile, SharedFolder, chunks_of, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
 from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.manifest import FileEntry

@@ -20,13 +20,13 @@ from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.dcp_metadata import parse_metadata
-from tiered_checkpoint_io.engine import coordination
-from tiered_checkpoint_io.engine.choice import Selector
+from tiered_checkpoint_io.engine.ranks import coordination
+from tiered_checkpoint_io.engine.ranks.together import Together
+from tiered_checkpoint_io.engine.restoring.choice import Selector
+from tiered_checkpoint_io.engine.restoring.shard_exchange import exchange
+from tiered_checkpoint_io.engine.restoring.shard_files import ShardFiles
+from tiered_checkpoint_io.engine.restoring.shard_reading import OpenShards, ShardRestorer
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.shard_exchange import exchange
-from tiered_checkpoint_io.engine.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.shard_reading import OpenShards, ShardRestorer
-from tiered_checkpoint_io.engine.together import Together
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from tiered_checkpoint_io.engine.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.shared_reads import Span
+from tiered_checkpoint_io.engine.ranks.views import address_of, at
+from tiered_checkpoint_io.engine.restoring.shard_files import ShardFiles
+from tiered_checkpoint_io.engine.restoring.shared_reads import Span
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.engine.views import address_of, at
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
 from tiered_checkpoint_io.shard_image import Skeleton, skeleton_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.engine.saving.shards import ShardSaver
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.shards import ShardSaver
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.storage.memory import namespace_root

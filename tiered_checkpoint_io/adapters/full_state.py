@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.smp import rank_in_group
-from tiered_checkpoint_io.engine import coordination
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
-from tiered_checkpoint_io.engine.progress import SaveReport
+from tiered_checkpoint_io.engine.draining.progress import SaveReport
+from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.errors import SaveError
 
 

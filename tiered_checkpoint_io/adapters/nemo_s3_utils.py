@@ -13,7 +13,7 @@ from typing import Any
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters import nemo_dirpath
-from tiered_checkpoint_io.engine.fetch import fetch_unverified
+from tiered_checkpoint_io.engine.durable.fetch import fetch_unverified
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
 from tiered_checkpoint_io.storage.s3 import MIB, S3Store
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tiered_checkpoint_io.engine.local_run import current_run
+from tiered_checkpoint_io.engine.ranks.local_run import current_run
 
 #: Earlier releases keep a rank's plan also where the save then fails, and lose its items from the next one.
 _KEEPS_WHAT_SUCCEEDED = "_pending_local_plan" in DefaultSavePlanner.finish_plan.__code__.co_names

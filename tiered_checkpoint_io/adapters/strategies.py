@@ -40,8 +40,8 @@ from tiered_checkpoint_io.adapters.strategy_io import (
     StrategyWriter,
 )
 from tiered_checkpoint_io.engine.checkpointer import NoCheckpoint
-from tiered_checkpoint_io.engine.restore import Restored
-from tiered_checkpoint_io.engine.shards import ShardSaver
+from tiered_checkpoint_io.engine.restoring.restore import Restored
+from tiered_checkpoint_io.engine.saving.shards import ShardSaver
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,

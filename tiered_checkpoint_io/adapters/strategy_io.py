@@ -18,7 +18,7 @@ from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.sharded_state import SHARDED, make_again
-from tiered_checkpoint_io.engine.choice import Selector, Tier
+from tiered_checkpoint_io.engine.restoring.choice import Selector, Tier
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
 

@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine import commit, coordination
-from tiered_checkpoint_io.engine.choice import Selector
-from tiered_checkpoint_io.engine.operations import Outcome
-from tiered_checkpoint_io.engine.progress import Progress, SaveReport
-from tiered_checkpoint_io.engine.restore import Restored, Restorer, open_restored
-from tiered_checkpoint_io.engine.saver import Facts, part_of
+from tiered_checkpoint_io.engine.draining.operations import Outcome
+from tiered_checkpoint_io.engine.draining.progress import Progress, SaveReport
+from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.ranks import coordination
+from tiered_checkpoint_io.engine.ranks.together import Together
+from tiered_checkpoint_io.engine.restoring.choice import Selector
+from tiered_checkpoint_io.engine.restoring.restore import Restored, Restorer, open_restored
 from tiered_checkpoint_io.engine.session import Session, current_rank, current_world_size
-from tiered_checkpoint_io.engine.together import Together
+from tiered_checkpoint_io.engine.staging.saver import Facts, part_of
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,

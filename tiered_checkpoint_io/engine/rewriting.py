@@ -6,10 +6,10 @@ import mmap
 from typing import Any
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine import commit
-from tiered_checkpoint_io.engine.manifests import current
-from tiered_checkpoint_io.engine.saver import Facts, part_of
+from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.staging.saver import Facts, part_of
 from tiered_checkpoint_io.image import plan
 
 

@@ -14,16 +14,22 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.behind import Behind
-from tiered_checkpoint_io.engine.hearing import Heard
+from tiered_checkpoint_io.engine.draining.hearing import Heard
+from tiered_checkpoint_io.engine.draining.operations import Outcome, Request
+from tiered_checkpoint_io.engine.draining.progress import Progress, SaveReport
+from tiered_checkpoint_io.engine.draining.queue import DrainProgress
+from tiered_checkpoint_io.engine.draining.supervise import DrainHandle
 from tiered_checkpoint_io.engine.known_names import KnownNames
-from tiered_checkpoint_io.engine.lease_keeper import CLOSE_S, FIRST_LOOK_S, LeaseKeeper, launch_rank, owner_of_process
-from tiered_checkpoint_io.engine.local_peers import LocalPeers
-from tiered_checkpoint_io.engine.meeting import RELEASE_S, Peering
-from tiered_checkpoint_io.engine.operations import Outcome, Request
-from tiered_checkpoint_io.engine.progress import Progress, SaveReport
-from tiered_checkpoint_io.engine.queue import DrainProgress
-from tiered_checkpoint_io.engine.saver import HostPins, Saver
-from tiered_checkpoint_io.engine.supervise import DrainHandle
+from tiered_checkpoint_io.engine.leasing.lease_keeper import (
+    CLOSE_S,
+    FIRST_LOOK_S,
+    LeaseKeeper,
+    launch_rank,
+    owner_of_process,
+)
+from tiered_checkpoint_io.engine.peers.local_peers import LocalPeers
+from tiered_checkpoint_io.engine.peers.meeting import RELEASE_S, Peering
+from tiered_checkpoint_io.engine.staging.saver import HostPins, Saver
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.storage import Store, open_store

@@ -1,0 +1,1 @@
+"""Sharded checkpoints as ordinary files."""

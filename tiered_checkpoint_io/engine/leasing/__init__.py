@@ -1,0 +1,1 @@
+"""Which run may write to a place."""

@@ -1,0 +1,216 @@
+"""What ranks agree on without waiting for each other: the run, and which checkpoint it begins with.
+
+Ranks that save and load local checkpoints make no collective call. Yet all parts of one checkpoint need one
+save id, and ranks must not resume from different ones. Both need a word that all have in common: whoever
+comes first leaves it in the key-value store that torch.distributed was initialised with, and all others
+find it there. That is one question to that store, answered at once; nobody waits for any other rank.
+
+*Save ids.* At its first local save a process learns the id of the run. From it, a save's id follows from
+what each rank knows by itself: the series of the name, the step, and how often the series has gone back to
+a step that it had saved. So
+
+- after a restart the store is a new one, and so are the run and all ids: parts of two starts never mix,
+  even where both saved the same name at the same step. The run's id tells when it began, and is made behind
+  all that its maker has seen, so that later starts count as newer;
+- a name that is saved again gets another id, because its step does not grow: that is a repeat;
+- a save that fails on one rank, or is skipped, does not put later ones out of step: nothing is counted;
+- process groups that save side by side, in names of their own, are series of their own.
+
+Steps may fall only together: a rank that goes back alone makes parts that no other has a part for.
+
+*Saves that miss a part.* Memory counts a save as whole by what one node holds. A rank that has no room there, or whose
+save fails, leaves word of it; the others look for that word at their next save, before they let older ones go, and
+whoever waits for the parts of all gives up. Where nothing fails, each save but the first asks for one word.
+
+*Loads.* The first to have found an intact file of its own leaves word which save it was. The others take
+theirs of the same save.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.logs import Logger
+
+_PREFIX = "tiered-checkpoint"
+_numbers = itertools.count(1)
+#: Bound of a question that is asked beside training, seconds.
+_QUESTION_S = 10.0
+
+Where = Literal["memory", "durable"]
+
+
+class Run:
+    """One start of a job, as one process takes part in it."""
+
+    def __init__(self, store: Any) -> None:
+        """Takes the store that all ranks share; None for a process alone."""
+        self.store = store
+        #: Which start it is, in this process.
+        self.number = next(_numbers)
+        self._lock = threading.Lock()
+        self._run_id: str | None = None
+        self._saved: dict[tuple[str, str], tuple[int, int]] = {}
+        self._loads: Counter[str] = Counter()
+        #: Saves of which it is settled whether all memory has its parts, and those of them that miss some.
+        self._settled: set[str] = set()
+        self._lacking: set[str] = set()
+
+    def save_id(self, namespace: str, series: str, step: int, new_run_id: Callable[[], str]) -> str:
+        """The id of a save that begins now; to be called once for each save.
+
+        Args:
+            namespace: The job's.
+            series: Which saves belong together, see :func:`ids.series_of`.
+            step: The training step; -1 where it is not known.
+            new_run_id: Makes the id of a run, where this rank is the first.
+
+        Raises:
+            UsageError: The store could not be asked.
+        """
+        with self._lock:
+            if self._run_id is None:
+                # A launcher may keep one store over several attempts.
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                self._run_id = self.first(f"run/{attempt}", new_run_id())
+            last, repeat = self._saved.get((namespace, series), (-1, 0))
+            if step <= last or (step < 0 and (namespace, series) in self._saved):
+                repeat += 1
+            self._saved[namespace, series] = step, repeat
+            return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
+
+    def tell_missing(self, save_id: str, where: Where) -> None:
+        """Leaves word that a part of this rank is not in memory, or will not come to the durable tier.
+
+        Raises:
+            UsageError: The store could not be asked.
+        """
+        if where == "memory":
+            self._lacking.add(save_id)
+        self.first(_missing_key(save_id, where), "-")
+
+    def lacking(self, save_ids: Sequence[str]) -> set[str]:
+        """The saves of which some node's memory has no part; to be asked when a later save begins.
+
+        Args:
+            save_ids: Saves of this run, in order. Of all but the last it is remembered.
+
+        Raises:
+            UsageError: The store could not be asked.
+        """
+        for save_id in save_ids:
+            if save_id in self._lacking or save_id in self._settled or self.store is None:
+                continue
+            if self._is_told(_missing_key(save_id, "memory")):
+                self._lacking.add(save_id)
+            elif save_id != save_ids[-1]:
+                # No rank is more than one save behind: what it had to say of this one is said.
+                self._settled.add(save_id)
+        return self._lacking.intersection(save_ids)
+
+    def begin_load(self, what: str) -> str:
+        """The key of a load that begins now: equal on all ranks that load the same as often."""
+        with self._lock:
+            self._loads[what] += 1
+            return f"load/{self._loads[what]}/{what}"
+
+    def chosen(self, load: str) -> str | None:
+        """What the first rank has chosen to load; None where this one is the first so far."""
+        if self.store is None:
+            return None
+        key = f"{_PREFIX}/{load}"
+        return self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+
+    def choose(self, load: str, mine: str) -> str:
+        """What all load: ``mine``, or what another rank has chosen before."""
+        return self.first(load, mine)
+
+    def first(self, key: str, mine: str) -> str:
+        """The word that the first rank to ask for ``key`` has left: ``mine``, where that is this one.
+
+        Raises:
+            UsageError: The store could not be asked.
+        """
+        if self.store is None:
+            return mine
+        first = self._ask(lambda: self.store.compare_set(f"{_PREFIX}/{key}", "", mine))
+        assert first is not None
+        return first
+
+    def _is_told(self, key: str) -> bool:
+        return self._ask(lambda: b"-" if self.store.check([f"{_PREFIX}/{key}"]) else None) is not None
+
+    def _ask(self, question: Callable[[], bytes | None]) -> str | None:
+        try:
+            answer = question()
+            return answer.decode() if answer is not None else None
+        except Exception as error:
+            raise UsageError(
+                f"the store of torch.distributed can't be asked: {error}",
+                operation="agree",
+                hint="local checkpoints need it to name what ranks save together; is its host alive?",
+            ) from error
+
+
+class Watch:
+    """Looks whether some part of a save will not come to the durable tier, beside what the process does otherwise."""
+
+    def __init__(self, run: Run, save_id: str, log: Logger) -> None:
+        """Asks nothing yet.
+
+        Args:
+            run: Of the save.
+            save_id: Which.
+            log: Told once that the store can't be asked; nobody is then known to have given up.
+        """
+        self._store = run.store
+        self._key = _missing_key(save_id, "durable")
+        self._log = log
+        self._line: Any = None
+
+    def __call__(self) -> bool:
+        if self._store is None:
+            return False
+        from tiered_checkpoint_io.engine.ranks.asking import Line
+
+        try:
+            if self._line is None:
+                self._line = Line(self._store, _PREFIX, timeout_s=_QUESTION_S)
+            found: bool = self._line.ask(lambda store: store.check([self._key]))
+        except Exception as error:
+            self._log.warning("the store of torch.distributed can't be asked whether a save was given up: %s", error)
+            self._store = None
+            return False
+        return found
+
+    def close(self) -> None:
+        """Ends its connection."""
+        if self._line is not None:
+            self._line.drop()
+
+
+def _missing_key(save_id: str, where: Where) -> str:
+    return f"missing/{where}/{save_id}"
+
+
+_current: Run | None = None
+
+
+def current_run() -> Run:
+    """The run of this process: a new one where torch.distributed was initialised anew."""
+    import torch.distributed as dist
+
+    global _current
+    store: Any = None
+    if dist.is_available() and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    if _current is None or _current.store is not store:
+        _current = Run(store)
+    return _current
