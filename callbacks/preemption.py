@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.engine.preemption import Agreement, Notice
-from tiered_checkpoint_io.errors import ConfigError, DrainError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError, TieredCheckpointError, UsageError
 
 #: Less than this is left to memory alone: no upload begins and ends in it.
 _DURABLE_FROM_S = 2.0
@@ -177,10 +178,15 @@ class PreemptionCheckpoint(Callback):
         durable = bool(trainer.strategy.broadcast(self.notice.left_s > _DURABLE_FROM_S))
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
         started = time.monotonic()
+        # What failed behind earlier saves is logged and counted here, and must not keep anybody from this one.
+        with contextlib.suppress(SaveError):
+            session.surface()
         try:
             trainer.save_checkpoint(ids.join_url(session.dirpath, self.name), storage_options=options)
         except TieredCheckpointError as error:
             session.log.error("Step %d: there is no last checkpoint: %s", step, error)
+            # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
+            trainer.strategy.barrier("Trainer.save_checkpoint")
             return
         session.log.info("Step %d: the last checkpoint is in memory, after %.2f s", step, time.monotonic() - started)
         if durable:

@@ -25,6 +25,7 @@ noted = {"at": None}
 def tell(moment, step=0):
     for rank, when, at in told["signals"]:
         if (rank, when, at) == (int(os.environ["RANK"]), moment, step):
+            time.sleep(told.get("pause", 0))
             noted["at"] = noted["at"] or time.monotonic()
             os.kill(os.getpid(), getattr(signal, told.get("signal", "SIGTERM")))
 
@@ -85,7 +86,7 @@ if __name__ == "__main__":
     ranks = int(os.environ["WORLD_SIZE"])
     strategy = TieredModelParallelStrategy(ranks, 1) if told["strategy"] == "fsdp2" else told["strategy"]
     callbacks = [
-        TieredModelCheckpoint.from_config(block, filename="{step}", save_top_k=0),
+        TieredModelCheckpoint.from_config(block, filename="{step}", save_top_k=told.get("top_k", 0)),
         PreemptionCheckpoint(grace_seconds=told["grace"], signals=("SIGTERM", "SIGUSR1"), requeue=told.get("requeue")),
         Moments(),
     ]

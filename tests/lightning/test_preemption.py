@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.counting_proxy import CountingProxy
 from support.launch import free_port, launch, said
+from support.tenants import mounted_tmpfs
 from support.training import durable, wipe
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
@@ -152,3 +153,30 @@ def test_slurm_is_asked_to_queue_the_job_again(job, tmp_path, monkeypatch):
 def test_what_makes_no_sense_is_refused(options, error, says):
     with pytest.raises(error, match=says):
         PreemptionCheckpoint(**options)
+
+
+@pytest.mark.timeout(120)
+def test_a_failure_behind_an_earlier_save_keeps_nobody_from_the_last_one(job, tmp_path, memory_dir):
+    """Where failures are raised, and the durable tier has just failed: memory still gets the last checkpoint."""
+    (tmp_path / "durable").write_bytes(b"in the way")
+    block = {"on_save_error": "raise", "s3_every_n_train_steps": 4}
+    told = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "strategy": "ddp", "block": block}
+    told |= {"top_k": -1, "pause": 5, "signals": [[0, "train", 5]]}
+    # The failure is raised at the end, on both ranks: neither has waited for the other.
+    launch(tmp_path, [told] * 2, deadline_s=60, worker=WORKER)
+    for rank in (0, 1):
+        assert "Step 6: the last checkpoint is in memory" in (tmp_path / f"log-{rank}.txt").read_text()
+    (tmp_path / "durable").unlink()
+    for answer in job():
+        assert answer["from"] == ["preempted.ckpt", 6, "memory"]
+
+
+@pytest.mark.timeout(120)
+def test_a_last_save_that_fails_on_the_rank_that_writes_holds_up_no_other(job, tmp_path):
+    """Too little memory, failures that are raised, and too little time for the durable tier."""
+    with mounted_tmpfs(tmp_path / "tight", 1 << 20) as folder:
+        block = {"on_save_error": "raise", "memory_every_n_train_steps": 100, "memory_dir": str(folder)}
+        for answer in job(signals=[[0, "train", 5]], grace=2.5, block=block):
+            assert (answer["ended"], answer["code"], answer["step"]) == ("preempted", 143, 6)
+            assert answer["after"] is None or answer["after"] < 2.5
+    assert "there is no last checkpoint" in (tmp_path / "log-0.txt").read_text()
