@@ -1,5 +1,6 @@
 """A user's stories with the IO alone, no Trainer: save, die, find, trust."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -216,3 +217,20 @@ def test_what_an_io_saves_after_another_run_has_saved_is_newer(closes, loads, ma
     notebook.teardown()
     for io in (make(dirpath), make(dirpath, namespace="another-node")):
         assert io.load_checkpoint("tiered:latest")["global_step"] == 3
+
+
+def test_loading_from_elsewhere_again_and_again_opens_one_connection(make, s3_url):
+    """Weights of another run, evaluated in a loop; the collector of garbage may come when it likes."""
+    elsewhere = make(f"{s3_url}/other", namespace="other")
+    elsewhere.save_checkpoint(state(1), "x.ckpt")
+    elsewhere.teardown()
+    io = make(f"{s3_url}/mine")
+    gc.disable()
+    try:
+        used = []
+        for _ in range(5):
+            assert io.load_checkpoint(f"{s3_url}/other/x.ckpt")["global_step"] == 1
+            used.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert used[-1] == used[0]

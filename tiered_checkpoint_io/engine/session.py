@@ -70,7 +70,7 @@ class Session:
         self._pins = HostPins()
         self._opened: Opened | None = None
         self._peering = Peering(config, self.counts)
-        self._store: Store | None = None
+        self._stores: dict[str, Store] = {}
         self._opening = threading.Lock()
         self._run_id: str | None = None
         self._counter = 0
@@ -105,13 +105,12 @@ class Session:
 
     def durable(self, dirpath: str | None = None) -> Store:
         """The durable tier; another one where a dirpath is given."""
-        if dirpath is not None and dirpath != self.dirpath:
-            return open_store(self.config, dirpath)
+        wanted = self.dirpath if dirpath is None else dirpath
         with self._opening:
             # Threads that fetch ask for it all at once.
-            if self._store is None:
-                self._store = open_store(self.config)
-            return self._store
+            if wanted not in self._stores:
+                self._stores[wanted] = open_store(self.config, wanted)
+            return self._stores[wanted]
 
     def close(self) -> None:
         """Waits for queued work, shows background errors once, and frees everything."""
@@ -126,10 +125,10 @@ class Session:
             if self._lease is not None:
                 self._lease.close(self._in_time(CLOSE_S))
                 self._lease = None
-            if self._store is not None:
-                self._asked.update(self._store.metrics.snapshot())
-                self._store.close()
-                self._store = None
+            for store in self._stores.values():
+                self._asked.update(store.metrics.snapshot())
+                store.close()
+            self._stores.clear()
 
     def _close_tiers(self) -> None:
         tier, saver, drain = self.open()
@@ -252,8 +251,7 @@ class Session:
     @property
     def asked(self) -> dict[str, int]:
         """Requests and bytes that this process itself asked of the durable tier; the drain's are its own."""
-        now = Counter(self._store.metrics.snapshot()) if self._store is not None else Counter()
-        return dict(self._asked + now)
+        return dict(sum((Counter(store.metrics.snapshot()) for store in [*self._stores.values()]), self._asked))
 
     def is_pending(self, name: str) -> bool:
         """Whether a save or alias of this name is, or may be, still on its way to the durable tier."""
