@@ -234,3 +234,12 @@ def test_loading_from_elsewhere_again_and_again_opens_one_connection(make, s3_ur
     finally:
         gc.enable()
     assert used[-1] == used[0]
+
+
+def test_a_home_directory_may_be_written_as_a_shell_has_it(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    io = make("~/runs/a")
+    io.save_checkpoint(state(1), "~/runs/a/step=1.ckpt")
+    assert (tmp_path / "runs" / "a" / "step=1.ckpt").is_file()
+    assert io.load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
+    assert make("~/runs/b").load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tiered_checkpoint_io.errors import InvalidNameError
 from tiered_checkpoint_io.ids.keys import MANIFEST_SUFFIX, META_PREFIX
-from tiered_checkpoint_io.ids.urls import StrPath, normalize_dirpath, text_of, url_scheme
+from tiered_checkpoint_io.ids.urls import StrPath, at_home, normalize_dirpath, text_of, url_scheme
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
@@ -67,7 +67,7 @@ def name_in(dirpath: str, path: StrPath) -> str:
     Raises:
         InvalidNameError: Outside ``dirpath``, or not a valid name.
     """
-    text = text_of(path).rstrip("/")
+    text = at_home(text_of(path).rstrip("/"))
     root = dirpath.rstrip("/")
     if url_scheme(text) is None and not os.path.isabs(text):
         return validate_name(text)

@@ -100,7 +100,12 @@ def normalize_dirpath(dirpath: StrPath) -> str:
         text = text.split("://", 1)[1]
     elif scheme is not None:
         return text if text.endswith("://") else text.rstrip("/")
-    return os.path.abspath(text)
+    return os.path.abspath(at_home(text))
+
+
+def at_home(path: str) -> str:
+    """A path that begins with ``~/`` as a shell has it: YAML has none, and Lightning's own callback does the same."""
+    return os.path.expanduser(path) if path.startswith("~/") else path
 
 
 def join_url(dirpath: str, name: str) -> str:
