@@ -46,8 +46,8 @@ def import_all():
     """What a process would otherwise import while it is being watched, or each time anew."""
     import torch.distributed.checkpoint as torch_dcp
 
-    from tiered_checkpoint_io.engine import checkpointer, supervise  # noqa: F401
-    from tiered_checkpoint_io.engine.draining import drain
+    from tiered_checkpoint_io.engine import checkpointer
+    from tiered_checkpoint_io.engine.draining import drain, supervise  # noqa: F401
     from tiered_checkpoint_io.storage import directory, s3  # noqa: F401
 
     # The first plan, and the first save and load, of a process import by themselves.
