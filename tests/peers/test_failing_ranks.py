@@ -58,6 +58,30 @@ def test_a_rank_that_fails_tells_the_others(ranks, kind, failures):
     assert all(answer["matches"] for answer in told[-1]), "what failed has done no harm"
 
 
+def test_what_one_node_can_not_send_another_one_sends(ranks):
+    """Both a and c have what b needs of rank 2's file; a, which keeps a copy, is asked first."""
+    save = [["save", n, {"rows": 260_000}] for n in (1, 2)]
+    peek = ["load_failing", "sharded", 2, 0, "engine.shard_files:ShardFiles.peek", 1]
+    cases = {
+        "can't read it": {},
+        "bytes change on the way": {"spoils": True},
+        "none is left": {"also": [2], "lasts": True},
+    }
+    told = ranks("abc", *save, *([*peek, case] for case in cases.values()), replication_factor=2)[len(save) :]
+    for case, answers in zip(cases, told, strict=True):
+        assert [answer.get("error") for answer in answers] == [None] * 3, (case, answers)
+        assert max(answer["seconds"] for answer in answers) < SOON_S, case
+        assert answers[0]["failed"], case
+        # Where no node has it any more, all go on to the save before, as ever.
+        wanted = 1 if case == "none is left" else 2
+        assert [answer["step"] for answer in answers] == [wanted] * 3, (case, answers)
+        assert [answer["matches"] for answer in answers] == [wanted == 2] * 3, case
+    why = [" ".join(answers[1]["rejected"]) for answers in told]
+    assert "rank 0 could not send it" in why[0]
+    assert "the disk is broken" in why[0]
+    assert "differ from their hash" in why[1]
+
+
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_rank_that_dies_while_it_sends_is_an_error_of_all_others(ranks, kind):
     save = ["save_full", 1] if kind == "full" else ["save", 1, {"rows": 260_000}]

@@ -296,8 +296,12 @@ def spoil(job, seed, rank):
         Link.send = bad
 
 
-def load_failing(job, kind, seed, rank, where, at=1, dies=False):
-    """A load after rank 0's node has lost its memory, in which a call of one rank fails, once; how it went."""
+def load_failing(job, kind, seed, rank, where, at=1, dies=False, spoils=False, also=(), lasts=False):
+    """A load after rank 0's node has lost its memory, in which a call of one rank fails, once; how it went.
+
+    It dies there, or gives other bytes, where told; and where told, other ranks fail as it does, or all further calls
+    for the same object.
+    """
     tier = session_of(job).open().tier
     if dist.get_rank() == 0:
         for stored in tier.parts():
@@ -311,14 +315,18 @@ def load_failing(job, kind, seed, rank, where, at=1, dies=False):
     real, calls = getattr(holder, name), []
 
     def fail(*args, **kwargs):
-        calls.append(name)
-        if len(calls) == at:
+        calls.append(args[:1])
+        if len(calls) == at or (lasts and len(calls) > at and args[0] is calls[at - 1][0]):
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if spoils:
+                data = bytearray(real(*args, **kwargs))
+                data[len(data) // 2] ^= 1
+                return memoryview(data)
             raise OSError(errno.EIO, "the disk is broken")
         return real(*args, **kwargs)
 
-    if dist.get_rank() == rank:
+    if dist.get_rank() in (rank, *also):
         setattr(holder, name, fail)
     began = time.monotonic()
     try:

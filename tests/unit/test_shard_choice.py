@@ -143,5 +143,13 @@ def test_each_chunk_travels_once_to_each_node_that_needs_it():
     ]
 
 
+def test_a_source_that_failed_is_left_out_for_that_file_alone():
+    x, y = entry("x", 10), entry("y", 10)
+    needs = [Need("a", holds={"x": x, "y": y}), Need("b", holds={"x": x}), Need("c", {"x": [(0, 1)], "y": [(0, 1)]})]
+    assert [(each.basename, each.source) for each in transfers(needs)[1]] == [("x", 0), ("y", 0)]
+    assert [(each.basename, each.source) for each in transfers(needs, {("x", 0)})[1]] == [("x", 1), ("y", 0)]
+    assert [(each.basename, each.source) for each in transfers(needs, {("x", 0), ("x", 1)})[1]] == [("y", 0)]
+
+
 def test_a_file_that_nobody_holds_is_left_to_whoever_needs_it():
     assert transfers([Need("a", {"x": [(0, 1)]}), Need("b")]) == ({}, [])

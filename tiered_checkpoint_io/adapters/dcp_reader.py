@@ -170,7 +170,7 @@ class TieredStorageReader(StorageReader):
         try:
             reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config))
             if opened.scattered:
-                self._exchange(reader, plan, opened.files)
+                self._exchange(reader, plan, opened, opened.files)
             reader.read(plan, planner)
         except TieredCheckpointError as error:
             self.error = error
@@ -216,10 +216,13 @@ class TieredStorageReader(StorageReader):
     def _shared(self) -> Shared:
         return shared_of(self.settings)
 
-    def _exchange(self, reader: PlanReader, plan: LoadPlan, files: ShardFiles) -> None:
+    def _exchange(self, reader: PlanReader, plan: LoadPlan, opened: OpenShards, files: ShardFiles) -> None:
         assert self._joined is not None
         with Together(self._joined) as ranks:
-            exchange(ranks, files, reader.spans(plan))
+            notes = exchange(ranks, files, reader.spans(plan))
+        for note in notes:
+            self.session.log.at_step(opened.step).error("%s: not taken, looking further: %s", opened.name, note)
+        opened.rejected.extend(notes)
 
     def _leave(self) -> None:
         if self._joined is not None:
