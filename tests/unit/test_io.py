@@ -243,3 +243,18 @@ def test_a_home_directory_may_be_written_as_a_shell_has_it(make, tmp_path, monke
     assert (tmp_path / "runs" / "a" / "step=1.ckpt").is_file()
     assert io.load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
     assert make("~/runs/b").load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"global_step": 1 << 70}, "x.ckpt"),
+        ({"epoch": 1 << 70}, "x.ckpt"),
+        ({"global_step": -1}, f"step={1 << 70}.ckpt"),
+    ],
+)
+def test_a_step_or_epoch_that_no_manifest_holds_leaves_a_checkpoint_all_the_same(changes, name, make, tmp_path):
+    io = make(str(tmp_path / "durable"))
+    io.save_checkpoint({**state(1), **changes}, name)
+    for other in (io, make(str(tmp_path / "durable"), namespace="another-node")):
+        assert torch.equal(other.load_checkpoint("tiered:latest")["w"], state(1)["w"])

@@ -393,9 +393,12 @@ class Checkpointer:
 
 
 def _position(state: Any, name: str) -> tuple[int, int]:
-    step = state.get("global_step") if isinstance(state, dict) else None
-    epoch = state.get("epoch") if isinstance(state, dict) else None
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        in_name = ids.step_in_name(name)
-        step = -1 if in_name is None else in_name
-    return step, epoch if isinstance(epoch, int) and not isinstance(epoch, bool) and epoch >= 0 else -1
+    told = state if isinstance(state, dict) else {}
+    step = _count(told.get("global_step"))
+    return step if step >= 0 else _count(ids.step_in_name(name)), _count(told.get("epoch"))
+
+
+def _count(value: Any) -> int:
+    # What no manifest can hold would leave a checkpoint that nobody can read.
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return value if fits else -1
