@@ -11,6 +11,7 @@ from support.fault_proxy import FaultProxy, late, refuse, where
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageWriter, dcp
+from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.engine.draining import ledger
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.storage import wrappers
@@ -126,5 +127,7 @@ def test_a_sharded_checkpoint_of_the_name_is_just_being_committed(save, key, opt
         dcp.maybe_finalize_async_calls(blocking=True)
         writer.close()
     found = {"w": torch.zeros(LARGE)}
-    dcp.load(found, checkpoint_id="step_1", **options, memory_dir=memory_dir)
+    options |= {"memory_dir": memory_dir}
+    dcp.load(found, checkpoint_id="step_1", **options)
+    close_shared(settings_of(None, options))
     assert torch.equal(found["w"], torch.ones(LARGE))
