@@ -12,9 +12,11 @@ from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
+from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.draining import ledger
-from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.storage import wrappers
+from tiered_checkpoint_io.errors import DrainError, SaveError
+from tiered_checkpoint_io.ids import MANIFEST_PREFIX, name_from_manifest_key
+from tiered_checkpoint_io.storage import open_store, wrappers
 
 NAME = "preempted.ckpt"
 SMALL, LARGE = 1000, 6 << 20
@@ -111,6 +113,36 @@ def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
     io.save_checkpoint(state(3, LARGE), NAME)
     io.teardown()
     assert elsewhere(options, memory_dir, NAME) == 3
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
+def test_it_sets_deletes_free_that_a_save_which_came_to_nothing_held_up(io, options, proxy, tmp_path):
+    io.save_checkpoint(state(1, SMALL), "1.ckpt")
+    io.checkpointer.wait()
+    come = when(proxy, "put", "manifests/busy.ckpt", late(1.5))
+    io.save_checkpoint(state(2, SMALL), "busy.ckpt")
+    assert come.wait(10)
+    io.save_checkpoint(state(3, SMALL), "3.ckpt")
+    (damaged,) = (tmp_path / "tight").rglob("saves/*/*/3.ckpt")
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    io.remove_checkpoint("1.ckpt")
+    with contextlib.suppress(DrainError):
+        io.checkpointer.wait()
+    with pytest.raises(SaveError, match="3.ckpt"):
+        io.checkpointer.session.surface()
+    assert "1.ckpt" in durable(options)
+    io.save_checkpoint(state(4, LARGE), "4.ckpt")
+    io.checkpointer.wait()
+    assert durable(options) == ["4.ckpt", "busy.ckpt"]
+
+
+def durable(options):
+    store = open_store(TieredCheckpointConfig.from_any(options))
+    try:
+        return sorted(name for each in store.list(MANIFEST_PREFIX) if (name := name_from_manifest_key(each.key)))
+    finally:
+        store.close()
 
 
 @pytest.mark.timeout(60)

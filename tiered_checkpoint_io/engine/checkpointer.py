@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.ranks.together import Together
 from tiered_checkpoint_io.engine.restoring.choice import Selector
 from tiered_checkpoint_io.engine.restoring.restore import Restored, Restorer, open_restored
 from tiered_checkpoint_io.engine.session import Session, current_rank, current_world_size
-from tiered_checkpoint_io.engine.staging.saver import Facts, part_of
+from tiered_checkpoint_io.engine.staging.saver import Facts, part_of, position
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -106,7 +106,7 @@ class Checkpointer:
         self.session.check_lease()
         if "durable" in wanted and current_rank() == 0:
             self.session.claim()
-        step, epoch = _position(state, name)
+        step, epoch = position(state, name)
         try:
             facts = Facts(
                 name=name,
@@ -167,13 +167,18 @@ class Checkpointer:
     def _save_direct(self, image: Image, facts: Facts, reason: MemoryFullError) -> None:
         """Writes straight to the durable tier, where memory can't hold the checkpoint."""
         self.session.warn_small(reason)
+        drain = self.session.open().drain
         # Two that write to one name at a time would leave the bytes of one and the manifest of the other.
-        self.session.open().drain.make_way(facts.name, self.config.wait_timeout_s)
+        drain.make_way(facts.name, self.config.wait_timeout_s)
         refuse_beyond_memory(image.size, operation="save")
         with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
             hashes = image.fill(view)
             with view.toreadonly() as data:
                 commit.commit_full(self.session.durable(), part_of(image, facts, hashes), data)
+        try:
+            drain.queue.note_past(facts.save_id, facts.name, facts.step, image.size, self.dirpath)
+        except OSError as error:
+            self.session.log.warning("deletes that wait for a durable save may wait for the next: %s", error)
 
     # --------------------------------------------------------------------------- alias and remove
     def alias(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -390,15 +395,3 @@ class Checkpointer:
     def close(self) -> None:
         """See :meth:`Session.close`."""
         self.session.close()
-
-
-def _position(state: Any, name: str) -> tuple[int, int]:
-    told = state if isinstance(state, dict) else {}
-    step = _count(told.get("global_step"))
-    return step if step >= 0 else _count(ids.step_in_name(name)), _count(told.get("epoch"))
-
-
-def _count(value: Any) -> int:
-    # What no manifest can hold would leave a checkpoint that nobody can read.
-    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-    return value if fits else -1

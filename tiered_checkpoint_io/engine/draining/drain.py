@@ -164,6 +164,8 @@ class Drain:
         elif once or (not self._stay and self._may_leave()):
             return True
         else:
+            # A save that went past the queue may have set deletes free.
+            self._ledger.look_again()
             self._stop.wait(_POLL_S if operations else _IDLE_POLL_S)
         return False
 

@@ -64,6 +64,10 @@ class Ledger:
             self._unreplaced = unreplaced(self._queue.outcomes())
         return self._unreplaced
 
+    def look_again(self) -> None:
+        """Has :meth:`without_successor` look anew: others may have noted something."""
+        self._unreplaced = None
+
     # ----------------------------------------------------------------------------------- writing
     def keep(self, op_ids: set[str]) -> None:
         """Forgets what could not be told of operations that are no longer queued."""

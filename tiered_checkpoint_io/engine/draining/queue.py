@@ -111,6 +111,16 @@ class Queue:
         if final:
             request.unlink(missing_ok=True)
 
+    def note_past(self, save_id: str, name: str, step: int, size: int, dirpath: str) -> None:
+        """Notes that a save got to the durable tier past the queue: deletes that waited for one go on.
+
+        Raises:
+            MemoryFullError: There is no space for the note.
+        """
+        now = time.time()
+        self.finish(Outcome(save_id, "save", name, step, "committed", bytes=size, finished=now, dirpath=dirpath))
+        self.prune()
+
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done."""
         return _read(self._status / f"{ids.validate_op_id(op_id)}.json", Outcome)

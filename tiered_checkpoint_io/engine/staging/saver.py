@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.staging import retention
 from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.image import Image, plan
@@ -224,3 +225,16 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
+
+
+def position(state: Any, name: str) -> tuple[int, int]:
+    """The step and the epoch of a state, as it tells them, or else its name; -1 for what neither does."""
+    told = state if isinstance(state, dict) else {}
+    step = _count(told.get("global_step"))
+    return step if step >= 0 else _count(ids.step_in_name(name)), _count(told.get("epoch"))
+
+
+def _count(value: Any) -> int:
+    # What no manifest can hold would leave a checkpoint that nobody can read.
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return value if fits else -1
