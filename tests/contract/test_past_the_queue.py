@@ -117,7 +117,9 @@ def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
 
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:the memory tier can't hold")
-def test_it_sets_deletes_free_that_a_save_which_came_to_nothing_held_up(io, options, proxy, tmp_path):
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_it_sets_deletes_free_that_a_save_which_came_to_nothing_held_up(kind, io, options, proxy, tmp_path):
     io.save_checkpoint(state(1, SMALL), "1.ckpt")
     io.checkpointer.wait()
     come = when(proxy, "put", "manifests/busy.ckpt", late(1.5))
@@ -132,9 +134,14 @@ def test_it_sets_deletes_free_that_a_save_which_came_to_nothing_held_up(io, opti
     with pytest.raises(SaveError, match="3.ckpt"):
         io.checkpointer.session.surface()
     assert "1.ckpt" in durable(options)
-    io.save_checkpoint(state(4, LARGE), "4.ckpt")
+    if kind == "full":
+        io.save_checkpoint(state(4, LARGE), "step_4")
+    else:
+        writer = TieredStorageWriter(**options, memory_dir=str(tmp_path / "tight"), save_to_s3=True)
+        dcp.save({"w": torch.ones(LARGE)}, checkpoint_id="step_4", storage_writer=writer)
+        writer.close()
     io.checkpointer.wait()
-    assert durable(options) == ["4.ckpt", "busy.ckpt"]
+    assert durable(options) == ["busy.ckpt", "step_4"]
 
 
 def durable(options):
@@ -157,6 +164,30 @@ def test_a_sharded_checkpoint_of_the_name_is_just_being_committed(save, key, opt
         assert come.wait(10)
         save({"w": torch.ones(LARGE)}, checkpoint_id="step_1", storage_writer=writer)
         dcp.maybe_finalize_async_calls(blocking=True)
+        writer.close()
+    found = {"w": torch.zeros(LARGE)}
+    options |= {"memory_dir": memory_dir}
+    dcp.load(found, checkpoint_id="step_1", **options)
+    close_shared(settings_of(None, options))
+    assert torch.equal(found["w"], torch.ones(LARGE))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold", "ignore:torch.distributed is disabled")
+def test_a_sharded_checkpoint_of_the_name_that_fails_gives_way(options, proxy, tmp_path, memory_dir):
+    options = {**options, "wait_timeout_s": 20}
+    with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder:
+        writer = TieredStorageWriter(**options, memory_dir=str(folder), save_to_s3=True)
+        proxy.plan = where(refuse(503, "SlowDown"), operation="put")
+        dcp.save({"w": torch.zeros(1000)}, checkpoint_id="step_1", storage_writer=writer)
+        tier, _, drain = writer.session.open()
+        (waiting,) = tier.parts()
+        for _ in range(200):
+            time.sleep(0 if drain.progress().last_error else 0.05)
+        mine = waiting.part.content.files[0].basename
+        proxy.plan = where(refuse(503, "SlowDown"), operation="put", key=mine)
+        dcp.save({"w": torch.ones(LARGE)}, checkpoint_id="step_1", storage_writer=writer)
+        assert not [each for each in tier.parts() if each.pending]
         writer.close()
     found = {"w": torch.zeros(LARGE)}
     options |= {"memory_dir": memory_dir}

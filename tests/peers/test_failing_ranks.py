@@ -61,7 +61,7 @@ def test_a_rank_that_fails_tells_the_others(ranks, kind, failures):
 def test_what_one_node_can_not_send_another_one_sends(ranks):
     """Both a and c have what b needs of rank 2's file; a, which keeps a copy, is asked first."""
     save = [["save", n, {"rows": 260_000}] for n in (1, 2)]
-    peek = ["load_failing", "sharded", 2, 0, "engine.shard_files:ShardFiles.peek", 1]
+    peek = ["load_failing", "sharded", 2, 0, "engine.restoring.shard_files:ShardFiles.peek", 1]
     cases = {
         "can't read it": {},
         "bytes change on the way": {"spoils": True},

@@ -95,25 +95,6 @@ class DirectSlot:
         self._tier.give_back(self._slot)
 
 
-def put_part(store: Store, part: Part, files: Mapping[str, memoryview], *, timeout_s: float) -> None:
-    """Brings a part to the durable tier; the coordinator's is followed by the commit.
-
-    Args:
-        store: Where.
-        part: The whole part.
-        files: The bytes of all its files, by basename.
-        timeout_s: How long the coordinator waits for the parts of other ranks.
-
-    Raises:
-        SaveError: They have not come, or a later save has taken the name.
-        TieredCheckpointError: As :func:`commit_sharded.put_part` and ``commit_parts``.
-    """
-    journal = Journal()
-    if send(store, part, files, journal):
-        await_parts(store, part, timeout_s=timeout_s)
-        commit_sharded.commit_parts(store, part, files, journal=journal)
-
-
 def send(store: Store, part: Part, files: Mapping[str, memoryview], journal: UploadJournal) -> bool:
     """Brings a part to the durable tier; whether it is the coordinator's, and still to be committed.
 

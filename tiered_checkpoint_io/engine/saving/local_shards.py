@@ -14,15 +14,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.draining.operations import Request
 from tiered_checkpoint_io.engine.draining.progress import SaveReport
-from tiered_checkpoint_io.engine.durable import commit_sharded
-from tiered_checkpoint_io.engine.durable.direct_shards import DirectFile, DirectSlot, Journal, await_parts, send
+from tiered_checkpoint_io.engine.durable.direct_shards import DirectFile, DirectSlot
 from tiered_checkpoint_io.engine.ranks.local_run import Watch, Where, current_run
+from tiered_checkpoint_io.engine.saving.past_memory import bring
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.local_retention import Mine, surplus, whole_saves
 from tiered_checkpoint_io.engine.staging.saver import versions
-from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError, UsageError
+from tiered_checkpoint_io.errors import MemoryFullError, SaveError, UsageError
 from tiered_checkpoint_io.hashing import hash_bytes
 from tiered_checkpoint_io.image import Image
 from tiered_checkpoint_io.logs import rate
@@ -300,23 +299,8 @@ def _bring(session: Session, part: Part, file: DirectFile | DirectSlot, words: _
     Raises:
         SaveError: It did not get there.
     """
-    end = time.monotonic() + session.config.wait_timeout_s
     try:
-        journal = Journal()
-        (entry,) = part.content.files
-        with file.reading() as data:
-            store = session.durable()
-            is_to_commit = send(store, part, {entry.basename: data}, journal)
-        if not is_to_commit:
-            return
-        with contextlib.closing(words.watch()) as is_hopeless:
-            there = await_parts(store, part, timeout_s=_left_s(end), is_hopeless=is_hopeless)
-        _make_way(session, part, end)
-        commit_sharded.commit_parts(store, part, {}, journal=journal)
-        # What waits on this node may still become whole.
-        busy = {stored.part.name for stored in session.open().tier.parts() if stored.pending}
-        patience_s = float(session.config.wait_timeout_s)
-        commit_sharded.clear_up(store, part, there, patience_s=patience_s, busy=busy, log=session.log)
+        bring(session, part, file, {}, watching=lambda: contextlib.closing(words.watch()))
     except Exception as error:
         words.leave("durable")
         if isinstance(error, SaveError):
@@ -330,38 +314,3 @@ def _bring(session: Session, part: Part, file: DirectFile | DirectSlot, words: _
             step=part.content.step,
             hint="it is lost, and what was saved before is as it was; give memory_dir more space",
         ) from error
-
-
-def _make_way(session: Session, part: Part, end: float) -> None:
-    """Waits for the drain to have done with earlier saves of this name: two that commit at once might mix.
-
-    One that has failed is given up: all parts of this one are there.
-
-    Raises:
-        DrainError: The drain has not done with them by ``end``, by the monotonic clock.
-    """
-    tier, _, drain = session.open()
-    for stored in tier.parts():
-        same = (stored.part.name, stored.part.dirpath) == (part.name, part.dirpath)
-        if not (stored.pending and same and stored.part.commits and stored.save_id < part.save_id):
-            continue
-        if drain.wait(stored.op_id, _left_s(end)).state == "failed":
-            drain.submit(Request(session.next_id(), "cancel", "cancel", part.dirpath, stored.save_id))
-            while stored.op_id in drain.pending():
-                if time.monotonic() > end:
-                    raise DrainError(
-                        "an earlier save of this name could not be given up",
-                        operation="save",
-                        tier="durable",
-                        key=ids.join_url(part.dirpath, part.name),
-                        step=part.content.step,
-                        hint="see status/drain.log below memory_dir",
-                    )
-                drain.ensure()
-                time.sleep(_POLL_S)
-    drain.make_way(part.name, _left_s(end))
-
-
-def _left_s(end: float) -> float:
-    """Seconds until ``end``: one at least, for what would be done at once."""
-    return max(1.0, end - time.monotonic())

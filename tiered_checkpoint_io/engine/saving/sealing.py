@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tiered_checkpoint_io.engine.durable.direct_shards import DirectFile, DirectSlot, put_part
+from tiered_checkpoint_io.engine.durable.direct_shards import DirectFile, DirectSlot
+from tiered_checkpoint_io.engine.saving.past_memory import bring
 from tiered_checkpoint_io.engine.saving.tickets import Ticket
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.saver import versions
@@ -68,7 +68,7 @@ class Unsealed:
         try:
             part = self._describe(session, small)
             if self.direct is not None:
-                self._send(session, part, self.direct, small)
+                bring(session, part, self.direct, small)
                 return
         except BaseException:
             self.give_back(session)
@@ -123,21 +123,7 @@ class Unsealed:
             raise
         image, slot, tier = self.image, self.slot, session.open().tier
         file = DirectSlot(tier, slot, image.size) if image is not None and slot is not None else None
-        self._send(session, part, file, small)
-
-    def _send(
-        self, session: Session, part: Part, file: DirectFile | DirectSlot | None, small: Mapping[str, bytes]
-    ) -> None:
-        """Brings the part straight to the durable tier."""
-        timeout_s = float(session.config.wait_timeout_s)
-        files = {name: memoryview(content) for name, content in small.items()}
-        with file.reading() if file is not None else contextlib.nullcontext() as data:
-            if data is not None:
-                files[self.ticket.file_name(self.rank)] = data
-            if part.commits:
-                # Two that commit to one name at a time would leave `.metadata` of one and the manifest of the other.
-                session.open().drain.make_way(part.name, timeout_s)
-            put_part(session.durable(), part, files, timeout_s=timeout_s)
+        bring(session, part, file, small)
 
     def give_back(self, session: Session) -> None:
         """Frees what it holds."""
