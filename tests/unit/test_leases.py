@@ -81,6 +81,35 @@ def test_a_second_run_on_a_node_is_refused_before_it_writes_and_a_crashed_one_ho
     assert names_and_leases(s3_url) == (["a.ckpt", "c.ckpt", "d.ckpt"], [])
 
 
+def test_another_job_in_the_same_memory_of_a_node_is_refused(runs, tmp_path):
+    """Each would let go of the other's checkpoints, and tell the drain how to reach its own store."""
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    first, second = runs(one, two, nodes=[0, 0])
+    apart, elsewhere = runs(two, two + "-b", nodes=[0, 1], namespace="apart")
+    assert first.do("save a.ckpt") == "ok"
+    refused = second.do("save b.ckpt")
+    assert refused.startswith("UsageError: another live job keeps its checkpoints in this node's memory")
+    assert f"that of {one}, process {first.pid}" in refused
+    assert "a namespace of its own" in refused
+    assert not names_and_leases(two)[0]
+    assert (apart.do("save c.ckpt"), elsewhere.do("save c.ckpt")) == ("ok", "ok")
+    # Another namespace at that dirpath; this one is free once the job in it has ended, however it did.
+    assert apart.do("close") == "ok"
+    first.kill()
+    assert second.do("save b.ckpt") == "ok"
+
+
+def test_of_jobs_that_begin_at_once_in_the_same_memory_one_goes_on(runs, tmp_path):
+    for turn in range(5):
+        made = runs(*(str(tmp_path / f"{turn}-{number}") for number in range(4)), nodes=[turn] * 4)
+        for run in made:
+            run.tell("save a.ckpt")
+        answers = [run.hear() for run in made]
+        assert answers.count("ok") == 1, answers
+        for run in made:
+            run.kill()
+
+
 def test_namespaces_are_places_of_their_own(runs, tmp_path):
     place = str(tmp_path)
     (first,), (second,) = runs(place, nodes=[0]), runs(place, nodes=[1], namespace="other")

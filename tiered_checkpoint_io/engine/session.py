@@ -27,6 +27,7 @@ from tiered_checkpoint_io.engine.leasing.lease_keeper import (
     launch_rank,
     owner_of_process,
 )
+from tiered_checkpoint_io.engine.leasing.tenancy import Tenancy
 from tiered_checkpoint_io.engine.peers.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.peers.meeting import RELEASE_S, Peering
 from tiered_checkpoint_io.engine.staging.saver import HostPins, Saver
@@ -77,6 +78,7 @@ class Session:
         self._asked: Counter[str] = Counter()
         self._heard = Heard(config.dirpath)
         self._lease: LeaseKeeper | None = None
+        self._tenancy: Tenancy | None = None
         self._behind = Behind(float(config.wait_timeout_s))
         self._warned_small = False
         self._leave_by: float | None = None
@@ -125,6 +127,9 @@ class Session:
             if self._lease is not None:
                 self._lease.close(self._in_time(CLOSE_S))
                 self._lease = None
+            if self._tenancy is not None:
+                self._tenancy.close()
+                self._tenancy = None
             for store in self._stores.values():
                 self._asked.update(store.metrics.snapshot())
                 store.close()
@@ -180,6 +185,7 @@ class Session:
         Raises:
             UsageError: Another live run writes there.
         """
+        self.check_lease()
         if self._lease is None:
             if current_world_size() == 1 and launch_rank() > 0:
                 return
@@ -189,13 +195,24 @@ class Session:
         self._lease.check()
 
     def check_lease(self) -> None:
-        """Looks how the claim went, where one was made.
+        """Looks how the claim went, where one was made; and, once, whose the memory of this namespace is.
 
         Raises:
-            UsageError: Another live run writes to the same dirpath and namespace.
+            UsageError: Another live run writes to the same dirpath and namespace, or, on this node, another live job
+                to the same namespace.
         """
+        if self._tenancy is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):
+            self._tenancy = self._move_in()
         if self._lease is not None:
             self._lease.check()
+
+    def _move_in(self) -> Tenancy | None:
+        try:
+            root, owner = self.open().tier.root, owner_of_process()
+        except (OSError, TieredCheckpointError):
+            # What is to be saved now meets the same, and tells of it.
+            return None
+        return Tenancy(root, self.dirpath, owner, self.log)
 
     # ------------------------------------------------------------------------------------- peers
     def meet_peers(self, process_group: Any = None) -> None:

@@ -45,6 +45,11 @@ def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> in
             return descriptor
 
 
+def share(descriptor: int) -> None:
+    """Lets others hold a lock of :func:`try_lock` too. For a moment nobody holds it: somebody may come between."""
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
 def release(descriptor: int) -> None:
     """Gives a lock back."""
     with _guard:
