@@ -58,7 +58,7 @@ def test_no_checkpoint_id_leads_out_of_its_folder(path):
         ids.locate("s3://bucket/base", path, None)
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "7", True])
+@pytest.mark.parametrize("step", [-1, 1.5, "7", True, 1 << 62])
 def test_a_bad_step_is_refused(step, memory_dir):
     with pytest.raises(InvalidNameError, match="Invalid step value"):
         TieredStorageWriter(namespace="job", memory_dir=memory_dir, step=step)

@@ -211,6 +211,7 @@ def test_steps_and_last_in_names():
         "step_42/x": 42,
         "a/step-7": 7,
         "footstep=3": None,
+        f"step_{1 << 62}": None,
         "x": None,
     }.items():
         assert ids.step_in_name(name) == step

@@ -20,6 +20,8 @@ _MAX_COMPONENT_BYTES = 255 - len(MANIFEST_SUFFIX)
 #: S3 allows 1,024 bytes for a key; the rest is room for the prefix and our own folders.
 _MAX_NAME_BYTES = 700
 _MAX_NAMESPACE = 128
+#: No manifest can hold more.
+_MAX_STEP = 1 << 62
 
 
 def validate_name(name: str) -> str:
@@ -84,7 +86,8 @@ def name_in(dirpath: str, path: StrPath) -> str:
 def step_in_name(name: str) -> int | None:
     """The step that a name tells: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
     matches = list(_STEP_IN_NAME.finditer(name))
-    return int(matches[-1]["step"]) if matches else None
+    step = int(matches[-1]["step"]) if matches else None
+    return step if step is not None and step < _MAX_STEP else None
 
 
 def companion_of(name: str, suffix: str) -> str:
@@ -130,8 +133,8 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
     Raises:
         InvalidNameError: No step is known, or it is below 0, or the name is not valid.
     """
-    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-        raise InvalidNameError(f"Invalid step value: {step!r}", hint="a step is a whole number from 0 on")
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP):
+        raise InvalidNameError(f"Invalid step value: {step!r}", hint="a step is a whole number from 0 on, below 2^62")
     if path is None or not text_of(path):
         if step is None:
             raise InvalidNameError("Invalid step value: none is given", hint=_STEP_HINT)
