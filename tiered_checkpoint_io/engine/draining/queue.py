@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.draining.operations import Outcome, Request
+from tiered_checkpoint_io.engine.draining.operations import Outcome, Request, unreplaced
 from tiered_checkpoint_io.errors import InvalidNameError, MemoryFullError
 from tiered_checkpoint_io.storage.private import write_atomic, write_over
 from tiered_checkpoint_io.storage.spares import Spares
@@ -112,11 +112,14 @@ class Queue:
             request.unlink(missing_ok=True)
 
     def note_past(self, save_id: str, name: str, step: int, size: int, dirpath: str) -> None:
-        """Notes that a save got to the durable tier past the queue: deletes that waited for one go on.
+        """Notes, where deletes may wait for one, that a save got to the durable tier past the queue.
 
         Raises:
             MemoryFullError: There is no space for the note.
         """
+        if not unreplaced(self.outcomes()):
+            # Memory is short of space, and this would take some for nobody.
+            return
         now = time.time()
         self.finish(Outcome(save_id, "save", name, step, "committed", bytes=size, finished=now, dirpath=dirpath))
         self.prune()
