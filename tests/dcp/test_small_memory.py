@@ -1,10 +1,11 @@
 """Ranks whose node memory has no room for their shards: durable saves block, and are whole all the same."""
 
-import subprocess
+import contextlib
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.tenants import mounted_tmpfs
 
 from .worker import content
 
@@ -18,20 +19,8 @@ LARGE = {"rows": 120_000}
 @pytest.fixture
 def small(memory_dir, tmp_path):
     """Makes a node of the simulated ones a real tmpfs of 3 MiB."""
-    mounted = []
-
-    def mount(node):
-        folder = f"{memory_dir}/{node}"
-        subprocess.run(["mkdir", "-p", folder], check=True, timeout=20)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={3 * MIB},mode=0700", "tmpfs", folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        if done.returncode != 0:
-            pytest.skip(f"a tmpfs can't be mounted here: {done.stderr.strip()}")
-        mounted.append(folder)
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
+    with contextlib.ExitStack() as stack:
+        yield lambda node: stack.enter_context(mounted_tmpfs(f"{memory_dir}/{node}", 3 * MIB))
 
 
 @pytest.mark.parametrize("nodes", ["a", "b", "ab"], ids=["coordinator", "other rank", "both"])

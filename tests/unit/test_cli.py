@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.draining.drain import TRAINERS_FILE
 from tiered_checkpoint_io.engine.draining.locks import release, try_lock
+from tiered_checkpoint_io.engine.leasing.tenancy import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
 from tiered_checkpoint_io.ids import manifest_key
 from tiered_checkpoint_io.storage.directory import DirectoryStore
@@ -54,11 +55,12 @@ def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
     # As a callback's best_model_path has it.
     assert command("verify", node.dirpath, f"{node.dirpath}/last.ckpt").stdout.startswith("DAMAGED  last.ckpt")
 
-    trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
-    refused = command("clean", *where)
-    assert isinstance(refused.exception, ConfigError)
-    assert "a trainer or drain uses it" in str(refused.exception)
-    release(trainer)
+    for held in (TRAINERS_FILE, JOB_FILE):
+        trainer = try_lock(node.root / held, shared=True)
+        refused = command("clean", *where)
+        assert isinstance(refused.exception, ConfigError)
+        assert "a trainer or drain uses it" in str(refused.exception)
+        release(trainer)
     assert command("clean", *where).exit_code == 0
     assert os.listdir(memory_dir) == []
     assert names(DirectoryStore(node.dirpath)) == ["epoch=0-step=1.ckpt", "last.ckpt"]

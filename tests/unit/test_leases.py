@@ -16,12 +16,14 @@ import pytest
 from support.counting_proxy import CountingProxy
 from support.launch import free_port
 from support.running import Run, runner
+from support.tenants import descriptors_to_spare
 
 from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.leases import Lease
+from tiered_checkpoint_io.engine.leasing.tenancy import Tenancy
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.ids import LEASE_PREFIX, lease_key
 from tiered_checkpoint_io.storage import open_store
@@ -97,6 +99,16 @@ def test_another_job_in_the_same_memory_of_a_node_is_refused(runs, tmp_path):
     assert apart.do("close") == "ok"
     first.kill()
     assert second.do("save b.ckpt") == "ok"
+
+
+def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog):
+    first = Tenancy(tmp_path, "one", "first", logging.getLogger())
+    with descriptors_to_spare(1):
+        Tenancy(tmp_path, "two", "second", logging.getLogger()).close()
+    assert "cannot note whose the memory of this namespace is" in caplog.text
+    (tmp_path / "job.json").write_text("damaged")
+    Tenancy(tmp_path, "two", "second", logging.getLogger()).close()
+    first.close()
 
 
 def test_of_jobs_that_begin_at_once_in_the_same_memory_one_goes_on(runs, tmp_path):

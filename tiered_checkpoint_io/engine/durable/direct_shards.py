@@ -130,9 +130,7 @@ class Journal:
         self._state = None
 
 
-def await_parts(
-    store: Store, part: Part, *, timeout_s: float, is_hopeless: Callable[[], bool] = lambda: False
-) -> list[Arrived]:
+def await_parts(store: Store, part: Part, *, timeout_s: float, is_hopeless: Callable[[], bool]) -> list[Arrived]:
     """Waits for the parts of all other ranks.
 
     Args:

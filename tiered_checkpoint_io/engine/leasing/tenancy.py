@@ -44,14 +44,18 @@ class Tenancy:
         mine = {"dirpath": dirpath, "owner": owner, "pid": os.getpid()}
         deadline = time.monotonic() + _PATIENCE_S
         while True:
+            held = None
             try:
                 held = self._lock(root, mine)
+                other = _facts(root)
             except OSError as error:
+                if held is not None:
+                    release(held)
                 # No space, or no descriptor: that must not keep a save from going past memory.
                 log.warning("cannot note whose the memory of this namespace is: %s", error)
                 return
-            other = _facts(root)
-            if held is not None and (dirpath == other.get("dirpath") or owner == other.get("owner")):
+            # What nobody can read names nobody.
+            if held is not None and (not other or dirpath == other.get("dirpath") or owner == other.get("owner")):
                 self._held = held
                 return
             if held is not None:
@@ -93,6 +97,6 @@ class Tenancy:
 def _facts(root: Path) -> dict[str, Any]:
     try:
         facts = json.loads((root / _FACTS_FILE).read_bytes())
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.draining.operations import Request
@@ -17,19 +17,15 @@ from tiered_checkpoint_io.manifest import Part
 _POLL_S = 0.05
 
 
-@contextlib.contextmanager
-def never_hopeless() -> Iterator[Callable[[], bool]]:
-    """What a coordinator watches that nobody tells of parts that will not come."""
-    yield lambda: False
-
-
 def bring(
     session: Session,
     part: Part,
     file: DirectFile | DirectSlot | None,
     small: Mapping[str, bytes],
     *,
-    watching: Callable[[], contextlib.AbstractContextManager[Callable[[], bool]]] = never_hopeless,
+    watching: Callable[[], contextlib.AbstractContextManager[Callable[[], bool]]] = lambda: contextlib.nullcontext(
+        lambda: False
+    ),
 ) -> None:
     """Takes a part to the durable tier; the one that commits waits for all others, and does.
 
@@ -49,8 +45,8 @@ def bring(
     store, journal = session.durable(), Journal()
     files = {name: memoryview(content) for name, content in small.items()}
     with file.reading() if file is not None else contextlib.nullcontext() as data:
-        large = {entry.basename: data for entry in part.content.files if entry.basename not in files and data}
-        is_to_commit = send(store, part, {**files, **large}, journal)
+        large = [entry.basename for entry in part.content.files if entry.basename not in files]
+        is_to_commit = send(store, part, files | {name: data for name in large if data is not None}, journal)
     if not is_to_commit:
         return
     with watching() as is_hopeless:
