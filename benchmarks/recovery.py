@@ -45,7 +45,7 @@ def rank_main(folder: str, dirpath: str, mebibytes: int, rounds: int) -> None:
 
     from tiered_checkpoint_io import dcp
     from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
-    from tiered_checkpoint_io.storage.memory import namespace_root
+    from tiered_checkpoint_io.memory.tier import namespace_root
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -13,15 +13,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.callbacks.guard import check_strategy
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log, metrics_of_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.callbacks.steps import check_every, tiers_for_step
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.draining.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -31,6 +29,8 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
     UsageError,
 )
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _POLL_S = 1.0
 _WITHHELD = "withheld"

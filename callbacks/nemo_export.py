@@ -9,10 +9,10 @@ import tempfile
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.ranks.coordination import portable
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
+from tiered_checkpoint_io.model import ids
 
 
 def export_model(trainer: Trainer, pl_module: LightningModule, engine: Checkpointer, path: str) -> None:

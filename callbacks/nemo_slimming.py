@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable
 
 from lightning.pytorch import Trainer
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.engine.rewriting import rewrite
 from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.model import ids
 
 _OPTIMIZER = "optimizer_states"
 

@@ -16,10 +16,10 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.engine.preemption import Agreement, Notice
 from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.model import ids
 
 #: Less than this is left to memory alone: no upload begins and ends in it.
 _DURABLE_FROM_S = 2.0

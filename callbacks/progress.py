@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.draining.operations import Outcome
-from tiered_checkpoint_io.engine.draining.progress import Progress
+from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain.progress import Progress
+from tiered_checkpoint_io.model import ids
 
 _METRICS = "get_metrics"
 

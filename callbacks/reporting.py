@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io.callbacks.progress import ProgressLine
-from tiered_checkpoint_io.engine.draining.operations import Outcome
-from tiered_checkpoint_io.engine.draining.progress import Progress, SaveReport
+from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.logs import GIB
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 from fsspec import AbstractFileSystem
 
-from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.model import ids
 
 #: Where Lightning may look for whatever it likes: nothing is there, and nobody is asked.
 NOWHERE = "tiered://nowhere"

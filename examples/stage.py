@@ -96,9 +96,9 @@ class Stage:
 
     def drained(self) -> dict[str, int]:
         """Waits until the drain, which outlives its trainer, has left; what it counted."""
-        from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, try_lock
-        from tiered_checkpoint_io.engine.draining.queue import Queue
-        from tiered_checkpoint_io.storage.memory import namespace_root
+        from tiered_checkpoint_io.engine.drain.queue import Queue
+        from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, try_lock
+        from tiered_checkpoint_io.memory.tier import namespace_root
 
         root = namespace_root(self.memory_dir, NAMESPACE)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S

@@ -14,8 +14,8 @@ from tiered_checkpoint_io.version import __version__
 if TYPE_CHECKING:
     from tiered_checkpoint_io.adapters.dcp import TieredStorageReader, TieredStorageWriter
     from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
-    from tiered_checkpoint_io.config import TieredCheckpointConfig
-    from tiered_checkpoint_io.ids import build_s3_url, is_s3_url, parse_s3_url
+    from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+    from tiered_checkpoint_io.model.ids import build_s3_url, is_s3_url, parse_s3_url
 
 __all__ = [
     "AsyncCheckpointIO",
@@ -32,12 +32,12 @@ __all__ = [
 _HOMES = {
     "AsyncCheckpointIO": "tiered_checkpoint_io.adapters.lightning",
     "TieredCheckpointIO": "tiered_checkpoint_io.adapters.lightning",
-    "TieredCheckpointConfig": "tiered_checkpoint_io.config",
+    "TieredCheckpointConfig": "tiered_checkpoint_io.model.config",
     "TieredStorageReader": "tiered_checkpoint_io.adapters.dcp",
     "TieredStorageWriter": "tiered_checkpoint_io.adapters.dcp",
-    "build_s3_url": "tiered_checkpoint_io.ids",
-    "is_s3_url": "tiered_checkpoint_io.ids",
-    "parse_s3_url": "tiered_checkpoint_io.ids",
+    "build_s3_url": "tiered_checkpoint_io.model.ids",
+    "is_s3_url": "tiered_checkpoint_io.model.ids",
+    "parse_s3_url": "tiered_checkpoint_io.model.ids",
 }
 
 

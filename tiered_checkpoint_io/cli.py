@@ -12,12 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.engine.draining.locks import release, try_lock
-from tiered_checkpoint_io.engine.draining.operations import held_back, unreplaced
-from tiered_checkpoint_io.engine.draining.queue import Queue
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.operations import held_back, unreplaced
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.engine.leasing.tenancy import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import (
@@ -30,9 +28,11 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import get_logger, gib
-from tiered_checkpoint_io.manifest import FileEntry, Manifest
-from tiered_checkpoint_io.storage import Store, open_store
-from tiered_checkpoint_io.storage.memory import FOLDERS, MemoryTier, StoredPart, namespace_root
+from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, StoredPart, namespace_root
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import FileEntry, Manifest
+from tiered_checkpoint_io.stores import Store, open_store
 
 app = typer.Typer(
     help="Checkpoints in node memory and on the durable tier.", no_args_is_help=True, pretty_exceptions_enable=False

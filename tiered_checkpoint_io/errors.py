@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiered_checkpoint_io.secrecy import without_secrets
+from tiered_checkpoint_io.redaction import without_secrets
 
 _CONTEXT_FIELDS = ("operation", "tier", "key", "rank", "step")
 

@@ -9,11 +9,11 @@ import threading
 import pytest
 
 from tiered_checkpoint_io.errors import InvalidNameError, StoreAccessError, StoreError
-from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 KILLED = """
 import os, signal, sys
-from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 def die(_):
     os.kill(os.getpid(), signal.SIGKILL)
 DirectoryStore(sys.argv[1]).upload("folder/x", memoryview(bytes(20 << 20)), progress=die)

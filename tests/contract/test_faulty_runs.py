@@ -21,12 +21,12 @@ from support.fault_proxy import (
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.draining import ledger
+from tiered_checkpoint_io.engine.drain import ledger
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.storage import open_store, s3, wrappers
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store, s3, wrappers
 
 SLOW_DOWN = refuse(503, "SlowDown")
 #: Above the smallest part size: three parts.

@@ -12,11 +12,11 @@ from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.draining import ledger
+from tiered_checkpoint_io.engine.drain import ledger
 from tiered_checkpoint_io.errors import DrainError, SaveError
-from tiered_checkpoint_io.ids import MANIFEST_PREFIX, name_from_manifest_key
-from tiered_checkpoint_io.storage import open_store, wrappers
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.ids import MANIFEST_PREFIX, name_from_manifest_key
+from tiered_checkpoint_io.stores import open_store, wrappers
 
 NAME = "preempted.ckpt"
 SMALL, LARGE = 1000, 6 << 20

@@ -13,10 +13,10 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     StoreUnavailableError,
 )
-from tiered_checkpoint_io.storage.base import Metrics
-from tiered_checkpoint_io.storage.s3 import MIB, S3Store
-from tiered_checkpoint_io.storage.s3_errors import refusal
-from tiered_checkpoint_io.storage.wrappers import Retry
+from tiered_checkpoint_io.stores.base import Metrics
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store
+from tiered_checkpoint_io.stores.s3_errors import refusal
+from tiered_checkpoint_io.stores.wrappers import Retry
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.servers import RcloneServer
 

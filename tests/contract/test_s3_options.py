@@ -6,10 +6,10 @@ import re
 import pytest
 from support.fault_proxy import FaultProxy, lose_answer
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError
-from tiered_checkpoint_io.storage import open_store
-from tiered_checkpoint_io.storage.s3 import MIB, S3Store
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.servers import OutsideServer
 

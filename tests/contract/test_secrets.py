@@ -21,8 +21,8 @@ from tiered_checkpoint_io.adapters.nemo_s3_utils import S3Utils
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import get_logger
-from tiered_checkpoint_io.secrecy import holds_secrets, without_secrets
-from tiered_checkpoint_io.storage import open_store
+from tiered_checkpoint_io.redaction import holds_secrets, without_secrets
+from tiered_checkpoint_io.stores import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -5,14 +5,14 @@ import secrets
 
 import pytest
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError, StoreUnavailableError
-from tiered_checkpoint_io.storage import open_store, remote
-from tiered_checkpoint_io.storage.base import Metrics, Store
-from tiered_checkpoint_io.storage.directory import DirectoryStore
-from tiered_checkpoint_io.storage.remote import RemoteStore
-from tiered_checkpoint_io.storage.s3 import MAX_PARTS, MIB, S3Store, part_size_for
-from tiered_checkpoint_io.storage.wrappers import Retry, RetryingStore
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store, remote
+from tiered_checkpoint_io.stores.base import Metrics, Store
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+from tiered_checkpoint_io.stores.remote import RemoteStore
+from tiered_checkpoint_io.stores.s3 import MAX_PARTS, MIB, S3Store, part_size_for
+from tiered_checkpoint_io.stores.wrappers import Retry, RetryingStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal, StopHere, StoreContract
 
 

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from tiered_checkpoint_io.errors import StoreAccessError, StoreNotFoundError, StoreUnavailableError
-from tiered_checkpoint_io.storage.base import Metrics
-from tiered_checkpoint_io.storage.directory import DirectoryStore
-from tiered_checkpoint_io.storage.wrappers import Progress, Retry, RetryingStore
+from tiered_checkpoint_io.stores.base import Metrics
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+from tiered_checkpoint_io.stores.wrappers import Progress, Retry, RetryingStore
 from tiered_checkpoint_io.testing.contract import StoreContract
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 

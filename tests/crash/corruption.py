@@ -31,11 +31,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp, ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.storage import open_store
-from tiered_checkpoint_io.storage.memory import namespace_root
+from tiered_checkpoint_io.memory.tier import namespace_root
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.testing.servers import RcloneServer
 
 STEPS = (1, 2)

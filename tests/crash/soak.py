@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
-from tiered_checkpoint_io.engine.draining.queue import Queue
-from tiered_checkpoint_io.storage.memory import namespace_root
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.memory.tier import namespace_root
 
 STATE_MIB = 4
 #: What counts as flat, a save: the measure's name, its unit, and the bound. A leaked state is STATE_MIB.

@@ -18,15 +18,15 @@ from support.draining import names, objects
 from support.restoring import flip
 from support.story import Model
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, Drain
-from tiered_checkpoint_io.engine.draining.locks import release, try_lock
-from tiered_checkpoint_io.engine.draining.queue import Queue
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.errors import RestoreError
-from tiered_checkpoint_io.storage.directory import DirectoryStore
-from tiered_checkpoint_io.storage.memory import namespace_root
+from tiered_checkpoint_io.memory.tier import namespace_root
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 NAMES = st.sampled_from(["a.ckpt", "deep/b.ckpt", "last.ckpt"])

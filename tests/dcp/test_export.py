@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.dcp_metadata import parse_metadata
-from tiered_checkpoint_io.engine.exporting import items
-from tiered_checkpoint_io.engine.exporting.export import to_safetensors, to_torch_file
-from tiered_checkpoint_io.engine.exporting.folders import LocalFolder
+from tiered_checkpoint_io.engine.export import items
+from tiered_checkpoint_io.engine.export.export import to_safetensors, to_torch_file
+from tiered_checkpoint_io.engine.export.folders import LocalFolder
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -33,6 +32,7 @@ from tiered_checkpoint_io.errors import (
     RestoreError,
 )
 from tiered_checkpoint_io.export import export_checkpoint
+from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -155,8 +155,8 @@ def test_memory_stays_bounded(tmp_path):
     """A process that exports 512 MiB, in tensors of 256 MiB, grows by less than 200 MiB."""
     script = f"""
         import resource, sys, torch, torch.distributed.checkpoint as dcp, warnings
-        from tiered_checkpoint_io.engine.exporting.export import to_torch_file, to_safetensors
-        from tiered_checkpoint_io.engine.exporting.folders import LocalFolder
+        from tiered_checkpoint_io.engine.export.export import to_torch_file, to_safetensors
+        from tiered_checkpoint_io.engine.export.folders import LocalFolder
         folder = LocalFolder({str(tmp_path / "sharded")!r})
         def peak():
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

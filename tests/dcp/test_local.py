@@ -8,10 +8,11 @@ import pytest
 import torch
 from support.launch import launch
 
-from tiered_checkpoint_io import dcp, ids
+from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, OtherKindError, RestoreError, UsageError
-from tiered_checkpoint_io.manifest import Manifest
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Manifest
 
 from .conftest import DEADLINE_S
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from support.tenants import mounted_tmpfs
 
-from tiered_checkpoint_io import dcp, ids
-from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE
-from tiered_checkpoint_io.engine.draining.locks import release, try_lock
+from tiered_checkpoint_io import dcp
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.manifest import Manifest
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Manifest
 
 from .test_local import got, job  # noqa: F401
 from .test_small_memory import small  # noqa: F401

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.hashing import hash_bytes
-from tiered_checkpoint_io.storage import open_store
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.stores import open_store
 
 from .worker import content
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, ids
+from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+from tiered_checkpoint_io.model import ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

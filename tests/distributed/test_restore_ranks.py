@@ -11,9 +11,9 @@ from support.counting_proxy import CountingProxy
 from support.launch import launch, said
 from support.restoring import flip, into_durable, into_memory, save_id
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.storage import open_store
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store
 
 MIB = 1 << 20
 CHUNK = 2 * MIB

@@ -18,13 +18,13 @@ import time
 
 import torch.distributed as dist
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.ranks.coordination import TorchGroup, node_of
-from tiered_checkpoint_io.engine.restoring.choice import Selector
-from tiered_checkpoint_io.engine.restoring.restore import Restorer
-from tiered_checkpoint_io.storage import open_store
-from tiered_checkpoint_io.storage.memory import MemoryTier
-from tiered_checkpoint_io.storage.wrappers import Retry
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.restore import Restorer
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store
+from tiered_checkpoint_io.stores.wrappers import Retry
 
 
 def restore(job):

@@ -12,8 +12,8 @@ from tiered_checkpoint_io import AsyncCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, tiers_for_step
 from tiered_checkpoint_io.callbacks.progress import line_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.draining.progress import Progress, SaveReport
-from tiered_checkpoint_io.engine.draining.queue import DrainProgress
+from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
+from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreUnavailableError, UsageError
 
 

@@ -13,8 +13,8 @@ from support.running import Run, runner
 from support.training import Model, Runs, durable, wipe
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.storage import open_store
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store
 
 LAUNCH_TIMEOUT_S = 300
 pytestmark = pytest.mark.timeout(LAUNCH_TIMEOUT_S + 60)

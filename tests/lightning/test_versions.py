@@ -8,9 +8,9 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training import Model
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
+from tiered_checkpoint_io.model import ids
 
 OVERRIDDEN = {
     "_save_checkpoint": ["self", "trainer", "filepath"],

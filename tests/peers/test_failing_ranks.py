@@ -8,28 +8,28 @@ from tiered_checkpoint_io.errors import LostRankError
 SOON_S = 15.0
 #: Which rank fails, and where: node a has lost its memory; b and c have copies, and b is the first to send.
 FULL = [
-    (1, "storage.memory:MemoryTier.reading", 1),
+    (1, "memory.tier:MemoryTier.reading", 1),
     (1, "engine.ranks.carrying:_Checks.add", 1),
     (0, "engine.ranks.carrying:_Checks.add", 1),
     (1, "engine.ranks.carrying:_Checks.problem", 1),
-    (0, "storage.memory:MemoryTier.acquire", 1),
-    (0, "storage.memory:MemoryTier.commit", 1),
-    (2, "engine.restoring.bring:Bringer.find", 1),
-    (2, "engine.restoring.restore:spread", 1),
-    (0, "engine.restoring.restore:candidates", 1),
-    (2, "engine.restoring.restore:Restorer._settle", 1),
+    (0, "memory.tier:MemoryTier.acquire", 1),
+    (0, "memory.tier:MemoryTier.commit", 1),
+    (2, "engine.restore.bring:Bringer.find", 1),
+    (2, "engine.restore.restore:spread", 1),
+    (0, "engine.restore.restore:candidates", 1),
+    (2, "engine.restore.restore:Restorer._settle", 1),
 ]
 SHARDED = [
-    (1, "storage.memory:MemoryTier.reading", 2),
+    (1, "memory.tier:MemoryTier.reading", 2),
     (1, "engine.ranks.carrying:_Checks.add", 2),
     (0, "engine.ranks.carrying:_Checks.add", 2),
-    (0, "storage.memory:MemoryTier.acquire", 1),
-    (0, "storage.memory:MemoryTier.commit", 1),
-    (2, "engine.restoring.shard_reading:shard_candidates", 1),
-    (1, "engine.restoring.shard_homing:moves", 1),
-    (0, "engine.restoring.shard_files:ShardFiles.peek", 1),
-    (1, "engine.restoring.shard_files:ShardFiles.put", 1),
-    (2, "engine.restoring.shard_exchange:transfers", 1),
+    (0, "memory.tier:MemoryTier.acquire", 1),
+    (0, "memory.tier:MemoryTier.commit", 1),
+    (2, "engine.restore.shard_reading:shard_candidates", 1),
+    (1, "engine.restore.shard_homing:moves", 1),
+    (0, "engine.restore.shard_files:ShardFiles.peek", 1),
+    (1, "engine.restore.shard_files:ShardFiles.put", 1),
+    (2, "engine.restore.shard_exchange:transfers", 1),
     (1, "adapters.dcp_reading:PlanReader.spans", 1),
 ]
 
@@ -61,7 +61,7 @@ def test_a_rank_that_fails_tells_the_others(ranks, kind, failures):
 def test_what_one_node_can_not_send_another_one_sends(ranks):
     """Both a and c have what b needs of rank 2's file; a, which keeps a copy, is asked first."""
     save = [["save", n, {"rows": 260_000}] for n in (1, 2)]
-    peek = ["load_failing", "sharded", 2, 0, "engine.restoring.shard_files:ShardFiles.peek", 1]
+    peek = ["load_failing", "sharded", 2, 0, "engine.restore.shard_files:ShardFiles.peek", 1]
     cases = {
         "can't read it": {},
         "bytes change on the way": {"spoils": True},

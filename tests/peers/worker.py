@@ -21,8 +21,8 @@ import worker as base
 
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 IO = []
 SETTLE_S = 30.0
@@ -185,7 +185,7 @@ def save_alone(job, seed, rank, size=50_000):
 
 def cut_while_sending(job, rank, at):
     """A rank's network goes down before the n-th message of what it sends next."""
-    from tiered_checkpoint_io.engine.peers.peer_link import Link
+    from tiered_checkpoint_io.engine.replication.peer_link import Link
 
     if dist.get_rank() != rank:
         return
@@ -270,7 +270,7 @@ def die_without_a_word(job, ranks):
 
 def hurry(job, **seconds):
     """Shorter bounds, by the names of the module's constants."""
-    from tiered_checkpoint_io.engine.peers import copies_in, copies_out, local_peers, peer_link, replication
+    from tiered_checkpoint_io.engine.replication import copies_in, copies_out, local_peers, peer_link, replication
 
     for name, value in seconds.items():
         having = [each for each in (copies_in, copies_out, local_peers, peer_link, replication) if hasattr(each, name)]
@@ -281,7 +281,7 @@ def hurry(job, **seconds):
 
 def spoil(job, seed, rank):
     """A rank's memory gives other bytes than those it has described."""
-    from tiered_checkpoint_io.engine.peers.peer_link import Link
+    from tiered_checkpoint_io.engine.replication.peer_link import Link
 
     if dist.get_rank() == rank:
         send, sent = Link.send, []

@@ -3,15 +3,15 @@
 from support.sharded import make_part
 from support.story import op_id
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.draining.operations import Request
-from tiered_checkpoint_io.engine.draining.queue import Queue
+from tiered_checkpoint_io.engine.drain.operations import Request
+from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable import commit
-from tiered_checkpoint_io.hashing import chunk_ranges, chunk_size_for, hash_bytes
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part
-from tiered_checkpoint_io.storage.memory import MemoryTier
-from tiered_checkpoint_io.storage.private import write_atomic
+from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 
 def part_of(name, data, number, dirpath):

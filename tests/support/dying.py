@@ -13,7 +13,7 @@ from pathlib import Path
 
 from support import story
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 PATIENCE_S = 40
 #: What a job does, operation by operation: action, name, and target of an alias or tiers of a save.
@@ -47,8 +47,8 @@ def import_all():
     import torch.distributed.checkpoint as torch_dcp
 
     from tiered_checkpoint_io.engine import checkpointer
-    from tiered_checkpoint_io.engine.draining import drain, supervise  # noqa: F401
-    from tiered_checkpoint_io.storage import directory, s3  # noqa: F401
+    from tiered_checkpoint_io.engine.drain import drain, supervise  # noqa: F401
+    from tiered_checkpoint_io.stores import directory, s3  # noqa: F401
 
     # The first plan, and the first save and load, of a process import by themselves.
     checkpointer.plan(story.state(0))
@@ -64,7 +64,7 @@ def import_all():
 # ----------------------------------------------------------------------------------------- drains
 def name_operations(counter):
     """Has effects of drains told apart by the operation that they belong to."""
-    from tiered_checkpoint_io.engine.draining.drain import Drain
+    from tiered_checkpoint_io.engine.drain.worker import Drain
 
     execute, seen = Drain._execute, set()
 
@@ -81,7 +81,7 @@ def name_operations(counter):
 
 def run_drain(order, counter):
     """Carries out what is queued."""
-    from tiered_checkpoint_io.engine.draining.drain import Drain
+    from tiered_checkpoint_io.engine.drain.worker import Drain
 
     name_operations(counter)
     assert Drain(Path(order["root"])).run(once=True)
@@ -102,7 +102,7 @@ class ForkedDrain:
         self._status = None
 
     def _work(self, root, kill_at):
-        from tiered_checkpoint_io.engine.draining.drain import Drain
+        from tiered_checkpoint_io.engine.drain.worker import Drain
 
         os.setsid()
         signal.alarm(PATIENCE_S)
@@ -129,7 +129,7 @@ class ForkedDrain:
 
 
 def fork_drains(order, counter):
-    from tiered_checkpoint_io.engine.draining import supervise
+    from tiered_checkpoint_io.engine.drain import client as supervise
 
     ForkedDrain.order, ForkedDrain.counter = order, counter
     supervise.subprocess = types.SimpleNamespace(

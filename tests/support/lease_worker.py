@@ -12,9 +12,9 @@ import sys
 
 import torch
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
 def live(lines):

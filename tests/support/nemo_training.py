@@ -14,9 +14,9 @@ from nemo.utils.model_utils import inject_model_parallel_rank
 from omegaconf import OmegaConf
 from support.training import Stop, durable, wipe
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.nemo import NeMoCheckpointConnector, S3CheckpointIO, tiered_exp_manager
-from tiered_checkpoint_io.storage import open_store
+from tiered_checkpoint_io.stores import open_store
 
 #: Training steps between two validations, by which NeMo saves.
 EVERY = 5

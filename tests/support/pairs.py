@@ -16,8 +16,8 @@ from support import story
 from support.dying import options_of
 from support.launch import free_port
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 PATIENCE_S = 40
 #: Bound of all that one of the two waits for the other, seconds.
@@ -34,8 +34,8 @@ def import_all():
 
     from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp  # noqa: F401
     from tiered_checkpoint_io.engine import session
-    from tiered_checkpoint_io.engine.peers import copies_in, copies_out, meeting, peer_link, replication
     from tiered_checkpoint_io.engine.ranks import coordination
+    from tiered_checkpoint_io.engine.replication import copies_in, copies_out, meeting, peer_link, replication
 
     for module, bounds in (
         (replication, {"_LOOK_S": 0.01, "_LINGER_S": 0.3, "MESSAGE_S": SOON_S}),
@@ -93,10 +93,10 @@ def run_pair(order, counter):
 
 
 def replicator_of(order, rank, store):
-    from tiered_checkpoint_io.engine.peers.peer_link import Board
-    from tiered_checkpoint_io.engine.peers.replication import Clique, Replicator
+    from tiered_checkpoint_io.engine.replication.peer_link import Board
+    from tiered_checkpoint_io.engine.replication.replication import Clique, Replicator
     from tiered_checkpoint_io.logs import get_logger
-    from tiered_checkpoint_io.storage.memory import MemoryTier
+    from tiered_checkpoint_io.memory.tier import MemoryTier
 
     folder = node(order, rank)
     os.makedirs(folder, exist_ok=True)

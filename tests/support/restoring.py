@@ -6,11 +6,11 @@ import pickle
 import queue
 import threading
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.documents import dump
 from tiered_checkpoint_io.engine.durable import commit
-from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import dump
+from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 RUN = ids.new_run_id(now=1_700_000_000.0)
 CHUNK = 1 << 16

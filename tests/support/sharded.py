@@ -5,12 +5,12 @@ import random
 
 from support.story import op_id
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.durable import commit
-from tiered_checkpoint_io.hashing import MIN_CHUNK_SIZE, chunk_ranges, hash_bytes
-from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, Part
-from tiered_checkpoint_io.storage.base import ObjectInfo
-from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE, chunk_ranges, hash_bytes
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
+from tiered_checkpoint_io.stores.base import ObjectInfo
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 CHUNK = 1 << 10
 #: Above the smallest part size, so that uploads to S3 go in several parts.

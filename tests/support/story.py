@@ -1,6 +1,6 @@
 """A life of saves, aliases and deletes, and what each of its moments must look like to a reader."""
 
-from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.model import ids
 
 RUN = "20260101T000000.000000-00000000"
 

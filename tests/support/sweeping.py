@@ -17,9 +17,9 @@ from support import story
 from support.draining import Node
 from support.dying import GOES_ON, LIVES
 
-from tiered_checkpoint_io.engine.draining.queue import Queue
-from tiered_checkpoint_io.storage import open_store
-from tiered_checkpoint_io.storage.memory import namespace_root
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.memory.tier import namespace_root
+from tiered_checkpoint_io.stores import open_store
 
 #: Above the smallest part size, so that an upload to S3 goes in two parts.
 LARGE = (8 << 20) + 5000

@@ -7,7 +7,7 @@ from support import sharded, story
 from support.draining import Node, names, objects, readable
 from support.sweeping import Lost, Mixed, verdict
 
-from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.model import ids
 
 #: Above the smallest part size, so that an upload to S3 goes in two parts.
 LARGE = (8 << 20) + 5000

@@ -8,9 +8,9 @@ from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.ids import MANIFEST_PREFIX, name_from_manifest_key
-from tiered_checkpoint_io.storage import open_store
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.ids import MANIFEST_PREFIX, name_from_manifest_key
+from tiered_checkpoint_io.stores import open_store
 
 
 class Stop(Exception):

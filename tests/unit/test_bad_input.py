@@ -23,9 +23,9 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
     UsageError,
 )
-from tiered_checkpoint_io.ids import manifest_key
-from tiered_checkpoint_io.storage.directory import DirectoryStore
-from tiered_checkpoint_io.storage.wrappers import Retry
+from tiered_checkpoint_io.model.ids import manifest_key
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+from tiered_checkpoint_io.stores.wrappers import Retry
 
 #: Nobody is left waiting for longer, whatever is wrong.
 BOUND_S = 30.0

@@ -12,11 +12,12 @@ from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS
-from tiered_checkpoint_io.engine.exporting.items import _scatter
+from tiered_checkpoint_io.engine.export.items import _scatter
 from tiered_checkpoint_io.errors import MemoryTierError, MemoryUnsafeError, SaveError
-from tiered_checkpoint_io.storage import memory, node
-from tiered_checkpoint_io.storage.memory import is_tmpfs
-from tiered_checkpoint_io.storage.node import memory_left, memory_limit
+from tiered_checkpoint_io.memory import node
+from tiered_checkpoint_io.memory import tier as memory
+from tiered_checkpoint_io.memory.node import memory_left, memory_limit
+from tiered_checkpoint_io.memory.tier import is_tmpfs
 
 MIB = 1 << 20
 #: What containers have for /dev/shm, where nobody says otherwise.

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.restoring import make_content, save_id
 
-from tiered_checkpoint_io.engine.restoring.choice import Candidate, Held, Selector, candidates, spread
-from tiered_checkpoint_io.manifest import Manifest, Metric
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Held, Selector, candidates, spread
+from tiered_checkpoint_io.model.manifest import Manifest, Metric
 
 NAMES = ["a.ckpt", "b.ckpt", "last.ckpt", "x/last-v1.ckpt", "blast.ckpt"]
 LAST = {"last.ckpt", "x/last-v1.ckpt"}

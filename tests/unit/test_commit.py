@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from support.restoring import of_a_newer_release
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from tiered_checkpoint_io.hashing import hash_bytes
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part
-from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 

@@ -5,12 +5,12 @@ import itertools
 import pytest
 from support.sharded import FlatStore, bytes_of, make_part, readable, views_of
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.durable import commit, commit_sharded
 from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreError, UsageError
-from tiered_checkpoint_io.hashing import hash_bytes
-from tiered_checkpoint_io.manifest import METADATA, Content, FileEntry, Part
-from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 

@@ -12,13 +12,14 @@ import pytest
 from support.draining import Node, names, objects, readable
 from support.story import op_id
 
-from tiered_checkpoint_io.engine.draining import ledger, supervise
-from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.engine.draining.locks import is_locked, release, try_lock
-from tiered_checkpoint_io.engine.draining.operations import Outcome, Request
-from tiered_checkpoint_io.engine.draining.supervise import DrainHandle
+from tiered_checkpoint_io.engine.drain import client as supervise
+from tiered_checkpoint_io.engine.drain import ledger
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError, StoreAccessError
-from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 LOG = logging.getLogger("test")
@@ -308,7 +309,7 @@ def test_a_forked_child_keeps_no_lock_alive(node):
 def test_the_drain_is_light():
     """It imports neither torch nor Lightning, boto3 only for S3, and starts quickly."""
     code = (
-        "import sys, tiered_checkpoint_io.cli, tiered_checkpoint_io.engine.draining.drain\n"
+        "import sys, tiered_checkpoint_io.cli, tiered_checkpoint_io.engine.drain.worker\n"
         "heavy = {'torch', 'lightning', 'omegaconf', 'hydra', 'boto3', 'fsspec', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

@@ -11,16 +11,16 @@ from support.draining import Node, names
 from support.sharded import FlatStore, readable
 from support.story import op_id
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.draining import gathering
-from tiered_checkpoint_io.engine.draining.drain import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.engine.draining.locks import release, try_lock
-from tiered_checkpoint_io.engine.draining.operations import Outcome, Request
-from tiered_checkpoint_io.engine.draining.supervise import DrainHandle
+from tiered_checkpoint_io.engine.drain import gathering
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.errors import DrainError, StoreAccessError
-from tiered_checkpoint_io.storage import open_store
-from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores import open_store
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 LOG = logging.getLogger("test")

@@ -13,10 +13,12 @@ from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, refuse
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
-from tiered_checkpoint_io.engine.draining import drain, ledger, supervise
+from tiered_checkpoint_io.engine.drain import client as supervise
+from tiered_checkpoint_io.engine.drain import ledger
+from tiered_checkpoint_io.engine.drain import worker as drain
 from tiered_checkpoint_io.errors import MemoryTierError, SaveError, TieredCheckpointError
-from tiered_checkpoint_io.storage import spares
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.memory import spares
+from tiered_checkpoint_io.memory.tier import MemoryTier
 
 MIB = 1 << 20
 MEMORY_ONLY = {"tiers": ["memory"]}

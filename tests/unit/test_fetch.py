@@ -9,7 +9,7 @@ from support.restoring import CHUNK, flip, make_content
 
 from tiered_checkpoint_io.engine.durable.fetch import fetch, fetch_unverified, temporary_file, verify
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
-from tiered_checkpoint_io.storage.directory import DirectoryStore
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 DATA = os.urandom(20 * CHUNK + 7)

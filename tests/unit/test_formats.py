@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import FormatVersionError, InvalidNameError, TieredCheckpointError
-from tiered_checkpoint_io.hashing import chunk_ranges, chunk_size_for, hash_bytes
-from tiered_checkpoint_io.manifest import Content, FileEntry, Manifest, Metric, Part, merge_parts
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Metric, Part, merge_parts
 
 DATA = Path(__file__).parents[1] / "data" / "format_v1"
 names = st.from_regex(r"[A-Za-z0-9=_ü.-]{1,20}(/[A-Za-z0-9=_-]{1,20}\.ckpt)?", fullmatch=True).filter(

@@ -12,9 +12,6 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     ConfigError,
@@ -23,7 +20,10 @@ from tiered_checkpoint_io.errors import (
     ManifestError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.manifest import Manifest, Part
+from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Manifest, Part
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

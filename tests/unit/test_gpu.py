@@ -6,11 +6,11 @@ import mmap
 import pytest
 import torch
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.staging.saver import Facts, HostPins, Saver
-from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
-from tiered_checkpoint_io.image import plan
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tiered_checkpoint_io.errors import UsageError
-from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
-from tiered_checkpoint_io.image import plan
+from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 
 
 class Pair(NamedTuple):

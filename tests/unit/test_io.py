@@ -16,7 +16,7 @@ from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.errors import (
     RestoreError,
 )
-from tiered_checkpoint_io.ids import LEASE_PREFIX, manifest_key
+from tiered_checkpoint_io.model.ids import LEASE_PREFIX, manifest_key
 
 
 @pytest.fixture(params=["directory", "s3"])

@@ -18,16 +18,16 @@ from support.launch import free_port
 from support.running import Run, runner
 from support.tenants import descriptors_to_spare
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.engine.leasing.tenancy import Tenancy
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
-from tiered_checkpoint_io.ids import LEASE_PREFIX, lease_key
-from tiered_checkpoint_io.storage import open_store
-from tiered_checkpoint_io.storage.base import ObjectInfo
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.ids import LEASE_PREFIX, lease_key
+from tiered_checkpoint_io.stores import open_store
+from tiered_checkpoint_io.stores.base import ObjectInfo
 
 
 @pytest.fixture(scope="module")

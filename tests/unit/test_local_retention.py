@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sharded import make_part
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.staging.local_retention import Mine, surplus, whole_saves
-from tiered_checkpoint_io.storage.memory import StoredPart
+from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.model import ids
 
 RUNS = [ids.new_run_id(now=1_700_000_000 + number) for number in range(2)]
 SERIES = ids.series_of("step_1")

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -23,11 +22,12 @@ from tiered_checkpoint_io.errors import (
     MemoryTierError,
     MemoryUnsafeError,
 )
-from tiered_checkpoint_io.hashing import hash_bytes
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part
-from tiered_checkpoint_io.storage import node
-from tiered_checkpoint_io.storage.memory import MemoryTier, namespace_root, node_budget
-from tiered_checkpoint_io.storage.parts import Shelf
+from tiered_checkpoint_io.memory import node
+from tiered_checkpoint_io.memory.parts import Shelf
+from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root, node_budget
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 MIB = 1 << 20
 RUN = ids.new_run_id()
@@ -438,7 +438,7 @@ def test_the_slots_of_the_living_stay_and_those_of_the_dead_go(tier, memory_dir)
     tier.prepare(MIB)
     script = f"""
         import os, signal
-        from tiered_checkpoint_io.storage.memory import MemoryTier
+        from tiered_checkpoint_io.memory.tier import MemoryTier
         tier = MemoryTier.open({memory_dir!r}, "test")
         tier.acquire({MIB})
         tier.prepare({MIB})
@@ -462,10 +462,10 @@ def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
     """A child is killed at its n-th call that changes the file system, for every n."""
     script = f"""
         import os, signal, sys
-        from tiered_checkpoint_io import ids
-        from tiered_checkpoint_io.hashing import hash_bytes
-        from tiered_checkpoint_io.manifest import (Content, FileEntry, Part)
-        from tiered_checkpoint_io.storage.memory import MemoryTier
+        from tiered_checkpoint_io.model import ids
+        from tiered_checkpoint_io.model.hashing import hash_bytes
+        from tiered_checkpoint_io.model.manifest import (Content, FileEntry, Part)
+        from tiered_checkpoint_io.memory.tier import MemoryTier
 
         RUN = {RUN!r}
         CALLS = ("rename", "open", "ftruncate", "posix_fallocate", "mkdir", "rmdir", "unlink")

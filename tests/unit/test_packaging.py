@@ -79,7 +79,7 @@ def test_the_io_needs_no_hydra_and_no_s3_for_a_directory(tmp_path):
 
 def test_the_drain_pays_for_neither_torch_nor_lightning(tmp_path):
     code = BLOCK.format(blocked={"torch", "lightning", "omegaconf", "hydra", "numpy"})
-    code += "import tiered_checkpoint_io.cli, tiered_checkpoint_io.storage.s3"
+    code += "import tiered_checkpoint_io.cli, tiered_checkpoint_io.stores.s3"
     done = python(code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine.peers.placement import node_peers, peers_of_ranks
+from tiered_checkpoint_io.engine.replication.placement import node_peers, peers_of_ranks
 from tiered_checkpoint_io.errors import UsageError
 
 

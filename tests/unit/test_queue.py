@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.story import op_id
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.draining.operations import (
+from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     Request,
     behind,
@@ -19,7 +18,8 @@ from tiered_checkpoint_io.engine.draining.operations import (
     superseded,
     unreplaced,
 )
-from tiered_checkpoint_io.engine.draining.queue import DrainProgress, FileJournal, Queue
+from tiered_checkpoint_io.engine.drain.queue import DrainProgress, FileJournal, Queue
+from tiered_checkpoint_io.model import ids
 
 
 @pytest.fixture

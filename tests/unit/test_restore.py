@@ -21,14 +21,13 @@ from support.restoring import (
     save_id,
 )
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.draining.operations import Request
-from tiered_checkpoint_io.engine.draining.queue import Queue
+from tiered_checkpoint_io.engine.drain.operations import Request
+from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
-from tiered_checkpoint_io.engine.restoring.choice import Selector
-from tiered_checkpoint_io.engine.restoring.discovery import reading_order
-from tiered_checkpoint_io.engine.restoring.restore import Restorer
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.discovery import reading_order
+from tiered_checkpoint_io.engine.restore.restore import Restorer
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
@@ -36,11 +35,12 @@ from tiered_checkpoint_io.errors import (
     StoreAccessError,
     StoreUnavailableError,
 )
-from tiered_checkpoint_io.ids import manifest_key
-from tiered_checkpoint_io.manifest import Manifest
-from tiered_checkpoint_io.storage.base import ObjectInfo
-from tiered_checkpoint_io.storage.directory import DirectoryStore
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.ids import manifest_key
+from tiered_checkpoint_io.model.manifest import Manifest
+from tiered_checkpoint_io.stores.base import ObjectInfo
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 LATEST = Selector("latest")

@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.staging.saver import Facts, Saver, part_of
 from tiered_checkpoint_io.errors import MemoryFullError
-from tiered_checkpoint_io.image import plan
-from tiered_checkpoint_io.storage.memory import MemoryTier
+from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
 
 MIB = 1 << 20
 RUN = ids.new_run_id()

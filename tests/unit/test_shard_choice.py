@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.restoring.choice import Selector
-from tiered_checkpoint_io.engine.restoring.shard_choice import HeldPart, shard_candidates
-from tiered_checkpoint_io.engine.restoring.shard_exchange import Need, Transfer, transfers
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.shard_choice import HeldPart, shard_candidates
+from tiered_checkpoint_io.engine.restore.shard_exchange import Need, Transfer, transfers
 from tiered_checkpoint_io.engine.saving.shard_retention import surplus
 from tiered_checkpoint_io.engine.saving.tickets import Ticket
-from tiered_checkpoint_io.ids import series_of
-from tiered_checkpoint_io.manifest import Content, FileEntry, Manifest, Part
-from tiered_checkpoint_io.storage.memory import StoredPart
+from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.ids import series_of
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
 
 RUN = ids.new_run_id(now=1_700_000_000.0)
 LATEST = Selector("latest")

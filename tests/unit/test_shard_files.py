@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tiered_checkpoint_io.engine.restoring.shared_reads import FetchedFile, SharedFolder, chunks_of, clear_reads
+from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, chunks_of, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
-from tiered_checkpoint_io.hashing import chunk_ranges, hash_bytes
-from tiered_checkpoint_io.manifest import FileEntry
+from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.model.manifest import FileEntry
 
 CHUNK = 1000
 DATA = os.urandom(10 * CHUNK + 7)

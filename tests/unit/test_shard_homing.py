@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.restoring import make_content, save_id
 
-from tiered_checkpoint_io.engine.peers.placement import peers_of_ranks
-from tiered_checkpoint_io.engine.restoring.shard_choice import HeldPart
-from tiered_checkpoint_io.engine.restoring.shard_homing import Move, moves
+from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
+from tiered_checkpoint_io.engine.restore.shard_choice import HeldPart
+from tiered_checkpoint_io.engine.restore.shard_homing import Move, moves
 
 SAVE = save_id(1)
 

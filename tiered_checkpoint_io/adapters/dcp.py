@@ -22,7 +22,7 @@ from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.full_state import save_full
 from tiered_checkpoint_io.adapters.planners import save_planner
 from tiered_checkpoint_io.adapters.smp import load_local_state, place_of, rank_in_group, save_local_state
-from tiered_checkpoint_io.engine.draining.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.saving.local_shards import LocalSave, Place, op_id
 from tiered_checkpoint_io.errors import (
     ConfigError,
@@ -319,7 +319,7 @@ def load(
 
     ``sharded``: as ``torch.distributed.checkpoint.load`` does. Where a checkpoint shows damage while it
     is read, and it was not asked for by its name, all ranks go on to the next one.
-    ``local``: each rank its shard, without any collective; see ``engine/restoring/local_restore.py`` for how ranks
+    ``local``: each rank its shard, without any collective; see ``engine/restore/local_restore.py`` for how ranks
     come to load the same.
 
     Args:

@@ -16,16 +16,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
-from tiered_checkpoint_io.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.together import Together
-from tiered_checkpoint_io.engine.restoring.choice import Selector
-from tiered_checkpoint_io.engine.restoring.shard_exchange import exchange
-from tiered_checkpoint_io.engine.restoring.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.restoring.shard_reading import OpenShards, ShardRestorer
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
+from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
+from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, ShardRestorer
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
@@ -35,7 +33,9 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
+from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
 
 #: What shows that this checkpoint is bad, rather than that reading is.
 DAMAGE = (CorruptCheckpointError, StoreNotFoundError, CheckpointNotFoundError)

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from tiered_checkpoint_io.engine.ranks.views import address_of, at
-from tiered_checkpoint_io.engine.restoring.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.restoring.shared_reads import Span
+from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
+from tiered_checkpoint_io.engine.restore.shared_reads import Span
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
-from tiered_checkpoint_io.shard_image import Skeleton, skeleton_of
+from tiered_checkpoint_io.formats.shard_image import Skeleton, skeleton_of
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _CRC_AT = 14

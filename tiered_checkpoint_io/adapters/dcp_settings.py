@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.saving.shards import ShardSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger, get_logger
-from tiered_checkpoint_io.storage.memory import namespace_root
+from tiered_checkpoint_io.memory.tier import namespace_root
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _EXTRA = ("world_size", "save_to_s3", "s3_every_n_steps", "logger")
 _BASE_PATHS = ("s3_tier_base_path", "s3_base_path")

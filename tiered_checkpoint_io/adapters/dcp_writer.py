@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
-from tiered_checkpoint_io.engine.draining.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.saving.tickets import Ticket, arrived, expect_ticket
 from tiered_checkpoint_io.engine.session import Session, current_rank
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
+from tiered_checkpoint_io.formats.shard_image import Item
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.shard_image import Item
+from tiered_checkpoint_io.model import ids
 
 
 class _Written(NamedTuple):

@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.engine.exporting.export import DEFAULT_SHARD_SIZE, to_safetensors, to_torch_file
-from tiered_checkpoint_io.engine.exporting.folders import Folder, LocalFolder, PlainStoredFolder, StoredFolder
-from tiered_checkpoint_io.engine.restoring.discovery import reading_order
+from tiered_checkpoint_io.engine.export.export import DEFAULT_SHARD_SIZE, to_safetensors, to_torch_file
+from tiered_checkpoint_io.engine.export.folders import Folder, LocalFolder, PlainStoredFolder, StoredFolder
+from tiered_checkpoint_io.engine.restore.discovery import reading_order
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, OtherKindError
-from tiered_checkpoint_io.manifest import METADATA, Manifest, newest_first
-from tiered_checkpoint_io.storage import Store, open_store
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import METADATA, Manifest, newest_first
+from tiered_checkpoint_io.stores import Store, open_store
 
 Format = Literal["torch", "safetensors"]
 

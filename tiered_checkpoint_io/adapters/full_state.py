@@ -11,13 +11,13 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.smp import rank_in_group
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
-from tiered_checkpoint_io.engine.draining.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.model import ids
 
 
 def save_full(

@@ -11,11 +11,11 @@ from lightning import __version__ as lightning_version
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.secrecy import shown
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.redaction import shown
 
 REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from tiered_checkpoint_io.config import GETS_PER_SECOND, HEADROOM, PUTS_PER_SECOND, TieredCheckpointConfig
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.config import GETS_PER_SECOND, HEADROOM, PUTS_PER_SECOND, TieredCheckpointConfig
 
 
 class Topology(NamedTuple):

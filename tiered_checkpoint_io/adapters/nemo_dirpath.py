@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.model import ids
 
 S3_PATH_PREFIX = "s3://"
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.model import ids
 
 EXTENSION = ".ckpt"
 #: Beside a checkpoint that NeMo had not finished when it died.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters import nemo_layouts
 from tiered_checkpoint_io.adapters.nemo_layouts import Saved
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.model import ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from io import BytesIO
 from typing import Any
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters import nemo_dirpath
 from tiered_checkpoint_io.engine.durable.fetch import fetch_unverified
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
-from tiered_checkpoint_io.storage.s3 import MIB, S3Store
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 DEFAULT_CHUNK_SIZE_MB = 64
 DEFAULT_MAX_READ_CONCURRENCY = 15

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.local_state import fill, local_part
-from tiered_checkpoint_io.engine.restoring.local_restore import LocalRestorer
-from tiered_checkpoint_io.engine.restoring.shard_reading import OpenShards
+from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
+from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.saving.local_shards import LocalSave, Place, save_local
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, UsageError
-from tiered_checkpoint_io.image import plan
+from tiered_checkpoint_io.formats.image import plan
 
 
 # ------------------------------------------------------------------------------------------ groups

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters import dcp
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.lightning import (
@@ -40,7 +39,7 @@ from tiered_checkpoint_io.adapters.strategy_io import (
     StrategyWriter,
 )
 from tiered_checkpoint_io.engine.checkpointer import NoCheckpoint
-from tiered_checkpoint_io.engine.restoring.restore import Restored
+from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.saving.shards import ShardSaver
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
@@ -51,6 +50,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
     UsageError,
 )
+from tiered_checkpoint_io.model import ids
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.sharded_state import SHARDED, make_again
-from tiered_checkpoint_io.engine.restoring.choice import Selector, Tier
+from tiered_checkpoint_io.engine.restore.choice import Selector, Tier
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
+from tiered_checkpoint_io.model import ids
 
 #: The file beside the shards in which Lightning keeps loops, callbacks and hyperparameters.
 REST = "meta.pt"

@@ -10,15 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
-from tiered_checkpoint_io.engine.draining.operations import Outcome
-from tiered_checkpoint_io.engine.draining.progress import Progress, SaveReport
+from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.together import Together
-from tiered_checkpoint_io.engine.restoring.choice import Selector
-from tiered_checkpoint_io.engine.restoring.restore import Restored, Restorer, open_restored
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.restore import Restored, Restorer, open_restored
 from tiered_checkpoint_io.engine.session import Session, current_rank, current_world_size
 from tiered_checkpoint_io.engine.staging.saver import Facts, part_of, position
 from tiered_checkpoint_io.engine.trust import Trust
@@ -31,12 +29,14 @@ from tiered_checkpoint_io.errors import (
     SaveError,
     UsageError,
 )
-from tiered_checkpoint_io.image import Image, plan
+from tiered_checkpoint_io.formats.image import Image, plan
 from tiered_checkpoint_io.logs import Logger, rate
-from tiered_checkpoint_io.manifest import Metric
-from tiered_checkpoint_io.storage import Store
-from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
-from tiered_checkpoint_io.storage.node import refuse_beyond_memory
+from tiered_checkpoint_io.memory.node import refuse_beyond_memory
+from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Metric
+from tiered_checkpoint_io.stores import Store
 
 TIERS = frozenset({"memory", "durable"})
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.saver import Facts, part_of
-from tiered_checkpoint_io.image import plan
+from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.model import ids
 
 
 def rewrite(session: Session, name: str, state: Any) -> bool:

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.engine.behind import Behind
-from tiered_checkpoint_io.engine.draining.hearing import Heard
-from tiered_checkpoint_io.engine.draining.operations import Outcome, Request
-from tiered_checkpoint_io.engine.draining.progress import Progress, SaveReport
-from tiered_checkpoint_io.engine.draining.queue import DrainProgress
-from tiered_checkpoint_io.engine.draining.supervise import DrainHandle
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain.hearing import Heard
+from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
+from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
+from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.known_names import KnownNames
 from tiered_checkpoint_io.engine.leasing.lease_keeper import (
     CLOSE_S,
@@ -28,13 +26,15 @@ from tiered_checkpoint_io.engine.leasing.lease_keeper import (
     owner_of_process,
 )
 from tiered_checkpoint_io.engine.leasing.tenancy import Tenancy
-from tiered_checkpoint_io.engine.peers.local_peers import LocalPeers
-from tiered_checkpoint_io.engine.peers.meeting import RELEASE_S, Peering
+from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
+from tiered_checkpoint_io.engine.replication.meeting import RELEASE_S, Peering
 from tiered_checkpoint_io.engine.staging.saver import HostPins, Saver
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
-from tiered_checkpoint_io.storage import Store, open_store
-from tiered_checkpoint_io.storage.memory import MemoryTier, node_budget
+from tiered_checkpoint_io.memory.tier import MemoryTier, node_budget
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import Store, open_store
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tiered_checkpoint_io.config import TieredCheckpointConfig
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _TRUST_ALL = "if you trust whoever can write there wholly, set weights_only to false"
 

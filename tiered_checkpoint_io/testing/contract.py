@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError, StoreError, StoreNotFoundError
-from tiered_checkpoint_io.storage.base import Store
+from tiered_checkpoint_io.stores.base import Store
 
 ODD_KEYS = [
     "a",

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.durable.journals import Removal, Section, identity_of
 from tiered_checkpoint_io.engine.durable.manifests import (
     contents_of,
@@ -32,8 +31,9 @@ from tiered_checkpoint_io.engine.durable.manifests import (
     verify,
 )
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
-from tiered_checkpoint_io.manifest import Content, Manifest, Part, merge_parts
-from tiered_checkpoint_io.storage.base import Store, UploadJournal
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Content, Manifest, Part, merge_parts
+from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
 __all__ = ["abandon", "commit_full", "delete", "put_alias", "read_manifest", "verify"]
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.durable.commit import aliases_of, orphans_of
 from tiered_checkpoint_io.engine.durable.journals import Removal, Section
 from tiered_checkpoint_io.engine.durable.manifests import (
@@ -34,10 +33,11 @@ from tiered_checkpoint_io.engine.durable.manifests import (
     verify,
 )
 from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreError, StoreNotFoundError, UsageError
-from tiered_checkpoint_io.ids import PartKey
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.manifest import METADATA, FileEntry, Manifest, Part, merge_parts
-from tiered_checkpoint_io.storage.base import Store, UploadJournal
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.ids import PartKey
+from tiered_checkpoint_io.model.manifest import METADATA, FileEntry, Manifest, Part, merge_parts
+from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
 _SENT = "sent"
 _FILES = "files"

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from tiered_checkpoint_io.engine.durable import commit_sharded
 from tiered_checkpoint_io.engine.durable.commit_sharded import Arrived
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.image import Image
-from tiered_checkpoint_io.manifest import Part
-from tiered_checkpoint_io.storage.base import Store, UploadJournal
-from tiered_checkpoint_io.storage.memory import MemoryTier
-from tiered_checkpoint_io.storage.node import refuse_beyond_memory
-from tiered_checkpoint_io.storage.slots import Slot
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.memory.node import refuse_beyond_memory
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
 _FIRST_LOOK_S = 0.1
 _MAX_LOOK_S = 2.0

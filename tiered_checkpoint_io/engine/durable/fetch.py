@@ -12,9 +12,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError
-from tiered_checkpoint_io.hashing import chunk_ranges, chunk_size_for
-from tiered_checkpoint_io.manifest import FileEntry
-from tiered_checkpoint_io.storage.base import Store
+from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
+from tiered_checkpoint_io.model.manifest import FileEntry
+from tiered_checkpoint_io.stores.base import Store
 
 #: xxh3 at full speed saturates memory with few threads.
 _HASH_THREADS = 4

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.durable.manifests import current, in_parallel, paths_of
-from tiered_checkpoint_io.manifest import Manifest
-from tiered_checkpoint_io.storage.base import Store, UploadJournal
+from tiered_checkpoint_io.model.manifest import Manifest
+from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
 _OBJECTS = "objects"
 _OWNER = "owner"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreNotFoundError
-from tiered_checkpoint_io.manifest import Content, FileEntry, Manifest
-from tiered_checkpoint_io.storage.base import Store
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest
+from tiered_checkpoint_io.stores.base import Store
 
 _AT_ONCE = 8
 _T = TypeVar("_T")

@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.leasing import leases
 from tiered_checkpoint_io.engine.leasing.leases import Lease, Seen
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.storage import Store
-from tiered_checkpoint_io.storage.base import ObjectInfo
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores import Store
+from tiered_checkpoint_io.stores.base import ObjectInfo
 
 #: How long a first save waits for the first look, seconds: a store that is there answers well within.
 FIRST_LOOK_S = 5.0

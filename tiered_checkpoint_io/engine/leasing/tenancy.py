@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tiered_checkpoint_io.engine.draining.locks import release, share, try_lock
+from tiered_checkpoint_io.engine.drain.locks import release, share, try_lock
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.storage.private import write_atomic
+from tiered_checkpoint_io.memory.private import write_atomic
 
 LOCK_FILE = "job.lock"
 _FACTS_FILE = "job.json"

@@ -18,9 +18,9 @@ from tiered_checkpoint_io.errors import (
     MemoryFullError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.manifest import FileEntry, Part
-from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
-from tiered_checkpoint_io.storage.slots import Slot
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.model.manifest import FileEntry, Part
 
 _HASH_THREADS = 2
 #: Bytes of a word on the wire; of blanks alone where all is well.

@@ -35,9 +35,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
 
 _PREFIX = "tiered-checkpoint"
 _numbers = itertools.count(1)

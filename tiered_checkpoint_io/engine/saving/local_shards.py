@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.draining.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.durable.direct_shards import DirectFile, DirectSlot
 from tiered_checkpoint_io.engine.ranks.local_run import Watch, Where, current_run
 from tiered_checkpoint_io.engine.saving.past_memory import bring
@@ -22,12 +21,13 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.local_retention import Mine, surplus, whole_saves
 from tiered_checkpoint_io.engine.staging.saver import versions
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError, UsageError
-from tiered_checkpoint_io.hashing import hash_bytes
-from tiered_checkpoint_io.image import Image
+from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.logs import rate
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part
-from tiered_checkpoint_io.storage.memory import StoredPart
-from tiered_checkpoint_io.storage.slots import Slot
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 _POLL_S = 0.05
 

@@ -6,13 +6,13 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.draining.operations import Request
+from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.durable import commit_sharded
 from tiered_checkpoint_io.engine.durable.direct_shards import DirectFile, DirectSlot, Journal, await_parts, send
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.manifest import Part
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
 
 _POLL_S = 0.05
 

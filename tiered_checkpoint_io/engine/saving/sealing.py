@@ -12,10 +12,10 @@ from tiered_checkpoint_io.engine.saving.tickets import Ticket
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.saver import versions
 from tiered_checkpoint_io.errors import MemoryFullError
-from tiered_checkpoint_io.hashing import chunk_ranges, chunk_size_for, hash_bytes
-from tiered_checkpoint_io.image import Image
-from tiered_checkpoint_io.manifest import Content, FileEntry, Part
-from tiered_checkpoint_io.storage.slots import Slot
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 
 @dataclass(slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.saving.tickets import Ticket
 from tiered_checkpoint_io.engine.staging.retention import safest
-from tiered_checkpoint_io.storage.memory import StoredPart
+from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.model import ids
 
 
 @dataclass(frozen=True, slots=True)

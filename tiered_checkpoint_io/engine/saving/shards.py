@@ -18,20 +18,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from tiered_checkpoint_io import ids
-from tiered_checkpoint_io.engine.draining.progress import SaveReport
-from tiered_checkpoint_io.engine.draining.supervise import DrainHandle
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.durable.direct_shards import DirectFile
 from tiered_checkpoint_io.engine.saving.sealing import Unsealed
 from tiered_checkpoint_io.engine.saving.shard_retention import Mine, surplus
 from tiered_checkpoint_io.engine.saving.tickets import Ticket
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
-from tiered_checkpoint_io.filling import Segment
-from tiered_checkpoint_io.image import Image
+from tiered_checkpoint_io.formats.filling import Segment
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.shard_image import Item, Placed, plan_shard
 from tiered_checkpoint_io.logs import rate
-from tiered_checkpoint_io.manifest import METADATA, Metric
-from tiered_checkpoint_io.shard_image import Item, Placed, plan_shard
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import METADATA, Metric
 
 
 class ShardSaver:

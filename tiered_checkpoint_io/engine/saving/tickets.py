@@ -7,8 +7,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from tiered_checkpoint_io.hashing import hash_bytes
-from tiered_checkpoint_io.manifest import Metric
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.manifest import Metric
 
 #: Where the newest ticket that this thread has unpickled lies; see :func:`arrived`.
 _arrivals = threading.local()

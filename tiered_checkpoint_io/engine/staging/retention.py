@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from tiered_checkpoint_io import ids
+from tiered_checkpoint_io.model import ids
 
 
 @dataclass(frozen=True, slots=True)

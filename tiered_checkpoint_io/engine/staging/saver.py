@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import torch
 
-from tiered_checkpoint_io import ids
 from tiered_checkpoint_io.engine.staging import retention
 from tiered_checkpoint_io.errors import MemoryFullError
-from tiered_checkpoint_io.image import Image, plan
-from tiered_checkpoint_io.manifest import Content, FileEntry, Metric, Part
-from tiered_checkpoint_io.storage.memory import MemoryTier, StoredPart
-from tiered_checkpoint_io.storage.slots import Slot
+from tiered_checkpoint_io.formats.image import Image, plan
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Metric, Part
 from tiered_checkpoint_io.version import __version__
 
 
@@ -198,7 +198,7 @@ def _is_full(stored: StoredPart) -> bool:
 
 
 def plan_state(state: Any) -> Image:
-    """The image of ``state``; see :func:`tiered_checkpoint_io.image.plan`."""
+    """The image of ``state``; see :func:`tiered_checkpoint_io.formats.image.plan`."""
     return plan(state)
 
 

@@ -1,0 +1,414 @@
+"""The trainer's side of the drain: starts it, watches it, and waits for it, within bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.engine.drain.operations import (
+    Outcome,
+    Request,
+    behind,
+    held_back,
+    in_order,
+    in_the_way,
+    unreplaced,
+)
+from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+_POLL_S = 0.02
+_LOCK_WAIT_S = 30.0
+_RESPAWN_WAIT_S = 1.0
+_MAX_RESPAWN_WAIT_S = 30.0
+#: A drain that moves nothing for so long is not waited for: its store's own deadline has passed.
+_STALLED_S = 300.0
+_LOG_TAIL_BYTES = 2000
+#: Between an outcome and its part's mark lie milliseconds; longer, and there was no space for one of them.
+_HALF_ENDED_S = 3.0
+
+#: Drains that outlived the handle which started them; reaped when they have ended.
+_left_working: list[subprocess.Popen[bytes]] = []
+
+
+class DrainHandle:
+    """One process' connection to the drain of its node."""
+
+    def __init__(self, tier: MemoryTier, config: TieredCheckpointConfig, logger: Logger) -> None:
+        self._tier = tier
+        self._root = tier.root
+        self._config = config
+        self._log = logger
+        self.queue = Queue(tier.root)
+        self._pid = os.getpid()
+        self._trainer_lock: int | None = None
+        #: Whether the drain will find what it needs; where memory was full, not yet.
+        self._is_prepared = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._drain: Drain | None = None
+        self._stop = threading.Event()
+        #: Nothing is waited for beyond this, by the monotonic clock: the process is told to end.
+        self.leave_by: float | None = None
+        self._spawned_at = 0.0
+        self._respawn_wait = _RESPAWN_WAIT_S
+        outcomes = self.queue.outcomes()
+        self._seen = {(outcome.op_id, outcome.state) for outcome in outcomes}
+        #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
+        self._earlier = {outcome.op_id: outcome.finished for outcome in outcomes if outcome.state == "failed"}
+
+    # ----------------------------------------------------------------------------------- life
+    def start(self) -> None:
+        """Announces this trainer, and makes sure that a drain runs.
+
+        Raises:
+            MemoryFullError: There is no space for the little that it needs.
+        """
+        if self._foreign():
+            return
+        _reap()
+        if self._trainer_lock is None:
+            self._trainer_lock = self._shared_lock(self._root / TRAINERS_FILE)
+        if not self._is_prepared:
+            text = self._config.to_json().encode()
+            path = self._root / CONFIG_FILE
+            self.queue.spares.fill()
+            self.queue.begin_progress()
+            if not path.exists() or path.read_bytes() != text:
+                self.queue.spares.write(path, text)
+            self._is_prepared = True
+        self.ensure()
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether a drain was ever started over this memory, by this process or an earlier one."""
+        return (self._root / CONFIG_FILE).exists()
+
+    def ensure(self) -> None:
+        """Starts a drain where none runs; one that dies again and again is started ever more rarely."""
+        if self._foreign() or self._running():
+            return
+        now = time.monotonic()
+        if self._spawned_at and now - self._spawned_at < self._respawn_wait:
+            return
+        if self._spawned_at:
+            self._respawn_wait = min(_MAX_RESPAWN_WAIT_S, self._respawn_wait * 2)
+            self._log.warning("the drain is not running; starting it again")
+        self._spawned_at = now
+        if self._config.drain == "thread":
+            self._stop = threading.Event()
+            self._drain = Drain(self._root, logger=self._log, stop=self._stop, stay=True)
+            self._thread = threading.Thread(target=self._run, args=(self._drain,), name="tiered-drain", daemon=True)
+            self._thread.start()
+            return
+        with self._open_log() as log:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--root", str(self._root)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Launchers kill the process group of their workers; the drain has work to finish.
+                start_new_session=True,
+                cwd="/",
+            )
+
+    def _open_log(self) -> BinaryIO:
+        path = self._root / "status" / "drain.log"
+        try:
+            return open(path, "ab")
+        except OSError as error:
+            # No space for one more file: that must not keep the drain from its work.
+            self._log.warning("the drain has no log: %s: %s", path, error.strerror)
+            return open(os.devnull, "ab")
+
+    def close(self, *, timeout_s: float) -> None:
+        """Leaves the drain to itself. A thread ends after its queue is empty, or at the timeout."""
+        if self._foreign():
+            return
+        if self._thread is not None:
+            with contextlib.suppress(DrainError):
+                self.flush(timeout_s)
+            self._stop.set()
+            if self.leave_by is not None:
+                timeout_s = min(timeout_s, max(0.0, self.leave_by - time.monotonic()))
+            self._thread.join(timeout_s)
+            self._thread = self._drain = None
+        if self._trainer_lock is not None:
+            release(self._trainer_lock)
+            self._trainer_lock = None
+        self._is_prepared = False
+        if self._child is not None:
+            # Reaps a drain that has left; one that still works is adopted by init when we end. One
+            # that can do nothing leaves as well: whoever comes next must not meet it on its way out.
+            left = self._doable()
+            if self._child.poll() is None and (not left or self._stuck_by(left) is not None):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._child.wait(2.0)
+            if self._child.poll() is None:
+                _left_working.append(self._child)
+            self._child = None
+        self._spawned_at = 0.0
+
+    # ----------------------------------------------------------------------------------- work
+    def submit(self, request: Request) -> None:
+        """Queues an alias, delete or cancel."""
+        if not self._foreign():
+            self.queue.submit(request)
+            self.start()
+
+    def pending(self) -> list[str]:
+        """Ids of all that waits for the drain, in order."""
+        saves = [stored.op_id for stored in self._tier.parts() if stored.pending]
+        return sorted([*saves, *(request.op_id for request in self.queue.requests())])
+
+    def pending_saves(self) -> list[str]:
+        """Ids of the saves of which parts of this node wait for the drain, in order."""
+        return sorted({stored.save_id for stored in self._tier.parts() if stored.pending})
+
+    def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
+        """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.
+
+        Waits, where so configured, while the drain gets on. A drain that fails is not waited for:
+        its oldest failed save is cancelled in favour of the new one, so that training goes on and
+        the queue stays bounded.
+
+        Args:
+            cancel_id: The id of the request to cancel it.
+            besides: The save that is to be queued, of which other ranks of this node may have parts in it.
+        """
+        deadline = time.monotonic() + self._config.wait_timeout_s
+        moved, moved_at = self._moved(), time.monotonic()
+        warned = False
+        while True:
+            requests = self.queue.requests()
+            cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
+            pending_saves = [save_id for save_id in self.pending_saves() if save_id != besides]
+            waiting = [save_id for save_id in pending_saves if save_id not in cancelled]
+            if len(waiting) < self._config.max_pending:
+                return True
+            self.ensure()
+            pending = self.pending() if waiting else []
+            lost = {ids.save_id_of_op(op_id) for op_id in pending if self._failure(op_id) is not None}
+            failed = [save_id for save_id in waiting if save_id in lost]
+            # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
+            if failed and len(cancelled) < self._config.max_pending:
+                self._log.error("the durable tier fails; giving up an older save: %s", self.progress().last_error)
+                self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
+                return True
+            if self._config.on_pending == "skip":
+                return False
+            if not warned:
+                self._log.warning("waiting: %d saves are on their way to the durable tier", len(waiting))
+                warned = True
+            now = time.monotonic()
+            if self._moved() != moved:
+                moved, moved_at = self._moved(), now
+            if self._is_late(deadline) or now - moved_at > _STALLED_S:
+                return False
+            time.sleep(_POLL_S)
+
+    def wait(self, op_id: str, timeout_s: float) -> Outcome:
+        """The outcome of an operation: its commit, or its first failure.
+
+        Raises:
+            DrainError: It had none within ``timeout_s`` seconds.
+        """
+        deadline, half_ended_at = time.monotonic() + timeout_s, None
+        while True:
+            waits = op_id in self.pending()
+            outcome = self.queue.outcome(op_id)
+            # The outcome is written first; what waits for it may then look at the memory tier.
+            if outcome is not None and not (outcome.state == "committed" and waits):
+                self._seen.add((op_id, outcome.state))
+                return outcome
+            if outcome is not None or not waits or op_id in self.progress().untold:
+                half_ended_at = half_ended_at or time.monotonic()
+                if time.monotonic() - half_ended_at > _HALF_ENDED_S:
+                    return outcome or self._untold(op_id)
+            self._ensure_it_can()
+            if self._is_late(deadline):
+                raise self._too_slow(f"operation {op_id}", timeout_s)
+            time.sleep(_POLL_S)
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until nothing is queued that can be done.
+
+        A delete that is held back until a further save is durable is not waited for.
+
+        Raises:
+            DrainError: Something still was after ``timeout_s`` seconds, or fails.
+        """
+        deadline = time.monotonic() + timeout_s
+        while left := self._doable():
+            self._ensure_it_can()
+            first = self._stuck_by(left)
+            if first is not None:
+                raise DrainError(
+                    f"{len(left)} operations did not reach the durable tier: {first.error}",
+                    operation="drain",
+                    tier="durable",
+                    key=first.name,
+                    hint="they stay in node memory and are tried again",
+                )
+            if self._is_late(deadline):
+                raise self._too_slow(f"{len(left)} operations", timeout_s)
+            time.sleep(_POLL_S)
+
+    def make_way(self, name: str, timeout_s: float) -> None:
+        """Waits until the drain does nothing with a name, and will not: somebody is about to write to it directly.
+
+        Raises:
+            DrainError: It still did after ``timeout_s`` seconds, or what it has to do first fails.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            operations, outcomes = self._operations(), self.queue.outcomes()
+            first = in_the_way(operations, unreplaced(outcomes), self._config.dirpath, name)
+            if not first:
+                return
+            self._ensure_it_can()
+            failed = {each.op_id: outcome for each in operations if (outcome := self._failure(each.op_id))}
+            stuck = failed.keys() | behind(operations, failed)
+            if any(each.op_id in stuck for each in first):
+                raise DrainError(
+                    f"earlier work on {name} has not reached the durable tier: {next(iter(failed.values())).error}",
+                    operation="drain",
+                    tier="durable",
+                    key=ids.join_url(self._config.dirpath, name),
+                    hint="it stays in node memory and is tried again",
+                )
+            if self._is_late(deadline):
+                raise self._too_slow(f"earlier work on {name}", timeout_s)
+            time.sleep(_POLL_S)
+
+    def new_outcomes(self) -> list[Outcome]:
+        """Outcomes that were not yet given to anybody here."""
+        fresh = [outcome for outcome in self.queue.outcomes() if (outcome.op_id, outcome.state) not in self._seen]
+        self._seen.update((outcome.op_id, outcome.state) for outcome in fresh)
+        return fresh
+
+    def progress(self) -> DrainProgress:
+        """What the drain last said of itself."""
+        return self.queue.progress()
+
+    # ---------------------------------------------------------------------------------- inside
+    def _ensure_it_can(self) -> None:
+        self.ensure()
+        trouble = self._drain.trouble if self._drain is not None else ""
+        if trouble:
+            raise DrainError(
+                f"the drain can't get at its queue: {trouble}",
+                operation="drain",
+                tier="memory",
+                key=str(self._root),
+                hint="it goes on by itself as soon as it can; see `ulimit -n`",
+            )
+
+    def _run(self, drain: Drain) -> None:
+        try:
+            drain.run()
+        except Exception as error:
+            # Whoever waits for it starts it again.
+            self._log.error("the drain has ended: %s", error)
+
+    def _is_late(self, deadline: float) -> bool:
+        return time.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
+
+    def _doable(self) -> list[Request]:
+        """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
+        operations = self._operations()
+        held = held_back(operations, unreplaced(self.queue.outcomes()))
+        # A save that is under way may set them free as well, and then they are waited for.
+        return [operation for operation in operations if operation not in held]
+
+    def _operations(self) -> list[Request]:
+        """All that waits for the drain, in order."""
+        saves = [
+            Request(stored.op_id, "save" if stored.part.commits else "part", stored.part.name, stored.part.dirpath)
+            for stored in self._tier.parts()
+            if stored.pending
+        ]
+        return in_order([*saves, *self.queue.requests()])
+
+    def _stuck_by(self, left: list[Request]) -> Outcome | None:
+        """The first failure where all that is left has failed, or waits for what has."""
+        failed = {operation.op_id: outcome for operation in left if (outcome := self._failure(operation.op_id))}
+        stuck = failed.keys() | behind(left, failed)
+        return next(iter(failed.values())) if failed and all(each.op_id in stuck for each in left) else None
+
+    def _moved(self) -> tuple[object, ...]:
+        progress = self.progress()
+        counts = (progress.counters.get(name, 0) for name in ("committed", "uploaded", "failed", "skipped"))
+        return (progress.pid, progress.name, progress.bytes_done, *counts)
+
+    def _failure(self, op_id: str) -> Outcome | None:
+        """The failure of an operation, as far as it is of our time."""
+        outcome = self.queue.outcome(op_id)
+        if outcome is None or outcome.state != "failed" or outcome.finished == self._earlier.get(op_id):
+            return None
+        return outcome
+
+    @staticmethod
+    def _untold(op_id: str) -> Outcome:
+        """For an operation that has ended, and of which the drain could not tell how."""
+        error = "the drain had no space in memory_dir to note what became of it: see its log, and the durable tier"
+        return Outcome(op_id, "save", "?", -1, "failed", error, "MemoryFullError", finished=time.time())
+
+    def _too_slow(self, what: str, timeout_s: float) -> DrainError:
+        progress = self.progress()
+        return DrainError(
+            f"{what} not durable after {timeout_s:.0f} s"
+            f" ({progress.bytes_done} of {progress.bytes_total} bytes of {progress.name or 'nothing'})",
+            operation="drain",
+            tier="durable",
+            key=self._config.dirpath,
+            hint=f"last error: {progress.last_error or 'none'}; {self._last_words()}",
+        )
+
+    def _running(self) -> bool:
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        if self._child is not None and self._child.poll() is None:
+            return True
+        return is_locked(self._root / LOCK_FILE)
+
+    def _last_words(self) -> str:
+        path = self._root / "status" / "drain.log"
+        said = b""
+        with contextlib.suppress(OSError), open(path, "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
+            said = log.read()
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"{path} ends with: {last}" if last else f"see {path}"
+
+    def _foreign(self) -> bool:
+        # A forked child (a DataLoader's worker) has our memory, but not our role.
+        return os.getpid() != self._pid
+
+    def _shared_lock(self, path: Path) -> int:
+        descriptor = try_lock(path, shared=True, patience_s=_LOCK_WAIT_S)
+        if descriptor is None:
+            raise DrainError(
+                "a drain that should have left holds the trainers' lock",
+                operation="start",
+                tier="memory",
+                key=str(path),
+            )
+        return descriptor
+
+
+def _reap() -> None:
+    _left_working[:] = [child for child in _left_working if child.poll() is None]

@@ -1,0 +1,83 @@
+"""File locks that a process holds for its life, and that a forked child never keeps alive."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+from tiered_checkpoint_io.memory.space import needs_space
+
+_POLL_S = 0.02
+_held: set[int] = set()
+_guard = threading.Lock()
+
+
+def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> int | None:
+    """Takes a lock on a file, made where it is missing.
+
+    Args:
+        path: The file.
+        shared: Whether others may hold it too, each shared.
+        patience_s: How long to try, seconds.
+
+    Returns:
+        A descriptor for :func:`release`; None where another holds the lock.
+
+    Raises:
+        MemoryFullError: The file is missing, and there is no space for it.
+    """
+    descriptor = _open(path)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                return None
+            time.sleep(_POLL_S)
+        else:
+            with _guard:
+                _held.add(descriptor)
+            return descriptor
+
+
+def share(descriptor: int) -> None:
+    """Lets others hold a lock of :func:`try_lock` too. For a moment nobody holds it: somebody may come between."""
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def release(descriptor: int) -> None:
+    """Gives a lock back."""
+    with _guard:
+        _held.discard(descriptor)
+    os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether anybody holds the lock exclusively right now."""
+    descriptor = try_lock(path, shared=True)
+    if descriptor is None:
+        return True
+    release(descriptor)
+    return False
+
+
+def _open(path: Path) -> int:
+    with needs_space("no space for a lock file", operation="lock", key=str(path)):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _drop_in_child() -> None:
+    # A lock lives as long as any copy of its descriptor: a DataLoader's worker that outlives its
+    # trainer would pass for one. Closing the copy leaves the parent's lock as it is.
+    global _guard
+    _guard = threading.Lock()
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_drop_in_child)

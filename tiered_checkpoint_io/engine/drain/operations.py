@@ -1,0 +1,203 @@
+"""Operations on the durable tier: what they are, what became of them, and in which order they go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tiered_checkpoint_io.model import ids
+
+Action = Literal["save", "part", "alias", "delete", "cancel", "unknown"]
+#: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
+SAVES: tuple[Action, ...] = ("save", "part")
+State = Literal["committed", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One operation on the durable tier.
+
+    Attributes:
+        op_id: Its id: see :func:`ids.part_op_id` for saves.
+        action: What to do.
+        name: The checkpoint (or alias) that it is about.
+        dirpath: The durable tier.
+        target: An alias' target's name; the save id that a cancel is about.
+    """
+
+    op_id: str
+    action: Action
+    name: str
+    dirpath: str
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an operation.
+
+    Attributes:
+        op_id: Its id.
+        action: What it was.
+        name: The checkpoint that it was about.
+        step: The training step of a save; -1 otherwise.
+        state: ``committed`` (done; of a ``part``: it is on the durable tier, its save may not be),
+            ``failed`` (an error; it may be tried again) or ``skipped`` (given up on purpose).
+        error: What went wrong, as text.
+        error_type: The class of that error.
+        bytes: Bytes of the checkpoint, or of this node's part of it.
+        seconds: From its start to its end.
+        finished: Seconds since the epoch.
+        attempts: How often it was tried.
+        dirpath: The durable tier.
+    """
+
+    op_id: str
+    action: Action
+    name: str
+    step: int
+    state: State
+    error: str = ""
+    error_type: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+    finished: float = 0.0
+    attempts: int = 1
+    dirpath: str = ""
+
+
+def next_operation(
+    operations: Sequence[Request], waiting: Collection[str], unreplaced: Sequence[Outcome] = ()
+) -> Request | None:
+    """What the drain does next.
+
+    Operations go in the order in which they were made, with these exceptions. A cancel goes first.
+    A save that waits for its next attempt does not hold up later saves. A delete waits for all
+    saves before it, and where one of them came to nothing, for a later one: what was good stays
+    until what replaces it is good. An alias waits for its target's save. What concerns the same
+    name stays in order.
+
+    Args:
+        operations: All that is queued, in order.
+        waiting: Ids of operations that failed and whose next attempt is not due.
+        unreplaced: See :func:`unreplaced`.
+    """
+    for operation in operations:
+        if operation.action == "cancel":
+            return operation
+    held = {operation.op_id for operation in held_back(operations, unreplaced)}
+    undone: list[Request] = []
+    busy: set[tuple[str, str]] = set()
+    for operation in operations:
+        names = {(operation.dirpath, name) for name in (operation.name, operation.target) if name}
+        ready = operation.op_id not in waiting
+        if operation.action == "delete":
+            ready = ready and operation.op_id not in held and not names & busy
+            ready = ready and not any(save.dirpath == operation.dirpath for save in undone)
+        elif operation.action == "alias":
+            target = (operation.dirpath, operation.target)
+            ready = ready and not names & busy
+            ready = ready and not any((save.dirpath, save.name) == target for save in undone)
+        if ready:
+            return operation
+        if operation.action in SAVES:
+            undone.append(operation)
+        else:
+            busy |= names
+    return None
+
+
+def in_order(operations: Iterable[Request]) -> list[Request]:
+    """Operations in the order in which they were made; of one save, the part that commits it last."""
+    return sorted(operations, key=lambda each: (ids.save_id_of_op(each.op_id), each.action == "save", each.op_id))
+
+
+def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Saves and parts that came to nothing, and behind which none was committed yet.
+
+    That a part is on the durable tier tells nothing of its save: it makes up for lost parts alone.
+    """
+    saves = [outcome for outcome in outcomes if outcome.action in SAVES]
+    newest: dict[tuple[str, Action], str] = {}
+    for save in saves:
+        if save.state == "committed":
+            for action in SAVES if save.action == "save" else ("part",):
+                key = (save.dirpath, action)
+                newest[key] = max(newest.get(key, ""), ids.save_id_of_op(save.op_id))
+    return [
+        save
+        for save in saves
+        if save.state != "committed" and ids.save_id_of_op(save.op_id) > newest.get((save.dirpath, save.action), "")
+    ]
+
+
+def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> list[Request]:
+    """Deletes that only a further save can set free, because one before them came to nothing."""
+    first: dict[str, str] = {}
+    for save in unreplaced:
+        first[save.dirpath] = min(first.get(save.dirpath, save.op_id), save.op_id)
+    return [
+        operation
+        for operation in operations
+        if operation.action == "delete" and operation.dirpath in first and first[operation.dirpath] < operation.op_id
+    ]
+
+
+def behind(operations: Iterable[Request], failed: Collection[str]) -> set[str]:
+    """Ids of deletes and aliases that can't be carried out before saves which failed are: see :func:`next_operation`.
+
+    Args:
+        operations: All that is queued, in order.
+        failed: Ids of those whose last attempt failed.
+    """
+    found: set[str] = set()
+    undone: list[Request] = []
+    busy: set[tuple[str, str]] = set()
+    for operation in operations:
+        names = {(operation.dirpath, name) for name in (operation.name, operation.target) if name}
+        waits = operation.action in ("alias", "delete") and bool(names & busy)
+        if operation.action == "delete":
+            waits = waits or any(save.dirpath == operation.dirpath for save in undone)
+        elif operation.action == "alias":
+            waits = waits or any((save.dirpath, save.name) == (operation.dirpath, operation.target) for save in undone)
+        elif operation.op_id in failed:
+            undone.append(operation)
+        if waits:
+            found.add(operation.op_id)
+            busy |= names
+    return found
+
+
+def in_the_way(operations: Sequence[Request], unreplaced: Iterable[Outcome], dirpath: str, name: str) -> list[Request]:
+    """What has to be done before anybody may write to a name of the durable tier past the queue.
+
+    A delete that is held back may stay: it is of an earlier save. But a save that is queued may set it free, and it
+    would then go on while the name is written to.
+
+    Args:
+        operations: All that is queued, in order.
+        unreplaced: See :func:`unreplaced`.
+        dirpath: The durable tier.
+        name: The name.
+    """
+    held = held_back(operations, unreplaced)
+    mine = [each for each in operations if each.dirpath == dirpath and name in (each.name, each.target)]
+    is_held = any(each in held for each in mine)
+    may_free = [each for each in operations if is_held and each.dirpath == dirpath and each.action in SAVES]
+    return [each for each in operations if (each in mine and each not in held) or each in may_free]
+
+
+def superseded(operations: Sequence[Request], failed: Collection[str], committed: Request) -> list[Request]:
+    """Failed saves that need not be tried again, because a later save is committed.
+
+    A later part that has arrived does the same for parts, but not for saves.
+    """
+    return [
+        operation
+        for operation in operations
+        if operation.action in (SAVES if committed.action == "save" else ("part",))
+        and operation.op_id in failed
+        and ids.save_id_of_op(operation.op_id) < ids.save_id_of_op(committed.op_id)
+        and operation.dirpath == committed.dirpath
+    ]

@@ -1,0 +1,66 @@
+"""The durable tiers that a drain works on, opened as the trainer's configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import Store
+
+CONFIG_FILE = "drain.json"
+
+
+class Stores:
+    """One store a dirpath; all are opened anew when the configuration changes."""
+
+    def __init__(
+        self, root: Path, open_store: Callable[[TieredCheckpointConfig, str | None], Store], logger: Logger
+    ) -> None:
+        self._path = root / CONFIG_FILE
+        self._open_store = open_store
+        self._log = logger
+        self._stamp = 0
+        self._config: TieredCheckpointConfig | None = None
+        self._stores: dict[str, Store] = {}
+
+    @property
+    def config(self) -> TieredCheckpointConfig:
+        """The configuration as it is now.
+
+        Raises:
+            OSError: There is none.
+            ConfigError: It is not valid.
+        """
+        stamp = self._path.stat().st_mtime_ns
+        if self._config is None or stamp != self._stamp:
+            self.close()
+            self._config = TieredCheckpointConfig.from_json(self._path.read_text())
+            self._stamp = stamp
+        return self._config
+
+    def get(self, dirpath: str) -> Store:
+        """The store of a dirpath; raises as :attr:`config` does, and where it can't be opened."""
+        config = self.config
+        if dirpath not in self._stores:
+            store = self._open_store(config, dirpath)
+            self._stores[dirpath] = store
+            abort_stale = getattr(store, "abort_stale_uploads", None)
+            if abort_stale is not None:
+                try:
+                    abort_stale()
+                except StoreError as error:
+                    # A server without this request keeps its own rubbish; the upload matters more.
+                    self._log.warning("could not look for abandoned uploads: %s", error)
+        return self._stores[dirpath]
+
+    def counters(self) -> list[Mapping[str, int]]:
+        """The counters of each open store."""
+        return [store.metrics.snapshot() for store in list(self._stores.values())]
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()

@@ -1,0 +1,124 @@
+"""Parts on their way out: one part to one peer, over a link of the two that is kept for the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+
+from tiered_checkpoint_io.engine.replication.peer_link import HAVE, MESSAGE_S, Board, Link, Offer, send_files
+from tiered_checkpoint_io.errors import PeerError
+from tiered_checkpoint_io.model.manifest import Part
+
+#: How often the source of an offer looks whether it is accepted: that ends a wait of its own.
+_ACCEPT_LOOK_S = 0.02
+#: A live peer that is not busy accepts within a second, one that is busy after another rank's part.
+_ACCEPT_S = 120.0
+#: After a peer has failed once; it may have woken up again.
+_ACCEPT_AGAIN_S = 5.0
+
+
+class RefusedError(PeerError):
+    """The peer lives, but could not keep this part."""
+
+
+class Sender:
+    """Sends this rank's parts to peers, on one thread."""
+
+    def __init__(self, board: Board, *, timeout_s: float) -> None:
+        """Takes what does not change.
+
+        Args:
+            board: Where peers see what is offered to them.
+            timeout_s: Bound of one part's way to one peer, seconds.
+        """
+        self._board = board
+        self._timeout_s = timeout_s
+        #: Peers that have not answered, and so are not waited for long.
+        self._lost: set[int] = set()
+        #: Of each peer, how many links there were, and the one that is open.
+        self._made: Counter[int] = Counter()
+        self._links: dict[int, Link] = {}
+
+    def send(self, target: int, part: Part, views: dict[str, memoryview]) -> None:
+        """Has a peer keep a part.
+
+        Args:
+            target: Which rank.
+            part: What it is.
+            views: The bytes of its files.
+
+        Raises:
+            PeerError: It does not; where it lives, and only could not keep this part, a ``RefusedError``.
+        """
+        try:
+            self._send(target, part, views)
+        except RefusedError:
+            raise
+        except PeerError:
+            self._lost.add(target)
+            raise
+        self._lost.discard(target)
+
+    def close(self) -> None:
+        """Ends the links."""
+        for target in list(self._links):
+            self._close(target)
+
+    def _send(self, target: int, part: Part, views: dict[str, memoryview]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        described = part.to_json()
+        if target not in self._links:
+            self._made[target] += 1
+        offer = self._board.offer(target, self._made[target], len(described))
+        try:
+            self._await_acceptance(offer, target)
+        except PeerError:
+            # Where it does not get there either, the next offer replaces it.
+            with contextlib.suppress(PeerError):
+                self._board.withdraw(target)
+            raise
+        try:
+            if target not in self._links:
+                self._links[target] = Link(self._board, offer, sends=True, timeout_s=self._message_s)
+            self._send_over(self._links[target], part, views, described, deadline)
+        except RefusedError:
+            raise
+        except BaseException:
+            # The other closes its end likewise, and both open another one for the next part.
+            self._close(target)
+            raise
+
+    def _send_over(
+        self, link: Link, part: Part, views: dict[str, memoryview], described: bytes, deadline: float
+    ) -> None:
+        step = part.content.step
+        link.send(memoryview(bytearray(described)))
+        answer = link.hear()
+        if answer == HAVE:
+            return
+        if answer:
+            raise RefusedError(answer, operation="replicate", step=step)
+        send_files(link, part, views, deadline)
+        problem = link.hear()
+        if problem:
+            raise RefusedError(problem, operation="replicate", step=step)
+
+    @property
+    def _message_s(self) -> float:
+        return min(self._timeout_s, MESSAGE_S)
+
+    def _close(self, target: int) -> None:
+        link = self._links.pop(target, None)
+        if link is not None:
+            link.close()
+
+    def _await_acceptance(self, offer: Offer, target: int) -> None:
+        bound = min(self._timeout_s, _ACCEPT_AGAIN_S if target in self._lost else _ACCEPT_S)
+        deadline = time.monotonic() + bound
+        while not self._board.is_accepted(offer):
+            if self._board.has_left(target):
+                raise PeerError("it has ended", operation="replicate")
+            if time.monotonic() > deadline:
+                raise PeerError(f"it does not answer within {bound:.0f} s", operation="replicate")
+            time.sleep(_ACCEPT_LOOK_S)

@@ -1,0 +1,300 @@
+"""How two ranks move a part between them: a board of offers that all ranks see, and a link for each transfer.
+
+The board is the key-value store of torch.distributed, over a connection of its own. A rank looks there for what
+is offered to it a few times a second; each pair of ranks has a place of its own for it, where a new offer replaces
+the one before, so that what is lost on its way, or whoever dies half-way, leaves no gap. A question that is not
+answered in time ends the connection; the next one is asked over another.
+
+A link is a gloo connection of two ranks, in one direction, kept until a transfer fails. A group of all ranks would
+not do: gloo closes *every* pair of a group whose timeout passes on any of them, so one stalled peer would end
+replication on all its fellows for good. A link takes a few milliseconds to make and fails alone; the next one finds
+a peer that has woken up again. Making it is no collective, and concerns nobody but the two.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from tiered_checkpoint_io.engine.ranks.asking import Line
+from tiered_checkpoint_io.engine.ranks.views import at
+from tiered_checkpoint_io.errors import CorruptCheckpointError, PeerError
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.model.manifest import Part
+
+#: Bound of one message, seconds: a chunk of 16 MiB or less, mostly.
+MESSAGE_S = 30.0
+#: Bound of one question to the store, seconds: it is answered at once, or its host can't be reached.
+STORE_S = 10.0
+_UNREACHABLE = "the store of torch.distributed can't be asked"
+#: What a peer answers that needs no copy.
+HAVE = "have it already"
+#: Bytes of a verdict on the wire.
+_VERDICT = 1024
+_WITHDRAWN = "withdrawn"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A part that a rank has for another one.
+
+    Attributes:
+        key: What tells it from any other of these ranks.
+        source: Whose part it is.
+        link: Over which link it comes: a number that grows with each new one of the two.
+        size: Bytes of the part's description, which is sent first.
+    """
+
+    key: str
+    source: int
+    link: str
+    size: int
+
+
+class Board:
+    """What the ranks of one group tell each other; each look is answered at once.
+
+    Its methods raise ``PeerError`` where the store can't be asked: the rank that holds it has ended.
+    """
+
+    def __init__(self, store: Any, token: str, rank: int) -> None:
+        """Takes a store that all ranks of the group share.
+
+        Args:
+            store: Of torch.distributed.
+            token: Tells this group of ranks from all others that used the same store.
+            rank: This rank, in the group.
+        """
+        self._origin = store
+        self._prefix = f"tiered-peers/{token}"
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._sent: Counter[int] = Counter()
+        #: Of each source, what was taken last.
+        self._taken: dict[int, str] = {}
+        self._line: Line | None = None
+        self._ask(lambda _: None)
+
+    def offer(self, target: int, link: int, size: int) -> Offer:
+        """Offers a rank a part whose description has so many bytes, over a link of this number."""
+        self._sent[target] += 1
+        offer = Offer(f"{self._rank}/{target}/{self._sent[target]}", self._rank, f"{self._rank}/{target}/{link}", size)
+        told = json.dumps([offer.key, offer.source, offer.link, offer.size])
+        self._set(f"offer/{self._rank}/{target}", told)
+        return offer
+
+    def withdraw(self, target: int) -> None:
+        """Tells a rank that has not looked yet that what it was offered is so no longer."""
+        self._set(f"offer/{self._rank}/{target}", _WITHDRAWN)
+
+    def next_offer(self, source: int) -> Offer | None:
+        """What a rank offers to this one next; None where there is nothing new."""
+        told = self._get(f"offer/{source}/{self._rank}")
+        if told is None or told in (_WITHDRAWN, self._taken.get(source)):
+            return None
+        self._taken[source] = told
+        return Offer(*json.loads(told))
+
+    def accept(self, offer: Offer) -> None:
+        """Tells its source that this rank is ready for it."""
+        self._set(f"accepted/{offer.key}", "")
+
+    def is_accepted(self, offer: Offer) -> bool:
+        """Whether the target is ready; to be asked until it is."""
+        accepted = self._get(f"accepted/{offer.key}") is not None
+        if accepted:
+            self._forget(f"accepted/{offer.key}")
+        return accepted
+
+    @property
+    def store(self) -> Any:
+        """The store, as the last question found it."""
+        line = self._line
+        if line is None:
+            raise PeerError(_UNREACHABLE, operation="replicate", rank=self._rank)
+        return line.store
+
+    def copied(self, save_id: str, parts: int) -> None:
+        """Notes that one part of a save, which has so many, is on all peers that are to keep it."""
+        if self._ask(lambda store: store.add(f"copied/{save_id}", 1)) >= parts:
+            self._set(f"whole/{save_id}", "")
+
+    def is_whole(self, save_id: str) -> bool:
+        """Whether all parts of a save are on their peers."""
+        return self._get(f"whole/{save_id}") is not None
+
+    def ends(self) -> None:
+        """Tells that this rank offers nothing more."""
+        self._set(f"ended/{self._rank}", "")
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank offers nothing more."""
+        return self._get(f"ended/{rank}") is not None
+
+    def leaves(self) -> None:
+        """Tells that this rank takes nothing more."""
+        self._set(f"left/{self._rank}", "")
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank takes nothing more."""
+        return self._get(f"left/{rank}") is not None
+
+    def note(self, key: str, value: str) -> None:
+        """Leaves a word."""
+        self._set(f"note/{key}", value)
+
+    def noted(self, key: str) -> str | None:
+        """The word that somebody left; None where nobody has."""
+        return self._get(f"note/{key}")
+
+    def add(self, key: str, count: int = 1) -> int:
+        """Counts, for all ranks together; how many there are by now."""
+        total: int = self._ask(lambda store: store.add(f"count/{key}", count))
+        return total
+
+    def _get(self, key: str) -> str | None:
+        told: bytes | None = self._ask(lambda store: store.get(key) if store.check([key]) else None)
+        return told.decode() if told is not None else None
+
+    def _forget(self, key: str) -> None:
+        # A job makes many saves, and the store lives as long as the job.
+        self._ask(lambda store: store.delete_key(key))
+
+    def _set(self, key: str, value: str) -> None:
+        # An empty value would look like none.
+        self._ask(lambda store: store.set(key, value or "-"))
+
+    def close(self) -> None:
+        """Ends the connection."""
+        with self._lock:
+            line, self._line = self._line, None
+            if line is not None:
+                line.close()
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        with self._lock:
+            try:
+                if self._line is None:
+                    self._line = Line(self._origin, self._prefix, timeout_s=STORE_S)
+                return self._line.ask(question)
+            except Exception as error:
+                # The answer may still come, and would be taken for that of the next question.
+                if self._line is not None:
+                    self._line.drop()
+                self._line = None
+                raise PeerError(
+                    f"{_UNREACHABLE}: {str(error).partition(chr(10))[0]}",
+                    operation="replicate",
+                    rank=self._rank,
+                    hint="the rank that holds it has ended, or its host can't be reached",
+                ) from error
+
+
+class Link:
+    """A connection of two ranks, in one direction; its methods raise ``PeerError``."""
+
+    def __init__(self, board: Board, offer: Offer, *, sends: bool, timeout_s: float) -> None:
+        """Opens it; both ranks have to, within the bound.
+
+        Args:
+            board: Where the two find each other.
+            offer: What is to travel first.
+            sends: Whether this rank is the offer's source.
+            timeout_s: Bound of this, and of each message, seconds.
+        """
+        self._other = 1 if sends else 0
+        self.name = offer.link
+        self._group: Any = None
+        store = distributed_c10d.PrefixStore(f"link/{offer.link}", board.store)
+        bound = timedelta(seconds=timeout_s)
+        self._group = self._do(lambda: distributed_c10d.ProcessGroupGloo(store, 1 - self._other, 2, bound))
+
+    def send(self, data: memoryview) -> None:
+        """Sends bytes straight from where they lie."""
+        tensor = torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8)
+        self._do(lambda: self._group.send([tensor], self._other, 0).wait())
+
+    def receive(self, data: memoryview) -> None:
+        """Fills ``data``."""
+        tensor = torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8)
+        self._do(lambda: self._group.recv([tensor], self._other, 0).wait())
+
+    def tell(self, problem: str) -> None:
+        """Tells the other how it went; an empty text for well."""
+        data = bytearray(problem.encode()[:_VERDICT].ljust(_VERDICT))
+        self.send(memoryview(data))
+
+    def hear(self) -> str:
+        """What the other has to :meth:`tell`."""
+        data = bytearray(_VERDICT)
+        self.receive(memoryview(data))
+        return data.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._group = None
+
+    def _do(self, work: Any) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            # The first line tells; what follows are frames of C++.
+            raise PeerError(
+                f"lost the peer: {str(error).partition(chr(10))[0]}", operation="replicate", key=self.name
+            ) from error
+
+
+def send_files(link: Link, part: Part, views: Mapping[str, memoryview], deadline: float) -> None:
+    """Sends the bytes of a part's files, chunk by chunk.
+
+    Args:
+        link: To whoever is receiving them.
+        part: What they are.
+        views: Where they are, by basename.
+        deadline: When all of it has to be sent, by the monotonic clock.
+
+    Raises:
+        PeerError: The peer is lost, or too slow.
+    """
+    for entry in part.content.files:
+        for offset, length in entry.chunks:
+            if length:
+                link.send(views[entry.basename][offset : offset + length])
+            if time.monotonic() > deadline:
+                raise PeerError("not sent in time", operation="replicate", key=link.name, step=part.content.step)
+
+
+def receive_files(link: Link, part: Part, slots: Mapping[str, Slot], where: str) -> CorruptCheckpointError | None:
+    """Receives what :func:`send_files` sends, and verifies it; what was wrong with it.
+
+    Args:
+        link: From whoever is sending it.
+        part: What comes, with its hashes.
+        slots: Where to put it, by basename.
+        where: For errors: from where to where.
+
+    Raises:
+        PeerError: The peer is lost.
+    """
+    damage: CorruptCheckpointError | None = None
+    for entry in part.content.files:
+        with slots[entry.basename].view as whole:
+            for index, (offset, length) in enumerate(entry.chunks):
+                with whole[offset : offset + length] as chunk:
+                    if length:
+                        link.receive(chunk)
+                    try:
+                        entry.check_chunk(index, chunk, tier="peer", where=where)
+                    except CorruptCheckpointError as error:
+                        # The source has to get rid of the rest all the same.
+                        damage = damage or error
+    return damage

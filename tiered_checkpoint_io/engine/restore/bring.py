@@ -1,0 +1,300 @@
+"""One node's part of a restore: bring a checkpoint into its memory, verified."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiered_checkpoint_io.engine.durable import fetch
+from tiered_checkpoint_io.engine.ranks.carrying import commit_received, find_part, receive_files, text_of
+from tiered_checkpoint_io.engine.ranks.coordination import Group, portable
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Tier
+from tiered_checkpoint_io.engine.restore.discovery import Here, look_here
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    LostRankError,
+    MemoryTierError,
+    RestoreError,
+    StoreNotFoundError,
+    TieredCheckpointError,
+)
+from tiered_checkpoint_io.logs import Logger, rate
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.stores.base import Store
+
+_LOCK_POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class Brought:
+    """How one node fared with a candidate.
+
+    Attributes:
+        path: The local file, verified; None where no source gave one.
+        tier: Where it came from.
+        bytes_read: Bytes read from the durable tier.
+        temporary: Whether the file is to be unlinked once it is open.
+        rejected: Copies that were not taken, and why.
+        error: What ended the attempts, other than a bad copy.
+    """
+
+    path: str | None = None
+    tier: Tier = "memory"
+    bytes_read: int = 0
+    temporary: bool = False
+    rejected: list[str] = field(default_factory=list)
+    error: TieredCheckpointError | None = None
+
+
+class Bringer:
+    """Verifies and fetches for one node."""
+
+    def __init__(
+        self,
+        config: TieredCheckpointConfig,
+        tier: MemoryTier,
+        store: Callable[[], Store],
+        logger: Logger,
+        dirpath: str,
+        *,
+        part_rank: int | None = None,
+    ) -> None:
+        """Takes the tiers.
+
+        Args:
+            config: For bounds and concurrency.
+            tier: This node's memory.
+            store: Opens the durable tier.
+            logger: Where to log.
+            dirpath: The durable tier.
+            part_rank: Which rank's part to bring, of a checkpoint where each has one file; None where
+                there is one file in all.
+        """
+        self._part_rank = part_rank
+        self._config = config
+        self._tier = tier
+        self._store = store
+        self._log = logger
+        self._dirpath = dirpath
+
+    def bring(self, candidate: Candidate, sources: tuple[Tier, ...], rank: int) -> Brought:
+        """Tries one source after the other, until one gives an intact copy. Never raises."""
+        result = Brought()
+        for tier in sources:
+            if tier == "peer":
+                # All ranks do that together; see engine/ranks/carrying.py.
+                continue
+            try:
+                with self.lock():
+                    (self._from_memory if tier == "memory" else self._from_durable)(candidate, result)
+                result.tier = tier
+                break
+            except (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError) as error:
+                step = candidate.content.step
+                note = f"rank {rank}: {tier} {candidate.name} (step {step}): {error}"
+                result.rejected.append(note)
+                self._log.error("not restored, looking further: %s", note)
+            except Exception as error:
+                # The others wait for the outcome, whatever it is.
+                result.error = portable(error, rank)
+                break
+        return result
+
+    def _from_memory(self, candidate: Candidate, result: Brought) -> None:
+        stored = self.find(candidate.content.save_id)
+        (entry,) = stored.part.content.files
+        try:
+            with self._tier.reading(stored) as views:
+                fetch.verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
+        except CorruptCheckpointError as error:
+            self._tier.quarantine(stored.folder, str(error))
+            raise
+        result.path = str(stored.file(entry.basename))
+
+    def _from_durable(self, candidate: Candidate, result: Brought) -> None:
+        # Another process of this node may have brought it while we waited for the lock.
+        with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
+            self._from_memory(candidate, result)
+            return
+        (entry,) = candidate.content.files
+        concurrency = self._config.read_concurrency()
+        store = self._store()
+        started = time.monotonic()
+        try:
+            slot = self.room(candidate.content.save_id, entry.size)
+        except MemoryTierError as error:
+            self._log.warning("fetching into a temporary file: %s", error)
+            with fetch.temporary_file(entry.size) as (path, view):
+                fetch.fetch(store, entry, view, concurrency=concurrency)
+            result.path, result.temporary = str(path), True
+        else:
+            try:
+                with slot.view as whole, whole[: entry.size] as view:
+                    fetch.fetch(store, entry, view, concurrency=concurrency)
+            except BaseException:
+                self._tier.give_back(slot)
+                raise
+            part = Part(candidate.name, self._part_rank or 0, candidate.content, self._dirpath, durable=True)
+            stored = self._tier.commit(part, {entry.basename: slot}, drained=True, saved=False)
+            result.path = str(stored.file(entry.basename))
+        result.bytes_read = entry.size
+        self._log.info("fetched %s: %s", candidate.name, rate(entry.size, time.monotonic() - started))
+
+    def room(self, save_id: str, size: int) -> Slot:
+        """A slot for the file of a save.
+
+        Raises:
+            MemoryTierError: No room for it, or its place is taken by something that can't be used.
+        """
+        if self._tier.is_taken(save_id, self._part_rank or 0):
+            # A newer release's, for one: not ours to remove.
+            raise MemoryTierError(
+                "memory holds something of this save that can't be used",
+                operation="restore",
+                tier="memory",
+                key=save_id,
+            )
+        return self._tier.acquire(size)
+
+    def find(self, save_id: str) -> StoredPart:
+        """The part of a save in this node's memory, or the copy of it that this node keeps.
+
+        Raises:
+            CheckpointNotFoundError: It is not there, or no longer.
+        """
+        return find_part(self._tier, save_id, self._part_rank)
+
+    def from_peer(self, part: Part, group: Group, source: int, *, drained: bool) -> Brought:
+        """Receives a checkpoint of one file from another rank, which is sending it. Raises only if that is lost.
+
+        Args:
+            part: Its description, with the hashes.
+            group: The ranks that restore together.
+            source: Which rank sends.
+            drained: Whether this node has nothing to do for it to get to the durable tier.
+
+        Raises:
+            LostRankError: The source is gone.
+        """
+        result, started = Brought(tier="peer"), time.monotonic()
+        (entry,) = part.content.files
+        slot: Slot | None = None
+        problem: Exception | None = None
+        try:
+            with contextlib.ExitStack() as stack:
+                view = memoryview(b"")
+                try:
+                    try:
+                        slot = self.room(part.save_id, entry.size)
+                        view = stack.enter_context(slot.view)
+                    except MemoryTierError as error:
+                        self._log.warning("receiving into a temporary file: %s", error)
+                        path, view = stack.enter_context(fetch.temporary_file(entry.size))
+                        result.path, result.temporary = str(path), True
+                except Exception as error:
+                    # The source waits for a word of this rank.
+                    problem = error
+                receive_files(group, part, {entry.basename: view}, source, problem)
+        except LostRankError:
+            if slot is not None:
+                self._tier.give_back(slot)
+            raise
+        except Exception as error:
+            # A temporary file is gone by now.
+            problem = error
+            if slot is not None:
+                self._tier.give_back(slot)
+        else:
+            try:
+                if slot is not None:
+                    stored = commit_received(self._tier, part, {entry.basename: slot}, drained=drained)
+                    result.path = str(stored.file(entry.basename))
+            except Exception as error:
+                problem = error
+        if problem is None:
+            self._log.info(
+                "received %s from rank %d: %s", part.name, source, rate(entry.size, time.monotonic() - started)
+            )
+            return result
+        step = part.content.step
+        note = f"rank {group.rank}: peer (rank {source}) {part.name} (step {step}): {text_of(problem)}"
+        result.path, result.temporary, result.rejected = None, False, [note]
+        self._log.error("not restored, looking further: %s", note)
+        return result
+
+    def look(self, rank: int) -> Here:
+        """Lists this node's memory, and takes out of it what can't be read.
+
+        Args:
+            rank: This rank, for what is told of the damaged.
+        """
+        here = look_here(self._tier, self._dirpath)
+        if here.damaged:
+            # Under the lock, so that no other process moves the same folder; listed again there.
+            with self.lock():
+                for folder, error in (*self._tier.damaged(), *self._tier.replicas.damaged()):
+                    # What a newer release wrote is not damaged.
+                    if not isinstance(error, FormatVersionError):
+                        self._tier.quarantine(folder, str(error))
+            here.damaged = [f"rank {rank}: {note}" for note in here.damaged]
+            for note in here.damaged:
+                self._log.error("not restored, looking further: %s", note)
+        return here
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One process of a node at a time verifies or fetches, also where no group orders them.
+
+        Raises:
+            RestoreError: Another process did not finish within ``wait_timeout_s``.
+        """
+        # Files of several ranks do not wait for each other.
+        which = "" if self._part_rank is None else f"-{self._part_rank}"
+        path = self._tier.root / f"restore{which}.lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        deadline = time.monotonic() + self._config.wait_timeout_s
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise RestoreError(
+                            "another process of this node did not finish restoring in time",
+                            operation="restore",
+                            key=str(path),
+                        ) from None
+                    time.sleep(_LOCK_POLL_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def bring_foreign(self, name: str, size: int, rank: int) -> Brought:
+        """Brings a file of which no hashes are known. Never raises."""
+        result = Brought(tier="durable")
+        try:
+            if ids.url_scheme(self._dirpath) is None:
+                # A local file needs no copy: nothing of it is kept mapped.
+                path = Path(self._dirpath, name)
+                os.stat(path)
+            else:
+                with fetch.temporary_file(size) as (path, view):
+                    concurrency = self._config.read_concurrency()
+                    fetch.fetch_unverified(self._store(), name, view, concurrency=concurrency)
+                result.temporary, result.bytes_read = True, size
+            result.path = str(path)
+        except Exception as error:
+            result.error = portable(error, rank)
+        return result

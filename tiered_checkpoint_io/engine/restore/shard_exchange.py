@@ -1,0 +1,243 @@
+"""Bytes of a checkpoint that lies in memory, from the nodes that hold them to those that need them.
+
+What DCP saves once (replicated tensors, plain objects) lies on one node, and after a change of the
+world size, or the loss of a node, shards do as well. The ranks tell each other what they lack, agree
+on a list of transfers, and carry it out in its order, so that no two of them wait for each other. A
+chunk travels once to each node that needs it. It is verified before it is sent, so that another copy
+can be taken where one is damaged, and again where it arrives. What does not arrive as it should goes
+round once more, from another node that holds it, for as long as there is one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiered_checkpoint_io.engine.ranks.carrying import hear, not_sent, tell, text_of
+from tiered_checkpoint_io.engine.ranks.coordination import Group, agree
+from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
+from tiered_checkpoint_io.engine.restore.shared_reads import Span, chunks_of
+from tiered_checkpoint_io.errors import CorruptCheckpointError, LostRankError
+from tiered_checkpoint_io.model.manifest import FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one rank tells the others.
+
+    Attributes:
+        node: Where it is.
+        lacks: Files that are not in its node's memory, and the ``(offset, length)`` spans it needs of them.
+        holds: The files of this node's memory; of a node, its lowest rank alone tells them.
+    """
+
+    node: str
+    lacks: Mapping[str, list[Span]] = field(default_factory=dict)
+    holds: Mapping[str, FileEntry] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """One chunk, from a rank to the lowest rank of another node."""
+
+    basename: str
+    index: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A file of which something did not arrive as it should.
+
+    Attributes:
+        basename: Which file.
+        source: The rank that sent it.
+        node: The node that still lacks it.
+    """
+
+    basename: str
+    source: int
+    node: str
+
+
+def transfers(
+    needs: Sequence[Need], without: Collection[tuple[str, int]] = ()
+) -> tuple[dict[str, FileEntry], list[Transfer]]:
+    """What has to travel, in the order in which all ranks do it; pure.
+
+    A file that no node holds is left out: whoever needs it will say so.
+
+    Args:
+        needs: What each rank told, by rank.
+        without: Files, and the ranks that are not to send them.
+
+    Returns:
+        The files that are concerned, and the transfers.
+    """
+    holders: dict[str, list[tuple[int, FileEntry]]] = {}
+    leaders: dict[str, int] = {}
+    for rank, need in enumerate(needs):
+        leaders.setdefault(need.node, rank)
+        for basename, entry in need.holds.items():
+            if (basename, rank) not in without:
+                holders.setdefault(basename, []).append((rank, entry))
+    wanted: set[Transfer] = set()
+    entries: dict[str, FileEntry] = {}
+    load: Counter[int] = Counter()
+    chosen: dict[str, int] = {}
+    for need in needs:
+        for basename, spans in sorted(need.lacks.items()):
+            if basename not in holders:
+                continue
+            if basename not in chosen:
+                # Of several copies, that of the node which sends least so far.
+                chosen[basename], entries[basename] = min(holders[basename], key=lambda each: (load[each[0]], each[0]))
+            target = leaders[need.node]
+            chunks = chunks_of(entries[basename], spans)
+            load[chosen[basename]] += len(chunks)
+            wanted |= {Transfer(basename, index, chosen[basename], target) for index in chunks}
+    return entries, sorted(wanted)
+
+
+def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -> list[str]:
+    """Brings what this node lacks from the memory of others; every rank of ``group`` calls this.
+
+    Args:
+        group: The ranks that load together, which hear of it where one raises: see ``together``.
+        files: The checkpoint, as this rank sees it.
+        spans: What this rank needs of each file, by basename.
+
+    Returns:
+        What did not arrive here as it should, and came from elsewhere, or is to come from the durable tier.
+
+    Raises:
+        TieredCheckpointError: Some rank failed, or no copy of something has arrived.
+    """
+    for basename, wanted in spans.items():
+        # What is damaged here comes from elsewhere.
+        files.check(basename, wanted)
+    without, notes = set[tuple[str, int]](), list[str]()
+    failed: dict[str, CorruptCheckpointError] = {}
+    #: What has come to this node, or lies on none; and whether the durable tier has a file as well.
+    done: set[str] = set()
+    spare: dict[str, bool] = {}
+    while True:
+        turn = _plan(group, files, spans, done, without)
+        for basename, entry in turn.entries.items():
+            # Asked before it is adopted, which looks alike.
+            spare.setdefault(basename, files.is_durable(basename))
+            failed.pop(basename, None)
+            if basename in turn.lacks:
+                files.adopt(entry)
+        damaged = _carry(group, files, turn)
+        failed |= {basename: error for basename, (_, error) in damaged.items()}
+        notes += [str(error) for _, error in damaged.values()]
+        misses = [Miss(basename, source, group.node) for basename, (source, _) in damaged.items()]
+        told: list[Miss] = [miss for theirs in group.all_gather(misses) for miss in theirs]
+        if not told:
+            break
+        # Each round leaves out one more source of a file at least, so there is an end to it.
+        without |= {(miss.basename, miss.source) for miss in told}
+        done |= turn.lacks.keys() - {miss.basename for miss in told if miss.node == group.node}
+    agree(group, next((error for basename, error in failed.items() if not spare[basename]), None))
+    return notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What travels next.
+
+    Attributes:
+        lacks: The files that this rank lacks, and what it needs of them.
+        entries: All files that are concerned.
+        planned: The transfers, in their order.
+        scratch: Room for the longest chunk that comes here.
+    """
+
+    lacks: Mapping[str, list[Span]]
+    entries: Mapping[str, FileEntry]
+    planned: Sequence[Transfer]
+    scratch: memoryview
+
+
+def _plan(
+    group: Group,
+    files: ShardFiles,
+    spans: Mapping[str, list[Span]],
+    done: Collection[str],
+    without: Collection[tuple[str, int]],
+) -> _Round:
+    """What travels next, all of which whoever is to send it has verified by then.
+
+    Args:
+        group: The ranks that load together.
+        files: The checkpoint, as this rank sees it.
+        spans: What this rank needs of each file.
+        done: The files that it need not ask for any more.
+        without: See :func:`transfers`.
+    """
+    while True:
+        held = files.held
+        lacks = {name: wanted for name, wanted in spans.items() if name not in held and name not in done}
+        needs: list[Need] = group.all_gather(Need(node=group.node, lacks=lacks, holds=held))
+        entries, planned = transfers(needs, without)
+        mine: dict[str, list[Span]] = {}
+        for transfer in planned:
+            if transfer.source == group.rank:
+                offset, length = entries[transfer.basename].chunks[transfer.index]
+                mine.setdefault(transfer.basename, []).append((offset, length))
+        # Once transfers have begun, whoever sends must not wait for room here.
+        scratch = memoryview(bytearray(_longest(entries, planned, group.rank)))
+        damaged = [name for name, sent in mine.items() if files.check(name, sent) is not None]
+        if not any(group.all_gather(damaged)):
+            return _Round(lacks, entries, planned, scratch)
+
+
+def _carry(group: Group, files: ShardFiles, turn: _Round) -> dict[str, tuple[int, CorruptCheckpointError]]:
+    """Carries out the transfers.
+
+    Returns:
+        The files of which something did not arrive here as it should, with the rank that sent it, and why.
+
+    Raises:
+        TieredCheckpointError: Some rank has no place for what arrived.
+    """
+    damaged: dict[str, tuple[int, CorruptCheckpointError]] = {}
+    failed: Exception | None = None
+    for transfer in turn.planned:
+        entry = turn.entries[transfer.basename]
+        offset, length = entry.chunks[transfer.index]
+        if transfer.source == group.rank:
+            chunk, problem = memoryview(b""), ""
+            try:
+                chunk = files.peek(transfer.basename, offset, length)
+            except Exception as caught:
+                problem = text_of(caught)
+            tell(group, problem, transfer.target)
+            if not problem:
+                group.send(chunk, transfer.target)
+        elif transfer.target == group.rank:
+            # Whatever fails here, the sender must get rid of its bytes, and of those that follow.
+            refused = hear(group, transfer.source)
+            try:
+                if refused:
+                    raise not_sent(refused, entry, transfer.source)
+                chunk = turn.scratch[:length]
+                group.receive(chunk, transfer.source)
+                files.adopt(entry)
+                files.put(transfer.basename, transfer.index, chunk)
+            except LostRankError:
+                raise
+            except CorruptCheckpointError as caught:
+                damaged.setdefault(transfer.basename, (transfer.source, caught))
+            except Exception as caught:
+                failed = failed or caught
+    agree(group, failed)
+    return damaged
+
+
+def _longest(entries: Mapping[str, FileEntry], planned: Sequence[Transfer], rank: int) -> int:
+    """Bytes of the longest chunk that a rank is to receive."""
+    return max((entries[each.basename].chunks[each.index][1] for each in planned if each.target == rank), default=0)

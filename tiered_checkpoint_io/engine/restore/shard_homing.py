@@ -1,0 +1,137 @@
+"""Parts whose nodes are lost get an owner again: the copies of them that peers keep go to where they belong.
+
+A restart would load from the copies where they lie just as well. But then the next lost node might take the last
+copy of what the first one had, and nobody would bring to the durable tier what the lost node was to bring.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiered_checkpoint_io.engine.ranks.carrying import find_part, receive_part, send_part, text_of
+from tiered_checkpoint_io.engine.ranks.coordination import Group
+from tiered_checkpoint_io.engine.restore.shard_choice import HeldPart, ShardCandidate
+from tiered_checkpoint_io.errors import LostRankError
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.manifest import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What becomes of the copies of a part that no node owns.
+
+    Attributes:
+        part: Whose part it is.
+        source: The rank that has a copy.
+        target: The rank whose node is to own it; the same where the copy only changes its place.
+    """
+
+    part: int
+    source: int
+    target: int
+
+
+def moves(save_id: str, world_size: int, memory: Mapping[str, Sequence[HeldPart]], nodes: Sequence[str]) -> list[Move]:
+    """What has to move, in the order in which all ranks do it; pure.
+
+    A part goes to the node of the rank that it belongs to; where the job has another number of ranks, a node that
+    has a copy becomes its owner.
+
+    Args:
+        save_id: Of which save.
+        world_size: How many ranks made it.
+        memory: What each node's memory holds.
+        nodes: The node of each rank.
+    """
+    leaders = {node: nodes.index(node) for node in memory}
+    owned = {
+        held.rank for theirs in memory.values() for held in theirs if held.owns and held.content.save_id == save_id
+    }
+    load: Counter[int] = Counter()
+    planned = []
+    for part in range(world_size):
+        holders = [
+            node
+            for node, theirs in memory.items()
+            if any(held.rank == part and held.content.save_id == save_id for held in theirs)
+        ]
+        if part in owned or not holders:
+            continue
+        home = nodes[part] if len(nodes) == world_size else holders[0]
+        if home in holders:
+            planned.append(Move(part, leaders[home], leaders[home]))
+            continue
+        # Each rank of a holder's node can send: those that have sent least do.
+        able = [rank for rank, node in enumerate(nodes) if node in holders]
+        source = min(able, key=lambda rank: (load[rank], rank))
+        load[source] += 1
+        planned.append(Move(part, source, part))
+    return planned
+
+
+def bring_home(
+    group: Group,
+    tier: MemoryTier,
+    logger: Logger,
+    candidate: ShardCandidate,
+    memory: Mapping[str, Sequence[HeldPart]],
+    nodes: Sequence[str],
+) -> None:
+    """Carries :func:`moves` out; every rank calls this. What fails is logged: the copies are still there.
+
+    Args:
+        group: The ranks that load together.
+        tier: This node's memory.
+        logger: Where to log.
+        candidate: The checkpoint.
+        memory: What each node's memory holds.
+        nodes: The node of each rank.
+
+    Raises:
+        LostRankError: The ranks lost each other.
+    """
+    planned = moves(candidate.save_id, candidate.content.world_size, memory, nodes)
+    if not planned:
+        return
+    drained = candidate.durable is not None
+    found: dict[int, Part] = {}
+    for move in planned:
+        if move.source == group.rank:
+            try:
+                stored = find_part(tier, candidate.save_id, move.part)
+                if move.target == group.rank and stored.is_replica:
+                    tier.adopt(stored, drained=drained)
+                found[move.part] = stored.part
+            except Exception as error:
+                # The others wait to hear what this rank has.
+                logger.warning("rank %d's part of %s can't be sent: %s", move.part, candidate.name, text_of(error))
+    described: dict[int, Part] = {}
+    for theirs in group.all_gather(found):
+        described.update(theirs)
+    for move in planned:
+        part = described.get(move.part)
+        if part is None or move.source == move.target:
+            continue
+        if move.source == group.rank:
+            problem = send_part(group, tier, part, move.target)
+            if problem is not None:
+                logger.error(
+                    "the copy of rank %d's part of %s is not intact: %s", move.part, candidate.name, text_of(problem)
+                )
+        elif move.target == group.rank:
+            _receive(group, tier, logger, part, move, drained=drained)
+    # All ranks of a node find there what one of them has received.
+    group.all_gather(None)
+
+
+def _receive(group: Group, tier: MemoryTier, logger: Logger, part: Part, move: Move, *, drained: bool) -> None:
+    try:
+        receive_part(group, tier, part, move.source, drained=drained)
+        logger.info("Step %d: rank %d's part of %s is back from a peer", part.content.step, move.part, part.name)
+    except LostRankError:
+        raise
+    except Exception as error:
+        logger.warning("rank %d's part of %s did not come back from a peer: %s", move.part, part.name, text_of(error))

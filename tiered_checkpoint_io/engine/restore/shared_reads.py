@@ -1,0 +1,275 @@
+"""Chunks of the durable tier that the ranks of one node have fetched, in files that all of them map.
+
+Whichever rank needs a chunk first fetches it, under a lock on one byte that dies with its process; the
+others find it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError
+from tiered_checkpoint_io.memory.space import needs_space
+from tiered_checkpoint_io.model.manifest import FileEntry
+from tiered_checkpoint_io.stores.base import Store
+
+#: Below the memory tier's root: chunks that this node has fetched, a folder a save.
+READS = "reads"
+_POLL_S = 0.005
+#: A folder is removed within milliseconds; there is nothing to wait for beyond that.
+_JOIN_S = 60.0
+_PAGE = mmap.PAGESIZE
+_VERIFIED = 1
+_FULL_HINT = (
+    "memory_dir is full, or the folder for temporary files where that was full before: give"
+    " either more space (docker: --shm-size)"
+)
+
+Span = tuple[int, int]
+
+
+class SharedFolder:
+    """A folder for the chunks of one save on this node, for as long as some rank reads them."""
+
+    def __init__(self, root: Path, key: str) -> None:
+        """Makes the folder, or joins those who read from it.
+
+        Args:
+            root: The memory tier's.
+            key: Which save.
+
+        Raises:
+            RestoreError: Another process has been removing it for too long.
+        """
+        self.path = root / READS / key
+        self._descriptor: int | None = None
+        deadline = time.monotonic() + _JOIN_S
+        while self._descriptor is None:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._descriptor = _hold(self.path, fcntl.LOCK_SH)
+            if self._descriptor is None:
+                if time.monotonic() > deadline:
+                    raise RestoreError(
+                        "another process holds the folder of fetched chunks", operation="restore", key=str(self.path)
+                    )
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Leaves it; the last one to leave removes it."""
+        if self._descriptor is None:
+            return
+        descriptor, self._descriptor = self._descriptor, None
+        try:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def clear_reads(root: Path) -> None:
+    """Removes the folders that nobody reads from any more: their readers died."""
+    with contextlib.suppress(FileNotFoundError):
+        for folder in sorted((root / READS).iterdir()):
+            with contextlib.suppress(OSError):
+                descriptor = _hold(folder, fcntl.LOCK_EX)
+                if descriptor is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.close(descriptor)
+
+
+def _hold(folder: Path, kind: int) -> int | None:
+    """A descriptor that locks ``folder``; None where that is another's, or the folder is being removed."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
+
+
+class FetchedFile:
+    """A file of the durable tier, of which this node holds the chunks that some rank has needed."""
+
+    def __init__(
+        self, entry: FileEntry, store: Callable[[], Store], folder: Path, *, concurrency: int, timeout_s: float
+    ) -> None:
+        """Maps the node's file; fetches nothing yet.
+
+        Args:
+            entry: Which file; without hashes, nothing can be verified.
+            store: Opens the durable tier.
+            folder: A :class:`SharedFolder`'s path.
+            concurrency: Requests in flight at once.
+            timeout_s: Bound of the wait for a chunk that another rank fetches, seconds.
+
+        Raises:
+            MemoryFullError: No space for its table of chunks.
+        """
+        self.entry = entry
+        self._ranges = entry.chunks
+        self._store = store
+        self._concurrency = concurrency
+        self._timeout_s = timeout_s
+        #: Behind the data, a byte for each chunk: whether it is here and verified. The same bytes
+        #: are what a chunk's lock is on.
+        self._table = -(-entry.size // _PAGE) * _PAGE
+        self._where = str(folder / entry.basename)
+        self._descriptor = os.open(
+            folder / entry.basename, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        try:
+            self._take(self._table, len(self._ranges))
+            self._mapping = mmap.mmap(self._descriptor, self._table + len(self._ranges))
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.view = memoryview(self._mapping)
+
+    def ensure(self, spans: Iterable[Span]) -> None:
+        """Has the chunks that ``(offset, length)`` spans lie in on this node, verified.
+
+        Raises:
+            CorruptCheckpointError: A chunk differs from its hash, or the object is short.
+            StoreError: It could not be read.
+            MemoryFullError: No space for it.
+            RestoreError: Another rank has been fetching a chunk for longer than ``timeout_s``.
+        """
+        missing = deque(index for index in chunks_of(self.entry, spans) if not self._is_here(index))
+        if not missing:
+            return
+        busy: list[int] = []
+        failed = threading.Event()
+
+        def work() -> None:
+            while not failed.is_set():
+                try:
+                    index = missing.popleft()
+                except IndexError:
+                    return
+                try:
+                    if not self._bring(index):
+                        busy.append(index)
+                except BaseException:
+                    failed.set()
+                    raise
+
+        deadline = time.monotonic() + self._timeout_s
+        with ThreadPoolExecutor(max(1, min(self._concurrency, len(missing))), "tiered-fetch") as pool:
+            while missing:
+                # As many threads as the pool has: each of them goes on until nothing is left.
+                jobs = [pool.submit(work) for _ in range(min(self._concurrency, len(missing)))]
+                for job in jobs:
+                    job.result()
+                # What others were fetching is here by now, or theirs to finish, or ours if they died.
+                missing.extend(index for index in busy if not self._is_here(index))
+                busy.clear()
+                if missing:
+                    if time.monotonic() > deadline:
+                        raise RestoreError(
+                            f"another process of this node has not fetched {len(missing)} chunks in time",
+                            operation="restore",
+                            tier="durable",
+                            key=self._where,
+                        )
+                    time.sleep(_POLL_S)
+
+    def put(self, index: int, data: bytes | memoryview) -> None:
+        """Takes a chunk that did not come from the durable tier.
+
+        Raises:
+            CorruptCheckpointError: It differs from its hash.
+            MemoryFullError: No space for it.
+        """
+        self.entry.check_chunk(index, memoryview(data), tier="memory", where=self._where)
+        offset, length = self._ranges[index]
+        self._take(offset, length)
+        self.view[offset : offset + length] = data
+        self._mapping[self._table + index] = _VERIFIED
+
+    def here(self) -> Iterator[tuple[int, bytes]]:
+        """The chunks that this node has, and their numbers."""
+        for index, (offset, length) in enumerate(self._ranges):
+            if self._is_here(index):
+                yield index, bytes(self.view[offset : offset + length])
+
+    def close(self) -> None:
+        """Unmaps the file; tensors that were copied from it are not concerned."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._mapping.close()
+        os.close(self._descriptor)
+
+    # ------------------------------------------------------------------------------------ inside
+    def _is_here(self, index: int) -> bool:
+        return self._mapping[self._table + index] == _VERIFIED
+
+    def _bring(self, index: int) -> bool:
+        """Fetches a chunk; False where another process is doing so."""
+        if not _lock(self._descriptor, fcntl.F_WRLCK, self._table + index):
+            return False
+        try:
+            if self._is_here(index):
+                return True
+            offset, length = self._ranges[index]
+            self._take(offset, length)
+            chunk = self.view[offset : offset + length]
+            self._store().read_into(self.entry.path, offset, chunk)
+            if self.entry.hashes:
+                self.entry.check_chunk(index, chunk, tier="durable", where=self._where)
+            self._mapping[self._table + index] = _VERIFIED
+            return True
+        finally:
+            _lock(self._descriptor, fcntl.F_UNLCK, self._table + index)
+
+    def _take(self, offset: int, length: int) -> None:
+        # A mapped page without space would end the process when it is touched.
+        with needs_space(
+            f"no space for {length} bytes of {self.entry.path}", operation="restore", key=self._where, hint=_FULL_HINT
+        ):
+            if length:
+                os.posix_fallocate(self._descriptor, offset, length)
+
+
+def _lock(descriptor: int, kind: int, byte: int) -> bool:
+    """Locks or unlocks one byte for this open file, whichever thread asks; False where another has it."""
+    request = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
+    """The chunks of a file that ``(offset, length)`` spans touch, in their order.
+
+    Raises:
+        CorruptCheckpointError: A span reaches beyond the file.
+    """
+    wanted: set[int] = set()
+    for offset, length in spans:
+        if offset < 0 or offset + length > entry.size:
+            raise CorruptCheckpointError(
+                f"{entry.path} has {entry.size} bytes, .metadata names bytes up to {offset + length}",
+                operation="restore",
+                key=entry.path,
+            )
+        if length:
+            wanted.update(range(offset // entry.chunk_size, (offset + length - 1) // entry.chunk_size + 1))
+    return sorted(wanted)

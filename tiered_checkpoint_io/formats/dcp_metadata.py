@@ -1,0 +1,106 @@
+"""The file ``.metadata`` of torch.distributed.checkpoint, read without running what is in it.
+
+The file is a pickle. Upstream unpickles whatever it finds; here nothing but the classes that DCP
+itself writes is looked up, so that a file from a bucket is data and never code.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import METADATA
+
+#: Ten million tensors' worth; what claims more is damaged or hostile.
+_MAX_SIZE = 4 << 30
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+        if hasattr(metadata, name)
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): OrderedDict,
+    # The folder that it was first written to.
+    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
+    **{(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        allowed = _ALLOWED.get((module, name))
+        if allowed is None and module == "torch":
+            found = getattr(torch, name, None)
+            allowed = found if isinstance(found, torch.dtype) else None
+        if allowed is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which torch.distributed.checkpoint does not write")
+        return allowed
+
+
+def parse_metadata(data: bytes | memoryview, *, tier: str, where: str) -> metadata.Metadata:
+    """What a ``.metadata`` file says.
+
+    Args:
+        data: The file.
+        tier: Where it was found, for errors.
+        where: Its key or path, for errors.
+
+    Raises:
+        CorruptCheckpointError: It is not such a file, holds other things than DCP writes, or names
+            files outside of its folder.
+    """
+    try:
+        if len(data) > _MAX_SIZE:
+            raise pickle.UnpicklingError(f"it has {len(data)} bytes; at most {_MAX_SIZE} are read")
+        found = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(found, metadata.Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+        _check(found)
+    except Exception as error:
+        # A damaged pickle may raise anything.
+        raise CorruptCheckpointError(
+            f"{METADATA} can't be read: {error}", operation="load", tier=tier, key=where
+        ) from error
+    return found
+
+
+def _check(found: metadata.Metadata) -> None:
+    for fqn, entry in found.state_dict_metadata.items():
+        if not isinstance(fqn, str) or not isinstance(
+            entry, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata
+        ):
+            raise TypeError(f"{fqn!r} is neither a tensor nor bytes")
+    for index, info in (found.storage_data or {}).items():
+        if not isinstance(index, metadata.MetadataIndex) or not isinstance(info, filesystem._StorageInfo):
+            raise TypeError(f"{index!r} has no place in a file")
+        try:
+            ids.validate_name(info.relative_path)
+        except InvalidNameError:
+            raise ValueError(f"{info.relative_path!r} is not a file of its folder") from None
+        if not (_is_count(info.offset) and _is_count(info.length)):
+            raise ValueError(f"{index!r} lies at {info.offset!r}, length {info.length!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

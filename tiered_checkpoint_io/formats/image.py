@@ -1,0 +1,237 @@
+"""The exact bytes of a ``torch.save`` file, planned without copying tensor data.
+
+:func:`plan` lets ``torch.save`` itself write the file, into a recorder that keeps everything but
+the contents of tensors: for these it only notes where in the file they belong. :meth:`Image.fill`
+then puts the file together in a buffer of the caller's, copying each tensor's storage once, in
+parallel, straight from where it lies, and hashes it on the way. The result is a file that
+``torch.load`` reads as it reads any other, ``mmap=True`` included, because its layout is that of
+``torch.save`` and of nobody else.
+
+Whatever cannot be laid out so (quantized tensors, backends without storages, a torch release that
+lacks the means) is saved by plain ``torch.save`` into memory first; that costs time and memory, but
+it is never an error.
+
+The zip directory holds no checksums of the tensors' records: they are not known when it is written.
+``torch.load`` ignores them, the manifest's hashes do their work, but ``unzip -t`` complains.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import ModuleType, SimpleNamespace
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.formats.filling import Filling, Region, Segment, StorageRegion, default_threads, hash_chunks
+from tiered_checkpoint_io.model.hashing import chunk_size_for
+
+
+class _CannotPlanError(Exception):
+    """The file has another layout than expected, so its tensors' places are not known."""
+
+
+# ------------------------------------------------------------------------------------------- image
+class Image:
+    """A planned file.
+
+    It refers to the state's own storages, and shows what they hold when it is filled in, not when
+    it was planned: fill it before anything may change them. It keeps them alive.
+
+    Attributes:
+        size: The file's size in bytes.
+        planned: Whether tensors' bytes are copied straight from their storages; False where
+            ``torch.save`` had to write the whole file beforehand.
+        segments: The bytes that are no tensor's.
+        regions: Where the tensors' bytes belong.
+    """
+
+    def __init__(self, size: int, segments: tuple[Segment, ...], regions: tuple[Region, ...], *, planned: bool) -> None:
+        self.size = size
+        self.planned = planned
+        self.segments = segments
+        self.regions = regions
+
+    @property
+    def chunk_size(self) -> int:
+        """Bytes of one hashed chunk."""
+        return chunk_size_for(self.size)
+
+    def fill(
+        self,
+        view: memoryview,
+        *,
+        threads: int | None = None,
+        pin: Callable[[memoryview], None] | None = None,
+        hashed: bool = True,
+    ) -> tuple[str, ...]:
+        """Writes the whole file, and hashes it.
+
+        Args:
+            view: Where to: writable, contiguous, at least ``size`` bytes. What lies behind is left.
+            threads: How many threads copy; by default as many as this process's share of the
+                node's cores.
+            pin: Called with the buffer before bytes are copied from a CUDA device, so that its
+                owner can register it as pinned memory.
+            hashed: Whether to hash it on the way; see :meth:`hashes` for later.
+
+        Returns:
+            xxh3-128 of each chunk of ``chunk_size`` bytes, as hexadecimal digits; nothing where not ``hashed``.
+
+        Raises:
+            UsageError: A storage has become smaller since the file was planned.
+        """
+        target = view.cast("B") if view.format != "B" or view.ndim != 1 else view
+        if len(target) < self.size:
+            raise ValueError(f"the buffer has {len(target)} bytes, the image {self.size}")
+        for region in self.regions:
+            if region.shrunk:
+                raise UsageError(
+                    "a tensor was resized between planning and capturing a checkpoint",
+                    operation="capture",
+                    hint="do not change the state while it is being saved",
+                )
+        target = target[: self.size]
+        if pin is not None and any(region.storage.is_cuda for region in self.regions):
+            pin(target)
+        filling = Filling(target, self.segments, hashed=hashed)
+        try:
+            filling.add(self.regions)
+            return filling.run(threads or default_threads())
+        finally:
+            filling.close()
+
+    def hashes(self, view: memoryview, *, threads: int | None = None) -> tuple[str, ...]:
+        """The hashes of the file that was written to ``view``, as :meth:`fill` gives them.
+
+        Hashing on the way costs less in all. Hashing later costs the caller of :meth:`fill` less.
+        """
+        return hash_chunks(view[: self.size], threads or default_threads())
+
+
+# ---------------------------------------------------------------------------------------- planning
+def plan(state: object) -> Image:
+    """Plans the file that ``torch.save(state, ...)`` would write.
+
+    Raises:
+        Exception: Whatever ``torch.save`` raises for this state.
+    """
+    try:
+        return _plan_by_layout(state)
+    except Exception:
+        # Whatever the reason, torch.save is the judge: it works, or its error is the caller's.
+        return _plan_by_saving(state)
+
+
+def _plan_by_layout(state: object) -> Image:
+    recorder = _Recorder()
+    storages: dict[str, torch.UntypedStorage] = {}
+    try:
+        with ExitStack() as without_data:
+            pickler = _capturing_pickler(storages, without_data)
+            module = cast("ModuleType", SimpleNamespace(Pickler=pickler, __name__="pickle"))
+            torch.save(state, cast("BinaryIO", recorder), pickle_module=module)
+        # Records come in the order in which the pickler met their storages; empty ones leave no hole.
+        found = [storage for storage in storages.values() if storage.nbytes()]
+    finally:
+        # The pickler's class, which only the garbage collector frees, refers to the dictionary:
+        # what is in it must not be kept until then.
+        storages.clear()
+    holes = recorder.holes
+    if [length for _, length in holes] != [storage.nbytes() for storage in found]:
+        raise _CannotPlanError("the file's records are not the state's storages")
+    if any(storage.device.type == "meta" for storage in found):
+        raise _CannotPlanError("a storage has no data")
+    regions = tuple(StorageRegion(*hole, storage) for hole, storage in zip(holes, found, strict=True))
+    return Image(recorder.position, recorder.segments(), regions, planned=True)
+
+
+def _plan_by_saving(state: object) -> Image:
+    # An unnamed file in memory rather than a BytesIO: it grows without being copied, and it is
+    # not part of the process's own heap.
+    with ExitStack() as files:
+        if hasattr(os, "memfd_create"):
+            file: BinaryIO = files.enter_context(os.fdopen(os.memfd_create("checkpoint", os.MFD_CLOEXEC), "w+b"))
+        else:
+            file = cast("BinaryIO", files.enter_context(tempfile.TemporaryFile()))
+        torch.save(state, file)
+        file.flush()
+        size = os.fstat(file.fileno()).st_size
+        data = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+    return Image(size, (Segment(0, data),), (), planned=False)
+
+
+def _capturing_pickler(storages: dict[str, torch.UntypedStorage], without_data: ExitStack) -> type[pickle.Pickler]:
+    kinds = (torch.storage.TypedStorage, torch.UntypedStorage)
+
+    class CapturingPickler(pickle.Pickler):
+        """The base of the pickler that ``torch.save`` defines: sees the storages that it meets."""
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            original = cls.persistent_id
+
+            def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
+                # Asked of every object in the state, so the answer for most of them must be quick.
+                if not isinstance(obj, kinds):
+                    return None
+                reference = original(self, obj)
+                if reference is not None:
+                    storage: Any = obj
+                    storages[reference[2]] = getattr(storage, "_untyped_storage", storage)
+                return reference
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+        def dump(self, obj: Any, /) -> None:
+            # The state is pickled as always; only the records that follow are written without
+            # data. An object that calls torch.save while it is pickled gets all of its bytes.
+            super().dump(obj)
+            without_data.enter_context(torch.serialization.skip_data())
+
+    return CapturingPickler
+
+
+class _Recorder:
+    """A file that is written from front to end: keeps what is written, and where it is skipped."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.holes: list[tuple[int, int]] = []
+        self._segments: list[tuple[int, bytearray]] = []
+        self._current = bytearray()
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._current += data
+        self.position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_CUR or offset < 0:
+            raise _CannotPlanError("the file is not written from front to end")
+        if offset:
+            self._end_segment()
+            self.holes.append((self.position, offset))
+            self.position += offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+    def segments(self) -> tuple[Segment, ...]:
+        self._end_segment()
+        return tuple(Segment(offset, memoryview(bytes(data))) for offset, data in self._segments)
+
+    def _end_segment(self) -> None:
+        if self._current:
+            self._segments.append((self.position - len(self._current), self._current))
+            self._current = bytearray()

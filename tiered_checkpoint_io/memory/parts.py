@@ -1,0 +1,202 @@
+"""Committed parts, as they lie in one folder of the memory tier: looked for, read, and cleared of what is half made.
+
+A part's folder holds its files, ``part.json``, and markers: empty files whose names say what has become of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ManifestError
+from tiered_checkpoint_io.memory.spares import Spares
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
+
+SAVES = "saves"
+REPLICAS = "replicas"
+PART_FILE = "part.json"
+DRAINED = "drained"
+PINNED = "pinned"
+REPLICATED = "replicated"
+#: How the name of a folder ends that is still being made.
+NEW = ".new"
+#: A folder that is being made is renamed within milliseconds; an older one's maker died.
+_STALE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A committed part in the memory tier.
+
+    Attributes:
+        part: What it is.
+        folder: Where it lies.
+        drained: Whether the durable tier needs nothing more of it.
+        replicated: Whether all parts of its save are in the memory of other nodes as well.
+    """
+
+    part: Part
+    folder: Path
+    drained: bool
+    replicated: bool = False
+
+    @property
+    def save_id(self) -> str:
+        return self.part.save_id
+
+    @property
+    def op_id(self) -> str:
+        """The id of the operation that brings it to the durable tier."""
+        return ids.part_op_id(self.part.save_id, self.part.rank, commits=self.part.commits)
+
+    @property
+    def pending(self) -> bool:
+        """Whether it waits for the durable tier."""
+        return self.part.durable and not self.drained and not self.is_replica
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether it is the copy of another node's part; that node uploads it."""
+        return self.folder.parent.parent.name == REPLICAS
+
+    def file(self, basename: str) -> Path:
+        return self.folder / basename
+
+
+class Shelf:
+    """A folder of parts, by save and rank, as one process looks at it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Takes ``<root>/saves`` or ``<root>/replicas``."""
+        self._folder = folder
+        self._known: dict[Path, tuple[tuple[int, int], Part]] = {}
+
+    def scan(self) -> Iterator[StoredPart | tuple[Path, Exception]]:
+        """All parts in the order of their saves; of what cannot be read, the folder and why."""
+        known: dict[Path, tuple[tuple[int, int], Part]] = {}
+        for save_id in sorted(os.listdir(self._folder)):
+            try:
+                ranks = sorted(os.listdir(self._folder / save_id))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for rank in ranks:
+                folder = self._folder / save_id / rank
+                if rank.endswith(NEW):
+                    continue
+                try:
+                    part = self._read_part(folder / PART_FILE, known)
+                    if part.save_id != save_id:
+                        raise ManifestError(f"part of save {part.save_id} in the folder of {save_id}", key=str(folder))
+                    drained, replicated = ((folder / name).exists() for name in (DRAINED, REPLICATED))
+                    if not drained:
+                        # Or else it was taken away, marker and all, since its description was read.
+                        (folder / PART_FILE).stat()
+                    yield StoredPart(part, folder, drained, replicated)
+                except FileNotFoundError as error:
+                    # Removed while we looked; only a folder that is still there is damaged.
+                    if folder.exists():
+                        yield folder, error
+                except (ManifestError, OSError) as error:
+                    yield folder, error
+        self._known = known
+
+    def _read_part(self, path: Path, known: dict[Path, tuple[tuple[int, int], Part]]) -> Part:
+        """Reads what changed since the last look: the drain looks often, and descriptions hold many hashes."""
+        facts = path.stat()
+        stamp = (facts.st_ino, facts.st_mtime_ns)
+        last = self._known.get(path)
+        part = last[1] if last and last[0] == stamp else Part.from_json(path.read_bytes(), where=str(path))
+        known[path] = (stamp, part)
+        return part
+
+
+@contextlib.contextmanager
+def reading(stored: StoredPart, spares: Spares, *, keep: bool = False) -> Iterator[dict[str, memoryview]]:
+    """Maps a part's files for reading; while the block runs, nobody reuses them.
+
+    Args:
+        stored: The part.
+        spares: For the marker that ``keep`` leaves.
+        keep: Whether mappings of the same files may outlive the block (tensors loaded with
+            ``mmap=True``): the files are then never reused, only unlinked.
+
+    Yields:
+        The bytes of each file, by its basename.
+
+    Raises:
+        CheckpointNotFoundError: The part was removed in the meantime.
+        CorruptCheckpointError: A file is missing, or not as long as its manifest says.
+    """
+    views: dict[str, memoryview] = {}
+    with contextlib.ExitStack() as stack:
+        for entry in stored.part.content.files:
+            path = stored.file(entry.basename)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError as error:
+                if not stored.folder.exists():
+                    raise gone(stored) from error
+                raise CorruptCheckpointError(
+                    "a file is missing", operation="read", tier="memory", key=str(path), rank=stored.part.rank
+                ) from error
+            stack.callback(os.close, descriptor)
+            try:
+                # Never waits: an exclusive lock means that the file is its owner's slot again.
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise gone(stored) from error
+            if os.fstat(descriptor).st_size != entry.size:
+                if not stored.folder.exists():
+                    raise gone(stored)
+                raise CorruptCheckpointError(
+                    f"{os.fstat(descriptor).st_size} bytes in place of {entry.size}",
+                    operation="read",
+                    tier="memory",
+                    key=str(path),
+                    rank=stored.part.rank,
+                )
+            # An empty file cannot be mapped.
+            mapping = mmap.mmap(descriptor, entry.size, prot=mmap.PROT_READ) if entry.size else b""
+            views[entry.basename] = memoryview(mapping)
+        # The owner renames the folder away before it looks for locks and this marker, so a
+        # folder that is still in place now will not be reused behind our back.
+        try:
+            if keep:
+                spares.mark(stored.folder / PINNED)
+            elif not (stored.folder / PART_FILE).exists():
+                raise gone(stored)
+        except FileNotFoundError as error:
+            raise gone(stored) from error
+        yield views
+
+
+def clear_half_made(folder: Path) -> None:
+    """Removes what dead processes left in a folder of parts before it had become one."""
+    now = time.time()
+    for save in os.scandir(folder):
+        with contextlib.suppress(OSError):
+            for rank in os.scandir(save.path):
+                if rank.name.endswith(NEW) and now - rank.stat(follow_symlinks=False).st_mtime > _STALE_S:
+                    shutil.rmtree(rank.path, ignore_errors=True)
+            if now - save.stat(follow_symlinks=False).st_mtime > _STALE_S:
+                # Succeeds only where nothing is left in it.
+                os.rmdir(save.path)
+
+
+def gone(stored: StoredPart) -> CheckpointNotFoundError:
+    """What to raise where a part was removed since it was looked up."""
+    return CheckpointNotFoundError(
+        "the checkpoint was removed from memory meanwhile",
+        operation="read",
+        tier="memory",
+        key=str(stored.folder),
+        step=stored.part.content.step,
+    )

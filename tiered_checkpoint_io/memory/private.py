@@ -1,0 +1,70 @@
+"""Files and folders that belong to this user alone: modes, owners, and no symbolic links."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from pathlib import Path
+
+from tiered_checkpoint_io.errors import MemoryFullError, MemoryUnsafeError
+from tiered_checkpoint_io.memory.space import needs_space
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes a small private file so that a reader sees the old content or the new one."""
+    temporary = scratch_beside(path)
+    try:
+        write_private(temporary, data)
+    except MemoryFullError:
+        temporary.unlink(missing_ok=True)
+        raise
+    os.replace(temporary, path)
+
+
+def scratch_beside(path: Path) -> Path:
+    """A name, hidden and of this process alone, for what is to become ``path``."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+
+
+def write_over(path: Path, data: bytes) -> None:
+    """Writes over a private file in the space that it has; who reads it meanwhile may see a mixture.
+
+    Raises:
+        OSError: There is none, or it has less space.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.truncate()
+
+
+def private_folder(folder: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    facts = os.lstat(folder)
+    problem = None
+    if stat.S_ISLNK(facts.st_mode):
+        problem = "is a symbolic link"
+    elif not stat.S_ISDIR(facts.st_mode):
+        problem = "is not a folder"
+    elif facts.st_uid != os.getuid():
+        problem = f"belongs to user {facts.st_uid}, not to {os.getuid()}"
+    elif stat.S_IMODE(facts.st_mode) & 0o077:
+        problem = f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
+    if problem:
+        raise MemoryUnsafeError(
+            f"the memory tier's folder {problem}",
+            operation="open",
+            tier="memory",
+            key=str(folder),
+            hint="remove it, or name another memory_dir",
+        )
+
+
+def write_private(path: Path, data: bytes) -> None:
+    with needs_space("no space for a small file", operation="write", key=str(path)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)

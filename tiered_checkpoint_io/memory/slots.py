@@ -1,0 +1,338 @@
+"""Recycled, memory-mapped files that images are filled into.
+
+The first touch of a fresh page of tmpfs costs more than copying into it. Slots are therefore
+reused: a slot keeps its mapping in this process while its file moves from ``slots/`` into a
+checkpoint's folder and back. Space is taken by ``posix_fallocate``, so that a full file system is
+an error here and never a SIGBUS at a later write.
+
+Who owns a file in ``slots/`` holds an exclusive lock on it; one without a lock was left by the dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.memory.space import needs_space
+
+_ROUND = 2 << 20
+#: Populated in one call; between calls other threads get at the memory map's lock.
+_POPULATE_PIECE = 64 << 20
+#: How long to wait for another process of this node that is just taking space.
+_SPACE_TIMEOUT_S = 120.0
+_SPACE_INTERVAL_S = 0.002
+#: Linux 5.14; older kernels answer EINVAL, and the pages are then touched by the first copy.
+_MADV_POPULATE_WRITE = 23
+#: Free slots that are worth their memory: one for the next save and one for a pending one.
+_MAX_FREE = 2
+
+
+class Slot:
+    """A mapped file of this process, filled and then committed.
+
+    Attributes:
+        path: Where the file lies now.
+        capacity: Bytes that are mapped. Address space costs nothing, so there are more of them
+            than the file has: a state that grows a little keeps its mapping.
+        reserved: Bytes, from the start, whose space is taken. Nothing behind may be touched.
+        inode: The file's identity, which survives its renames.
+    """
+
+    def __init__(self, path: str, descriptor: int, capacity: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self.capacity = capacity
+        self.reserved = 0
+        # The file must be as long as its mapping only while it is being mapped.
+        os.ftruncate(descriptor, capacity)
+        self.mapping = mmap.mmap(descriptor, capacity)
+        os.ftruncate(descriptor, 0)
+        self.inode = os.fstat(descriptor).st_ino
+
+    @property
+    def view(self) -> memoryview:
+        """The slot's bytes, writable, as far as they are mapped."""
+        return memoryview(self.mapping)
+
+    @property
+    def unlinked(self) -> bool:
+        """Whether the file has lost its last name, so that only this mapping keeps its pages."""
+        return os.fstat(self.descriptor).st_nlink == 0
+
+    def reserve(self, size: int) -> None:
+        """Takes the space of the first ``size`` bytes; a part of it may be taken already."""
+        if self.reserved < size:
+            os.posix_fallocate(self.descriptor, self.reserved, size - self.reserved)
+            self.reserved = size
+        if os.fstat(self.descriptor).st_size < size:
+            os.ftruncate(self.descriptor, size)
+
+    def cut(self, size: int) -> None:
+        """Makes the file exactly ``size`` bytes long."""
+        os.ftruncate(self.descriptor, size)
+        self.reserved = min(self.reserved, size)
+
+    def populate(self) -> None:
+        """Touches every page that has its space, where the kernel can do so without changing it."""
+        # Not by mmap.madvise, which keeps the interpreter lock: training goes on meanwhile.
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        with self.view as view:
+            anchor = ctypes.c_char.from_buffer(view)
+            for start in range(0, self.reserved, _POPULATE_PIECE):
+                length = min(_POPULATE_PIECE, self.reserved - start)
+                address = ctypes.c_void_p(ctypes.addressof(anchor) + start)
+                if madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+                    break
+            del anchor
+
+    def close(self, unmap: Callable[[memoryview], None] | None = None) -> None:
+        """Unmaps and closes the file; its name, if any, stays."""
+        if unmap is not None:
+            unmap(memoryview(self.mapping))
+        # A view that someone still holds keeps the mapping alive; it goes with that view.
+        with contextlib.suppress(BufferError):
+            self.mapping.close()
+        os.close(self.descriptor)
+
+
+class SlotPool:
+    """Makes, lends and takes back the slots of this process, in one folder."""
+
+    def __init__(self, folder: str, room: Callable[[], int], unmap: Callable[[memoryview], None] | None = None) -> None:
+        """Makes an empty pool.
+
+        Args:
+            folder: Where free slots lie.
+            room: Bytes that the budget still allows, beyond what is in use.
+            unmap: Told of each mapping before it ends (to end its registration as pinned memory).
+        """
+        self._folder = folder
+        self._room = room
+        self._unmap = unmap
+        self._lock = threading.Lock()
+        self._free: list[Slot] = []
+        self._lent: dict[int, Slot] = {}
+
+    def acquire(self, size: int) -> Slot:
+        """A slot with ``size`` bytes of space taken on the file system.
+
+        Raises:
+            MemoryFullError: The budget or the file system has no room; nothing changed but that
+                free slots were given up.
+        """
+        with self._lock:
+            self._drop_unlinked()
+            fitting = [slot for slot in self._free if slot.capacity >= size]
+            slot = min(fitting, key=lambda free: (max(0, size - free.reserved), free.reserved), default=None)
+            if slot is None:
+                # What is free but too small only stands in the way of the larger one.
+                self._discard_free()
+                slot = self._make(size)
+            else:
+                self._free.remove(slot)
+                try:
+                    self._reserve(slot, size)
+                except BaseException:
+                    self._discard(slot)
+                    self._discard_free()
+                    raise
+            self._lent[slot.inode] = slot
+            return slot
+
+    def prepare(self, size: int) -> None:
+        """Makes a free slot of ``size`` bytes and touches its pages, where there is room and need."""
+        with self._lock:
+            # A slot that must grow a little is as good: the next state may be larger by some bytes.
+            if any(slot.capacity >= size and slot.reserved >= size - size // 16 for slot in self._free):
+                return
+            try:
+                slot = self._make(size)
+            except OSError:
+                # No room, or no descriptor: the next save will say so, if it needs them.
+                return
+        slot.populate()
+        with self._lock:
+            self._keep_or_discard(slot)
+
+    def give_back(self, slot: Slot) -> None:
+        """Returns a lent slot that was not committed."""
+        with self._lock:
+            self._lent.pop(slot.inode, None)
+            if os.path.dirname(slot.path) != self._folder:
+                # It was on its way into a checkpoint that did not come to be.
+                self._discard(slot)
+            else:
+                self._keep_or_discard(slot)
+
+    def committed(self, slot: Slot, size: int) -> None:
+        """Tells that the slot's file was moved into a checkpoint's folder."""
+        slot.cut(size)
+        fcntl.flock(slot.descriptor, fcntl.LOCK_UN)
+
+    def recycle(self, path: str) -> bool:
+        """Takes the file at ``path`` back as a free slot; unlinks it where it can't be reused.
+
+        A file that somebody has mapped for reading (who then holds a shared lock on it) is
+        unlinked: its bytes live on for that reader, and nobody writes to them.
+        """
+        with self._lock:
+            slot = self._lent.pop(os.stat(path).st_ino, None)
+            if slot is None:
+                os.unlink(path)
+                return False
+            try:
+                fcntl.flock(slot.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.unlink(path)
+                slot.close(self._unmap)
+                return False
+            free_name = os.path.join(self._folder, _slot_name())
+            try:
+                os.rename(path, free_name)
+            except FileNotFoundError:
+                # Somebody else cleared the folder away.
+                slot.close(self._unmap)
+                return False
+            slot.path = free_name
+            self._keep_or_discard(slot)
+            return True
+
+    def forget(self, path: str) -> None:
+        """Unlinks the file at ``path`` and never reuses it."""
+        with self._lock:
+            slot = self._lent.pop(os.stat(path).st_ino, None)
+            os.unlink(path)
+            if slot is not None:
+                slot.close(self._unmap)
+
+    def release_free(self) -> None:
+        """Gives the space of all free slots back to the node."""
+        with self._lock:
+            self._discard_free()
+
+    def close(self) -> None:
+        """Unlinks free slots and unmaps the others; committed files stay."""
+        self.release_free()
+        with self._lock:
+            for slot in self._lent.values():
+                slot.close(self._unmap)
+            self._lent.clear()
+
+    def _make(self, size: int) -> Slot:
+        while True:
+            path = os.path.join(self._folder, _slot_name())
+            with needs_space("no space for one more file", operation="stage", key=path):
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if os.fstat(descriptor).st_nlink == 0:
+                    # Another process came between, took it for a dead one's, and unlinked it.
+                    os.close(descriptor)
+                    continue
+                slot = Slot(path, descriptor, _round_up(size + size // 16 + 1))
+            except BaseException:
+                os.unlink(path)
+                os.close(descriptor)
+                raise
+            try:
+                self._reserve(slot, _round_up(size))
+            except BaseException:
+                self._discard(slot)
+                raise
+            return slot
+
+    def _reserve(self, slot: Slot, size: int) -> None:
+        if size <= slot.reserved:
+            slot.reserve(size)
+            return
+        with self._taking_space():
+            need, room = size - slot.reserved, self._room()
+            if need > room:
+                raise MemoryFullError(
+                    f"a checkpoint of {size} bytes does not fit: {need} more are needed, the budget, and what is left "
+                    f"of the node's memory, allow {max(room, 0)}",
+                    operation="stage",
+                    tier="memory",
+                    key=self._folder,
+                    hint="raise memory_allocation_percentage, lower memory_keep_last, or give memory_dir more space",
+                )
+            with needs_space(f"no space for a checkpoint of {size} bytes", operation="stage", key=slot.path):
+                slot.reserve(size)
+
+    @contextlib.contextmanager
+    def _taking_space(self) -> Iterator[None]:
+        """One process of the node at a time looks how much is left and takes it."""
+        lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        deadline = time.monotonic() + _SPACE_TIMEOUT_S
+        try:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise MemoryTierError(
+                            f"another process has been taking space for more than {_SPACE_TIMEOUT_S:.0f} s",
+                            operation="stage",
+                            tier="memory",
+                            key=self._folder,
+                        ) from None
+                    time.sleep(_SPACE_INTERVAL_S)
+            try:
+                yield
+            finally:
+                # In so many words: a process that was forked meanwhile has the same open file.
+                fcntl.flock(lock, fcntl.LOCK_UN)
+        finally:
+            os.close(lock)
+
+    def _drop_unlinked(self) -> None:
+        """Lets go of files that other processes removed: a mapping keeps their pages in memory."""
+        for inode, slot in list(self._lent.items()):
+            if slot.unlinked:
+                del self._lent[inode]
+                slot.close(self._unmap)
+
+    def _keep_or_discard(self, slot: Slot) -> None:
+        if len(self._free) < _MAX_FREE:
+            self._free.append(slot)
+        else:
+            self._discard(slot)
+
+    def _discard_free(self) -> None:
+        while self._free:
+            self._discard(self._free.pop())
+
+    def _discard(self, slot: Slot) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(slot.path)
+        slot.close(self._unmap)
+
+
+def clean_dead(folder: str) -> None:
+    """Unlinks slots whose owner died: a live owner holds an exclusive lock on each of its slots."""
+    for entry in os.listdir(folder):
+        path = os.path.join(folder, entry)
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(descriptor)
+
+
+def _round_up(size: int) -> int:
+    return -(-max(size, 1) // _ROUND) * _ROUND
+
+
+def _slot_name() -> str:
+    return f"slot-{os.getpid()}-{secrets.token_hex(6)}"

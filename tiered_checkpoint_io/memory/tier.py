@@ -1,0 +1,352 @@
+"""The memory tier: committed parts, free slots and quarantine in one private folder of a node.
+
+::
+
+    <memory_dir>/tiered-<uid>/<namespace>/     0700, owner checked, symbolic links refused
+      saves/<save_id>/rank-00000/{<file>, part.json}   appears whole, by one rename
+                                 drained               marker: the durable tier has it, or gave up
+                                 pinned                marker: mapped by a reader, never recycled
+                                 replicated            marker: all parts of the save are on other nodes too
+      replicas/<save_id>/...     the same, of other nodes' parts: never uploaded from here
+      slots/  trash/  quarantine/  requests/  status/  spares/
+
+No checkpoint's name becomes a folder here, only the last component of its path, as a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.memory import spares
+from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, node_budget
+from tiered_checkpoint_io.memory.parts import (
+    DRAINED,
+    NEW,
+    PART_FILE,
+    PINNED,
+    REPLICAS,
+    REPLICATED,
+    SAVES,
+    Shelf,
+    StoredPart,
+    clear_half_made,
+    gone,
+    reading,
+)
+from tiered_checkpoint_io.memory.private import private_folder, write_private
+from tiered_checkpoint_io.memory.slots import Slot, SlotPool, clean_dead
+from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
+
+__all__ = [
+    "FOLDERS",
+    "PART_FILE",
+    "REPLICAS",
+    "MemoryTier",
+    "StoredPart",
+    "is_tmpfs",
+    "namespace_root",
+    "node_budget",
+]
+
+FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "requests", "status", spares.FOLDER)
+
+
+def namespace_root(memory_dir: str, namespace: str) -> Path:
+    """Where the memory tier of a namespace lies for the current user."""
+    return Path(memory_dir) / f"tiered-{os.getuid()}" / ids.validate_namespace(namespace)
+
+
+class MemoryTier:
+    """The memory tier of one namespace on this node, as one process uses it."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        budget_bytes: int | None = None,
+        unmap: Callable[[memoryview], None] | None = None,
+        folder: str = SAVES,
+        left: Callable[[], int] | None = None,
+    ) -> None:
+        """Takes a root that :meth:`open` has checked.
+
+        Args:
+            root: ``<memory_dir>/tiered-<uid>/<namespace>``.
+            budget_bytes: What all ranks of the node may use together; None for no limit of ours.
+            unmap: See :class:`SlotPool`.
+            folder: ``saves``, or ``replicas``.
+            left: Bytes of memory that the node has left, where the root lies in memory.
+        """
+        self.root = root
+        self._parts = root / folder
+        self._shelf = Shelf(self._parts)
+        self._budget = budget_bytes
+        self._left = left
+        self._replicas: MemoryTier | None = None
+        #: Told of each part that is saved here, once it is committed.
+        self.on_commit: Callable[[StoredPart], None] | None = None
+        self._pool = SlotPool(str(root / "slots"), self.room, unmap)
+        self._spares = spares.Spares(root)
+
+    @classmethod
+    def open(
+        cls,
+        memory_dir: str,
+        namespace: str,
+        *,
+        budget_bytes: int | None = None,
+        unmap: Callable[[memoryview], None] | None = None,
+    ) -> MemoryTier:
+        """Opens the tier, making its folders, and clears what dead processes left half made.
+
+        Raises:
+            MemoryUnsafeError: A folder is not ours, is open to others, or is a symbolic link.
+            MemoryTierError: memory_dir is missing or can't be written.
+        """
+        root = namespace_root(memory_dir, namespace)
+        try:
+            if not os.path.isdir(memory_dir):
+                raise MemoryTierError(
+                    "memory_dir does not exist", operation="open", tier="memory", key=memory_dir, hint="make it"
+                )
+            for folder in (root.parent, root, *(root / name for name in FOLDERS)):
+                private_folder(folder)
+            in_memory = is_tmpfs(memory_dir)
+            tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=memory_left if in_memory else None)
+            tier.clean()
+        except MemoryTierError:
+            raise
+        except OSError as error:
+            kind = MemoryFullError if error.errno in NO_SPACE else MemoryTierError
+            raise kind(
+                f"memory_dir cannot be used: {error.strerror}", operation="open", tier="memory", key=str(root)
+            ) from error
+        if not in_memory:
+            warnings.warn(
+                f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk",
+                stacklevel=2,
+            )
+        return tier
+
+    @property
+    def replicas(self) -> MemoryTier:
+        """The copies of other nodes' parts that this node keeps, with slots of their own."""
+        if self._replicas is None:
+            self._replicas = MemoryTier(self.root, budget_bytes=self._budget, folder=REPLICAS, left=self._left)
+        return self._replicas
+
+    # ------------------------------------------------------------------------------- looking
+    def parts(self) -> list[StoredPart]:
+        """All committed parts that can be read, in the order of their saves."""
+        return [entry for entry in self._shelf.scan() if isinstance(entry, StoredPart)]
+
+    def damaged(self) -> list[tuple[Path, Exception]]:
+        """Folders whose ``part.json`` cannot be read, and why."""
+        return [entry for entry in self._shelf.scan() if not isinstance(entry, StoredPart)]
+
+    def usage(self) -> int:
+        """Bytes in use by this namespace on this node, free slots included."""
+        total = 0
+        for base, _, files in os.walk(self.root):
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.lstat(os.path.join(base, name)).st_blocks * 512
+        return total
+
+    def room(self) -> int:
+        """Bytes that the budget, the file system, and what others leave of the node's memory still allow."""
+        file_system = os.statvfs(self.root)
+        bounds = [file_system.f_bavail * file_system.f_frsize]
+        if self._budget is not None:
+            bounds.append(self._budget - self.usage())
+        if self._left is not None:
+            bounds.append(self._left())
+        return min(bounds)
+
+    # ------------------------------------------------------------------------------- writing
+    def acquire(self, size: int) -> Slot:
+        """A slot of ``size`` bytes; raises as :meth:`SlotPool.acquire` does."""
+        return self._pool.acquire(size)
+
+    def prepare(self, size: int) -> None:
+        """Makes a warm free slot, where there is room; see :meth:`SlotPool.prepare`."""
+        self._pool.prepare(size)
+
+    def give_back(self, slot: Slot) -> None:
+        """Returns a slot that will not be committed."""
+        self._pool.give_back(slot)
+
+    def is_taken(self, save_id: str, rank: int) -> bool:
+        """Whether there is anything at a part's place, readable or not."""
+        return (self._parts / save_id / ids.rank_folder(rank)).exists()
+
+    def commit(
+        self,
+        part: Part,
+        slots: Mapping[str, Slot | bytes],
+        *,
+        drained: bool = False,
+        saved: bool = True,
+        keep_slots: bool = False,
+    ) -> StoredPart:
+        """Makes a filled part exist, at once and whole.
+
+        Args:
+            part: Its description; each of its files has a slot, or is here as bytes, by its basename.
+            slots: The filled slots, which belong to the tier afterwards; small files just as bytes.
+            drained: Whether the durable tier has it already.
+            saved: Whether this is a save, of which peers are to get copies, and not what a restore brought.
+            keep_slots: Whether slots that get no description for want of space stay the caller's: to be read,
+                and then to be given back.
+
+        Raises:
+            MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
+            MemoryTierError: Memory holds it already.
+        """
+        folder = self._parts / part.save_id / ids.rank_folder(part.rank)
+        if folder.exists():
+            raise MemoryTierError(
+                "memory holds a part of this save already",
+                operation="commit",
+                tier="memory",
+                key=str(folder),
+                rank=part.rank,
+                step=part.content.step,
+            )
+        fresh = folder.with_name(folder.name + NEW)
+        shutil.rmtree(fresh, ignore_errors=True)
+        try:
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
+            fresh.mkdir(mode=0o700)
+            for entry in part.content.files:
+                slot = slots[entry.basename]
+                target = fresh / entry.basename
+                if isinstance(slot, bytes):
+                    write_private(target, slot)
+                    continue
+                os.rename(slot.path, target)
+                slot.path = str(target)
+                self._pool.committed(slot, entry.size)
+            if drained:
+                write_private(fresh / DRAINED, b"")
+            write_private(fresh / PART_FILE, part.to_json())
+        except OSError as error:
+            if not isinstance(error, MemoryFullError) and error.errno not in NO_SPACE:
+                raise
+            # The files had their space, their description has none: what can't be whole gives all of it back.
+            for slot in slots.values():
+                if not isinstance(slot, bytes) and not keep_slots:
+                    self._pool.forget(slot.path)
+            shutil.rmtree(fresh, ignore_errors=True)
+            if isinstance(error, MemoryFullError):
+                raise
+            raise MemoryFullError(
+                "no space for a folder", operation="commit", tier="memory", key=str(folder), hint=FULL_HINT
+            ) from error
+        os.rename(fresh, folder)
+        stored = StoredPart(part, folder, drained)
+        if saved and not drained and self.on_commit is not None:
+            self.on_commit(stored)
+        return stored
+
+    def adopt(self, copy: StoredPart, *, drained: bool) -> StoredPart:
+        """Makes a copy that this node keeps its own part: the node that had it is lost.
+
+        Args:
+            copy: One of :attr:`replicas`.
+            drained: Whether the durable tier has it already.
+
+        Raises:
+            CheckpointNotFoundError: It was removed meanwhile.
+        """
+        folder = self._parts / copy.save_id / copy.folder.name
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            if drained:
+                self._spares.mark(copy.folder / DRAINED)
+            os.rename(copy.folder, folder)
+        except FileNotFoundError as error:
+            raise gone(copy) from error
+        with contextlib.suppress(OSError):
+            os.rmdir(copy.folder.parent)
+        return StoredPart(copy.part, folder, drained, copy.replicated)
+
+    def mark_drained(self, stored: StoredPart) -> None:
+        """Notes that the durable tier needs nothing more of a part."""
+        with contextlib.suppress(FileNotFoundError):
+            self._spares.mark(stored.folder / DRAINED)
+
+    def mark_replicated(self, stored: StoredPart) -> None:
+        """Notes that all parts of this part's save are in the memory of other nodes as well."""
+        with contextlib.suppress(FileNotFoundError):
+            self._spares.mark(stored.folder / REPLICATED)
+
+    def remove(self, stored: StoredPart) -> None:
+        """Removes a part; its files become free slots where this process filled them."""
+        name = f"{self._parts.name}.{stored.save_id}.{stored.folder.name}.{os.getpid()}"
+        trash = self.root / "trash" / name
+        try:
+            os.rename(stored.folder, trash)
+        except FileNotFoundError:
+            return
+        with contextlib.suppress(OSError):
+            os.rmdir(stored.folder.parent)
+        pinned = (trash / PINNED).exists()
+        for entry in stored.part.content.files:
+            path = str(trash / entry.basename)
+            with contextlib.suppress(FileNotFoundError):
+                if pinned:
+                    self._pool.forget(path)
+                else:
+                    self._pool.recycle(path)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def quarantine(self, folder: Path, reason: str) -> Path:
+        """Takes a corrupt part's folder out of use, without deleting it."""
+        mark = f"{REPLICAS}." if folder.parent.parent.name == REPLICAS else ""
+        target = self.root / "quarantine" / f"{mark}{folder.parent.name}.{folder.name}"
+        if target.exists():
+            shutil.rmtree(target)
+        with contextlib.suppress(FileNotFoundError, MemoryFullError):
+            os.rename(folder, target)
+            # For who looks at it later; the log has it too.
+            self._spares.write(target / "reason.txt", reason.encode())
+        with contextlib.suppress(OSError):
+            os.rmdir(folder.parent)
+        return target
+
+    def close(self) -> None:
+        """Gives free slots back to the node; committed parts stay."""
+        self._pool.close()
+        if self._replicas is not None:
+            self._replicas.close()
+
+    # ------------------------------------------------------------------------------- reading
+    def reading(
+        self, stored: StoredPart, *, keep: bool = False
+    ) -> contextlib.AbstractContextManager[dict[str, memoryview]]:
+        """Maps a part's files for reading; see :func:`reading`."""
+        return reading(stored, self._spares, keep=keep)
+
+    # ------------------------------------------------------------------------------ clearing
+    def clean(self) -> None:
+        """Clears what dead processes left: their free slots, trash and half-made folders."""
+        clean_dead(str(self.root / "slots"))
+        for entry in os.scandir(self.root / "trash"):
+            # Renamed first: a live remover must not see its folder without the marker that tells
+            # it not to reuse the files.
+            doomed = self.root / "trash" / f"clean.{os.getpid()}.{secrets.token_hex(4)}"
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(entry.path, doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+        for name in (SAVES, REPLICAS):
+            clear_half_made(self.root / name)

@@ -1,0 +1,292 @@
+"""The only place where raw configuration is validated."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.redaction import shown, without_secrets
+
+#: What S3 serves a second and prefix, and the headroom that is left for others.
+PUTS_PER_SECOND = 3_500
+GETS_PER_SECOND = 5_500
+HEADROOM = 1.15
+#: More connections than this only cost memory on the node.
+_AUTO_LIMIT = 16
+_GLOBAL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_MAX_CONCURRENCY = 256
+
+Concurrency = int | Literal["auto"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "on_pending": ("wait", "skip"),
+    "on_save_error": ("warn", "raise"),
+    "drain": ("process", "thread"),
+    "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
+    "checksum_algorithm": ("CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"),
+    "acl": (
+        "private",
+        "public-read",
+        "public-read-write",
+        "authenticated-read",
+        "aws-exec-read",
+        "bucket-owner-read",
+        "bucket-owner-full-control",
+    ),
+}
+#: Objects of these classes can't be read before somebody has them restored, which takes hours.
+_UNREADABLE_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
+_PATHS = ("dirpath", "memory_dir", "log_dir")
+_RANGES: dict[str, tuple[int, int]] = {
+    "memory_every_n_train_steps": (1, 1 << 40),
+    "s3_every_n_train_steps": (1, 1 << 40),
+    "memory_keep_last": (1, 1_000),
+    "memory_allocation_percentage": (20, 100),
+    "chunk_size_MB": (8, 5_120),
+    "max_pending": (1, 1_000),
+    "replication_factor": (1, 64),
+    "replication_jump": (1, 100_000),
+    "wait_timeout_s": (1, 7 * 24 * 3600),
+}
+_OPTIONAL = {"memory_every_n_train_steps", "s3_every_n_train_steps"}
+_S3_ONLY = (
+    "endpoint_url",
+    "region",
+    "profile",
+    "sse",
+    "sse_kms_key_id",
+    "expected_bucket_owner",
+    "acl",
+    "storage_class",
+    "checksum_algorithm",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TieredCheckpointConfig:
+    """Everything that can be configured; the keys of the YAML block ``s3_checkpointing``.
+
+    Attributes:
+        dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
+        namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``.
+        memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
+        memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none.
+        s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves
+            that to ModelCheckpoint's other triggers.
+        memory_keep_last: How many checkpoints memory keeps.
+        memory_allocation_percentage: Per cent of the node's memory that checkpoints may take,
+            shared by all ranks of the node; 20 to 100.
+        chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
+        max_write_concurrency: Parts in flight at once per node, or ``auto``.
+        max_read_concurrency: Ranges in flight at once per node, or ``auto``.
+        enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``.
+        max_pending: Checkpoints that may wait for the durable tier at once.
+        on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
+        on_save_error: ``warn`` and train on, or ``raise``.
+        replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
+        replication_jump: Distance between the nodes that keep each other's parts, in nodes.
+        verify: Must be true: nothing is restored unverified.
+        weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
+        safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
+            plain data.
+        drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
+        wait_timeout_s: Bound of every wait for the durable tier, seconds.
+        log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
+        endpoint_url: Of an S3 server other than AWS.
+        region: AWS region.
+        profile: Profile in the AWS configuration files.
+        sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
+        sse_kms_key_id: The KMS key for it.
+        expected_bucket_owner: AWS account that must own the bucket.
+        acl: Canned ACL of written objects.
+        storage_class: Storage class of written objects.
+        checksum_algorithm: Additional checksum that S3 keeps for written objects.
+
+    Raises:
+        ConfigError: A value is not allowed; says the key, the value and what is allowed.
+    """
+
+    dirpath: str
+    namespace: str = "default"
+    memory_dir: str = "/dev/shm"  # noqa: S108 - tmpfs by design; its folder is checked before use
+    memory_every_n_train_steps: int | None = None
+    s3_every_n_train_steps: int | None = None
+    memory_keep_last: int = 2
+    memory_allocation_percentage: int = 50
+    chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
+    max_write_concurrency: Concurrency = "auto"
+    max_read_concurrency: Concurrency = "auto"
+    enable_async_checkpointing: bool = False
+    max_pending: int = 2
+    on_pending: Literal["wait", "skip"] = "wait"
+    on_save_error: Literal["warn", "raise"] = "warn"
+    replication_factor: int = 1
+    replication_jump: int = 1
+    verify: bool = True
+    weights_only: bool | None = None
+    safe_globals: tuple[str, ...] = ()
+    drain: Literal["process", "thread"] = "process"
+    wait_timeout_s: int = 1_800
+    log_dir: str | None = None
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    sse: str | None = None
+    sse_kms_key_id: str | None = None
+    expected_bucket_owner: str | None = None
+    acl: str | None = None
+    storage_class: str | None = None
+    checksum_algorithm: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dirpath, str):
+            _refuse("dirpath", self.dirpath, "an S3 URL, another fsspec URL, or a directory")
+        try:
+            object.__setattr__(self, "dirpath", ids.normalize_dirpath(self.dirpath))
+        except InvalidNameError as error:
+            raise ConfigError(f"dirpath is {self.dirpath!r}: {error.message}", hint=error.hint) from error
+        try:
+            ids.validate_namespace(self.namespace)
+        except InvalidNameError as error:
+            raise ConfigError(f"namespace is {self.namespace!r}", hint=error.hint) from error
+        if not isinstance(self.memory_dir, str) or not self.memory_dir.startswith("/"):
+            _refuse("memory_dir", self.memory_dir, "an absolute path, such as /dev/shm")
+        for key, (low, high) in _RANGES.items():
+            value = getattr(self, key)
+            if not (value is None and key in _OPTIONAL):
+                _check_int(key, value, low, high, optional=key in _OPTIONAL)
+        for key in ("max_write_concurrency", "max_read_concurrency"):
+            if getattr(self, key) != "auto":
+                _check_int(key, getattr(self, key), 1, _MAX_CONCURRENCY, extra="'auto' or ")
+        for key, allowed in _CHOICES.items():
+            value = getattr(self, key)
+            if value not in allowed and not (value is None and key in _S3_ONLY):
+                _refuse(key, value, "one of " + ", ".join(allowed))
+        if not isinstance(self.enable_async_checkpointing, bool):
+            _refuse("enable_async_checkpointing", self.enable_async_checkpointing, "true or false")
+        if self.weights_only is not None and not isinstance(self.weights_only, bool):
+            _refuse("weights_only", self.weights_only, "true, false or null")
+        names = self.safe_globals
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) and _GLOBAL.fullmatch(n) for n in names):
+            _refuse("safe_globals", names, "a list of names such as 'package.module.Class'")
+        object.__setattr__(self, "safe_globals", tuple(names))
+        if self.verify is not True:
+            _refuse("verify", self.verify, "true only: nothing is restored unverified")
+        self._check_s3()
+
+    def _check_s3(self) -> None:
+        for key in (*_S3_ONLY, "log_dir"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, str) or not value):
+                _refuse(key, value, "text, or null")
+            if value is not None and key in _S3_ONLY and ids.url_scheme(self.dirpath) != "s3":
+                _refuse(key, value, "null, because dirpath is not an S3 URL")
+        if self.storage_class in _UNREADABLE_CLASSES:
+            _refuse("storage_class", self.storage_class, "a class whose objects can be read at once")
+        if self.sse_kms_key_id is not None and not (self.sse or "").startswith("aws:kms"):
+            _refuse("sse_kms_key_id", self.sse_kms_key_id, "set only where sse is aws:kms or aws:kms:dsse")
+        if self.endpoint_url is not None:
+            parts = urlsplit(self.endpoint_url)
+            if "@" in self.endpoint_url or "?" in self.endpoint_url:
+                # The value itself is a secret here, so the message leaves it out.
+                raise ConfigError(
+                    "endpoint_url holds a user name, a password or a query",
+                    hint="give credentials by boto3's ordinary chain (environment, profile, role)",
+                )
+            if parts.scheme not in ("http", "https") or not parts.netloc:
+                _refuse("endpoint_url", self.endpoint_url, "a URL that begins with https:// or http://")
+
+    @classmethod
+    def from_any(cls, block: object = None, **overrides: Any) -> TieredCheckpointConfig:
+        """A configuration from a mapping, an OmegaConf block, or another configuration.
+
+        Args:
+            block: The block ``s3_checkpointing``.
+            overrides: Single keys that replace those of the block.
+
+        Raises:
+            ConfigError: An unknown key (with the nearest known one) or a value not allowed.
+        """
+        known = [field.name for field in fields(cls)]
+        raw = {**_plain(block), **overrides}
+        for key, value in raw.items():
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                raise ConfigError(
+                    f"unknown key {key!r} (value {shown(value, name=str(key))}) in s3_checkpointing",
+                    hint=(f"did you mean {near[0]!r}? " if near else "") + f"known keys: {', '.join(known)}",
+                )
+        # OmegaConf's mark of a value that has to be given, as dirpath in our own YAML.
+        absent = [key for key, value in raw.items() if value == "???"]
+        if absent or raw.get("dirpath") is None:
+            key = absent[0] if absent else "dirpath"
+            example = ": an S3 URL, another fsspec URL, or a directory" if key == "dirpath" else ""
+            raise ConfigError(f"s3_checkpointing.{key} is missing", hint=f"give it a value{example}")
+        for key in _PATHS:
+            if hasattr(raw.get(key), "__fspath__"):
+                raw[key] = str(raw[key])
+        return cls(**raw)
+
+    def to_json(self) -> str:
+        """The configuration as JSON; it holds no secret."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> TieredCheckpointConfig:
+        """The inverse of :meth:`to_json`."""
+        return cls.from_any(json.loads(text))
+
+    def write_concurrency(self, writers: int = 1) -> int:
+        """Parts in flight for each of ``writers`` nodes that write at once."""
+        return _concurrency(self.max_write_concurrency, PUTS_PER_SECOND, writers)
+
+    def read_concurrency(self, readers: int = 1) -> int:
+        """Ranges in flight for each of ``readers`` nodes that read at once."""
+        return _concurrency(self.max_read_concurrency, GETS_PER_SECOND, readers)
+
+
+def _concurrency(value: Concurrency, per_second: int, sharers: int) -> int:
+    if value != "auto":
+        return value
+    # One connection finishes about one request of chunk_size_MB a second.
+    return max(1, min(_AUTO_LIMIT, int(per_second / HEADROOM / max(1, sharers))))
+
+
+def _plain(block: object) -> dict[str, Any]:
+    if block is None:
+        return {}
+    if isinstance(block, TieredCheckpointConfig):
+        return asdict(block)
+    if type(block).__module__.partition(".")[0] == "omegaconf":
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            block = OmegaConf.to_container(block, resolve=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(
+                f"s3_checkpointing can't be resolved: {str(error).partition(chr(10))[0]}",
+                hint="set what its interpolations refer to",
+            ) from error
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f"s3_checkpointing is a {type(block).__name__}",
+            hint="allowed: a mapping, an OmegaConf block, or a TieredCheckpointConfig",
+        )
+    return {str(key): value for key, value in block.items()}
+
+
+def _check_int(key: str, value: object, low: int, high: int, *, optional: bool = False, extra: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        _refuse(key, value, f"{extra}a whole number from {low} to {high}" + (", or null" if optional else ""))
+
+
+def _refuse(key: str, value: object, allowed: str) -> None:
+    raise ConfigError(f"{key} is {without_secrets(repr(value))}", hint=f"allowed: {allowed}")

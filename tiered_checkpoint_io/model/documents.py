@@ -1,0 +1,117 @@
+"""Versioned JSON documents that end with a digest of all that stands before it, and the values in them. Pure.
+
+A reader of this version reads every older version, and refuses a newer one by :class:`FormatVersionError`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tiered_checkpoint_io.errors import FormatVersionError, InvalidNameError, ManifestError
+from tiered_checkpoint_io.model.hashing import hash_bytes
+
+FORMAT = "tiered-checkpoint"
+FORMAT_VERSION = 1
+
+#: How a document of any version ends, around the digest of what stands before.
+_DIGEST = "digest"
+_SEAL = f',\n "{_DIGEST}": "'.encode()
+_END = b'"\n}'
+
+
+class located:  # noqa: N801 - reads as a clause: "with located(where)"
+    """Puts the key of the document that is being read into errors of its parser."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ManifestError | InvalidNameError) and error.key is None:
+            raise ManifestError(f"not a valid manifest: {error.message}", operation="parse", key=self._where) from error
+
+
+def dump(body: dict[str, Any]) -> bytes:
+    """A document as it is stored."""
+    document = {"format": FORMAT, "version": FORMAT_VERSION, **body}
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=True).encode("utf-8")
+    text = text.removesuffix(b"\n}")
+    return text + _SEAL + hash_bytes(text).encode() + _END
+
+
+def _check_seal(data: bytes, where: str) -> None:
+    """Compares a document with its digest, byte by byte: what JSON makes of a damaged one may look well."""
+    text, seal, end = data.rpartition(_SEAL)
+    if not seal or end != hash_bytes(text).encode() + _END:
+        raise ManifestError("it differs from its digest", operation="parse", key=where)
+
+
+def load(data: bytes, where: str) -> Mapping[str, Any]:
+    """What a stored document says.
+
+    Args:
+        data: Its bytes.
+        where: Its key or path, for errors.
+
+    Raises:
+        FormatVersionError: A newer release wrote it.
+        ManifestError: It is none, or differs from its digest.
+    """
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError("not JSON, or cut short", operation="parse", key=where) from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ManifestError(f"not a {FORMAT} document", operation="parse", key=where)
+    if _DIGEST in raw:
+        # Documents of earlier releases have none.
+        _check_seal(data, where)
+    version = raw.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ManifestError(f"version is {version!r}", operation="parse", key=where)
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest that this release reads",
+            operation="parse",
+            key=where,
+            hint="upgrade tiered-checkpoint-io",
+        )
+    return raw
+
+
+def mapping_of(raw: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(raw, dict):
+        raise ManifestError(f"{what}: expected an object")
+    return raw
+
+
+def str_of(raw: Mapping[str, Any], key: str) -> str:
+    value = raw.get(key)
+    if not isinstance(value, str):
+        raise ManifestError(f"{key}: expected text")
+    return value
+
+
+def strings_of(raw: Mapping[str, Any], key: str) -> list[str]:
+    value = raw.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ManifestError(f"{key}: expected a list of texts")
+    return value
+
+
+def int_of(raw: Mapping[str, Any], key: str, low: int, high: int) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ManifestError(f"{key}: expected a whole number from {low} to {high}")
+    return value
+
+
+def number_of(raw: Mapping[str, Any], key: str) -> float:
+    value = raw.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ManifestError(f"{key}: expected a number")
+    return float(value)

@@ -1,0 +1,62 @@
+"""Keys on the durable tier."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tiered_checkpoint_io.model.ids.order import is_save_id, rank_folder, rank_of
+
+#: Everything that is ours on the durable tier, besides the checkpoints themselves, lies below this.
+META_PREFIX = ".tiered/"
+MANIFEST_PREFIX = META_PREFIX + "manifests/"
+PART_PREFIX = META_PREFIX + "parts/"
+LEASE_PREFIX = META_PREFIX + "leases/"
+
+#: Of a manifest's key, behind the checkpoint's name.
+MANIFEST_SUFFIX = ".json"
+_PART_SUFFIX = ".json"
+
+
+def manifest_key(name: str) -> str:
+    """``.tiered/manifests/<name>.json``: exists if and only if the checkpoint exists."""
+    return f"{MANIFEST_PREFIX}{name}{MANIFEST_SUFFIX}"
+
+
+def name_from_manifest_key(key: str) -> str | None:
+    """The inverse of :func:`manifest_key`; None for a key that is not a manifest's."""
+    if not (key.startswith(MANIFEST_PREFIX) and key.endswith(MANIFEST_SUFFIX)):
+        return None
+    return key[len(MANIFEST_PREFIX) : -len(MANIFEST_SUFFIX)] or None
+
+
+def lease_prefix(namespace: str) -> str:
+    """``.tiered/leases/<namespace>/``: below it lies one object for each process that saves."""
+    return f"{LEASE_PREFIX}{namespace}/"
+
+
+def lease_key(namespace: str, token: str) -> str:
+    """``.tiered/leases/<namespace>/<token>.json``."""
+    return f"{lease_prefix(namespace)}{token}.json"
+
+
+class PartKey(NamedTuple):
+    """What the key of a part's description on the durable tier tells."""
+
+    name: str
+    save_id: str
+    rank: int
+
+
+def part_key(name: str, save_id: str, rank: int) -> str:
+    """``.tiered/parts/<name>/<save_id>/rank-00003.json``: put once all files of the part are there."""
+    return f"{PART_PREFIX}{name}/{save_id}/{rank_folder(rank)}{_PART_SUFFIX}"
+
+
+def parse_part_key(key: str) -> PartKey | None:
+    """The inverse of :func:`part_key`; None for a key that is not a part's."""
+    if not (key.startswith(PART_PREFIX) and key.endswith(_PART_SUFFIX)):
+        return None
+    name, _, rest = key[len(PART_PREFIX) : -len(_PART_SUFFIX)].rpartition("/")
+    name, _, save = name.rpartition("/")
+    rank = rank_of(rest)
+    return PartKey(name, save, rank) if name and rank is not None and is_save_id(save) else None

@@ -1,0 +1,187 @@
+"""Names of checkpoints: which are allowed, which step they tell, and what those of one job have in common."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from tiered_checkpoint_io.errors import InvalidNameError
+from tiered_checkpoint_io.model.ids.keys import MANIFEST_SUFFIX, META_PREFIX
+from tiered_checkpoint_io.model.ids.urls import StrPath, at_home, normalize_dirpath, text_of, url_scheme
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
+_STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
+_COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
+_STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
+_LAST = re.compile(r"(?:^|[/_-])last(?:-v\d+)?(?:\.[^/.]*)?\Z")
+#: A file system allows 255 bytes for one component; the manifest's key adds its suffix.
+_MAX_COMPONENT_BYTES = 255 - len(MANIFEST_SUFFIX)
+#: S3 allows 1,024 bytes for a key; the rest is room for the prefix and our own folders.
+_MAX_NAME_BYTES = 700
+_MAX_NAMESPACE = 128
+#: No manifest can hold more.
+_MAX_STEP = 1 << 62
+
+
+def validate_name(name: str) -> str:
+    """A checkpoint's name: a relative path that stays where it is put.
+
+    Raises:
+        InvalidNameError: Empty, absolute, leaves its folder (``..``), reserved, or too long.
+    """
+    problem: str | None = None
+    parts = name.split("/")
+    if not name:
+        problem = "is empty"
+    elif any(ord(char) < 32 or ord(char) == 127 for char in name) or "\\" in name:
+        problem = "has control characters or a backslash"
+    elif name.startswith("/") or url_scheme(name) is not None:
+        problem = "is not relative to dirpath"
+    elif any(part in ("", ".", "..") for part in parts):
+        problem = "has an empty, '.' or '..' component"
+    elif parts[0] == META_PREFIX.rstrip("/"):
+        problem = f"lies in the reserved folder {META_PREFIX!r}"
+    elif len(name.encode("utf-8", "surrogatepass")) > _MAX_NAME_BYTES:
+        problem = f"is longer than {_MAX_NAME_BYTES} bytes"
+    elif any(len(part.encode("utf-8", "surrogatepass")) > _MAX_COMPONENT_BYTES for part in parts):
+        problem = f"has a component of more than {_MAX_COMPONENT_BYTES} bytes"
+    else:
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:
+            problem = "is not valid Unicode"
+    if problem:
+        raise InvalidNameError(
+            f"checkpoint name {name!r} {problem}",
+            hint="use a path relative to dirpath, such as 'epoch=0-step=500.ckpt'",
+        )
+    return name
+
+
+def name_in(dirpath: str, path: StrPath) -> str:
+    """The name of the checkpoint at ``path``: a path below ``dirpath``, or already a name.
+
+    Args:
+        dirpath: As :func:`normalize_dirpath` gives it.
+        path: A full path or URL below ``dirpath``, or a name relative to it.
+
+    Raises:
+        InvalidNameError: Outside ``dirpath``, or not a valid name.
+    """
+    text = at_home(text_of(path).rstrip("/"))
+    root = dirpath.rstrip("/")
+    if url_scheme(text) is None and not os.path.isabs(text):
+        return validate_name(text)
+    full = text if url_scheme(text) not in (None, "file", "local") else normalize_dirpath(text)
+    # ".." must be refused, not resolved: a name says where it lies.
+    if ".." in text.split("/") or not full.startswith(root + "/"):
+        raise InvalidNameError(
+            f"checkpoint path {text!r} is not below dirpath {dirpath!r}",
+            hint="save below dirpath, or configure another dirpath",
+        )
+    return validate_name(full[len(root) + 1 :])
+
+
+def step_in_name(name: str) -> int | None:
+    """The step that a name tells: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
+    matches = list(_STEP_IN_NAME.finditer(name))
+    step = int(matches[-1]["step"]) if matches else None
+    return step if step is not None and step < _MAX_STEP else None
+
+
+def companion_of(name: str, suffix: str) -> str:
+    """The name, path or URL of what is saved beside a checkpoint: ``x-EMA.ckpt`` for ``x.ckpt`` and ``-EMA``."""
+    stem, dot, extension = name.rpartition(".")
+    return f"{stem}{suffix}.{extension}" if dot and "/" not in extension else name + suffix
+
+
+def is_companion(name: str, suffix: str) -> bool:
+    """Whether :func:`companion_of` gives names like this one."""
+    stem, dot, extension = name.rpartition(".")
+    return (stem if dot and "/" not in extension else name).endswith(suffix)
+
+
+def series_of(name: str) -> str:
+    """What the names of one job's checkpoints have in common: all but the numbers of step and epoch.
+
+    Process groups that save side by side (``tp0/step_5``, ``tp1/step_5``) are series of their own.
+    """
+    return _COUNTED.sub(r"\g<what>#", name)
+
+
+class Located(NamedTuple):
+    """Which checkpoint a caller means."""
+
+    dirpath: str
+    name: str
+    step: int
+
+
+def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
+    """The sharded checkpoint that a ``checkpoint_id`` and a step mean together.
+
+    An explicit step wins over the one that a path tells, and appears in the name: ``step_5`` with
+    step 7 is ``step_7``, and ``some/path`` with step 7 is ``some/path/step_7``. An absolute path
+    outside a remote dirpath tells just its step.
+
+    Args:
+        dirpath: As :func:`normalize_dirpath` gives it.
+        path: A name, or a path or URL below dirpath or elsewhere; None for ``step_<step>``.
+        step: The training step; None for that in the path.
+
+    Raises:
+        InvalidNameError: No step is known, or it is below 0, or the name is not valid.
+    """
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP):
+        raise InvalidNameError(f"Invalid step value: {step!r}", hint="a step is a whole number from 0 on, below 2^62")
+    if path is None or not text_of(path):
+        if step is None:
+            raise InvalidNameError("Invalid step value: none is given", hint=_STEP_HINT)
+        return Located(dirpath, f"step_{step}", step)
+    text = text_of(path).rstrip("/")
+    scheme = url_scheme(text)
+    if scheme is None and not os.path.isabs(text):
+        name = validate_name(text.removeprefix("./"))
+    else:
+        try:
+            name = name_in(dirpath, text)
+        except InvalidNameError:
+            told = step_in_name(text)
+            if scheme is None and url_scheme(dirpath) is not None:
+                if step is None and told is None:
+                    raise
+                name = f"step_{told if step is None else step}"
+            else:
+                parent, _, last = text.rpartition("/")
+                if ".." in text.split("/") or not parent or parent.endswith(":/"):
+                    raise
+                dirpath, name = normalize_dirpath(parent), validate_name(last)
+    told = step_in_name(name)
+    if step is None:
+        return Located(dirpath, name, -1 if told is None else told)
+    if told is None:
+        name = validate_name(f"{name}/step_{step}")
+    elif told != step:
+        match = list(_STEP_IN_NAME.finditer(name))[-1]
+        name = f"{name[: match.start('step')]}{step}{name[match.end('step') :]}"
+    return Located(dirpath, name, step)
+
+
+def is_last(name: str) -> bool:
+    """Whether a callback called this checkpoint "last": ``last.ckpt``, ``last-v1.ckpt``, ``x-last.ckpt``."""
+    return _LAST.search(name) is not None
+
+
+def validate_namespace(namespace: str) -> str:
+    """A namespace: letters, digits, ``_`` and ``-``.
+
+    Raises:
+        InvalidNameError: Empty, too long, or with other characters.
+    """
+    if not isinstance(namespace, str) or not _NAMESPACE.match(namespace) or len(namespace) > _MAX_NAMESPACE:
+        raise InvalidNameError(
+            f"invalid namespace {namespace!r}",
+            hint=f"allowed: 1 to {_MAX_NAMESPACE} letters, digits, '_' and '-'",
+        )
+    return namespace

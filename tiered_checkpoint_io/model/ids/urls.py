@@ -1,0 +1,136 @@
+"""URLs and paths: of S3, of a durable tier's root, and those that stand for a choice of checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Literal
+from urllib.parse import parse_qsl, urlencode
+
+from tiered_checkpoint_io.errors import InvalidNameError
+from tiered_checkpoint_io.redaction import holds_secrets
+
+#: What a user passes as ``ckpt_path`` to resume from the newest intact checkpoint, or from scratch.
+LATEST = "tiered:latest"
+#: The same for the newest checkpoint that a callback called "last"; used by ``ckpt_path="last"``.
+LAST = "tiered:last"
+#: As a URL: Lightning asks the file system of what it resolves "last" to.
+LAST_URL = "tiered://last"
+#: The checkpoint whose monitored value is the best: ``tiered://best?mode=min&monitor=val_loss``.
+_BEST_URL = "tiered://best"
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DOTALL)
+#: ``Path("s3://bucket/key")`` has lost a slash when it becomes text again.
+_MANGLED_S3 = re.compile(r"s3:/(?!/)")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
+
+StrPath = str | os.PathLike[str]
+
+
+# --------------------------------------------------------------------------------------- S3 URLs
+def text_of(path: StrPath) -> str:
+    """A path or URL as text, with the slash back that ``Path`` took from ``s3://``."""
+    text = os.fspath(path)
+    return _MANGLED_S3.sub("s3://", text, count=1) if text.startswith("s3:") else text
+
+
+def is_s3_url(path: StrPath) -> bool:
+    """Whether ``path`` (text or ``Path``, whose lost slash is forgiven) is an ``s3://`` URL."""
+    return text_of(path).startswith("s3://")
+
+
+def build_s3_url(bucket: str, key: str = "") -> str:
+    """``("b", "x/y")`` gives ``"s3://b/x/y"``; without a key, ``"s3://b"``.
+
+    Raises:
+        InvalidNameError: The bucket's name is empty or not one that S3 allows.
+    """
+    if not _BUCKET.match(bucket):
+        raise InvalidNameError(
+            f"invalid S3 bucket name {bucket!r}",
+            hint="a bucket's name has 2-255 letters, digits, '.', '_' or '-'",
+        )
+    key = key.lstrip("/")
+    return f"s3://{bucket}/{key}" if key else f"s3://{bucket}"
+
+
+def parse_s3_url(url: StrPath) -> tuple[str, str]:
+    """``"s3://b/x/y"`` gives ``("b", "x/y")``; without a key, ``("b", "")``.
+
+    Raises:
+        InvalidNameError: Not an S3 URL, or one without a bucket.
+    """
+    text = text_of(url)
+    if not text.startswith("s3://"):
+        raise InvalidNameError(f"not an S3 URL: {text!r}", hint="it must look like s3://bucket/prefix")
+    bucket, _, key = text[len("s3://") :].partition("/")
+    if not bucket:
+        raise InvalidNameError(f"S3 URL without a bucket: {text!r}", hint="it must look like s3://bucket/prefix")
+    build_s3_url(bucket)
+    return bucket, key
+
+
+# ---------------------------------------------------------------------------------------- dirpath
+def url_scheme(path: StrPath) -> str | None:
+    """The scheme of a URL (``"s3"``, ``"gs"``, ``"memory"`` ...); None for a local path."""
+    match = _URL.match(text_of(path))
+    return match["scheme"].lower() if match else None
+
+
+def normalize_dirpath(dirpath: StrPath) -> str:
+    """One spelling for a durable tier's root: URL or absolute local path, no trailing slash.
+
+    Raises:
+        InvalidNameError: Empty, an S3 URL without a bucket, or a URL with a password or key in it: the drain's
+            queue and the descriptions of parts would have to hold that.
+    """
+    text = text_of(dirpath)
+    if holds_secrets(text):
+        raise InvalidNameError(
+            "the URL holds a password, key or token",
+            hint="give credentials to boto3's ordinary chain, or to fsspec's configuration (FSSPEC_<SCHEME>_<NAME>)",
+        )
+    if not text.strip():
+        raise InvalidNameError("dirpath is empty", hint="give an S3 URL, another fsspec URL, or a directory")
+    scheme = url_scheme(text)
+    if scheme == "s3":
+        bucket, key = parse_s3_url(text)
+        return build_s3_url(bucket, key.strip("/"))
+    if scheme in ("file", "local"):
+        text = text.split("://", 1)[1]
+    elif scheme is not None:
+        return text if text.endswith("://") else text.rstrip("/")
+    return os.path.abspath(at_home(text))
+
+
+def at_home(path: str) -> str:
+    """A path that begins with ``~/`` as a shell has it: YAML has none, and Lightning's own callback does the same."""
+    return os.path.expanduser(path) if path.startswith("~/") else path
+
+
+def join_url(dirpath: str, name: str) -> str:
+    """The full path of a checkpoint: what Lightning shows as ``best_model_path``."""
+    return f"{dirpath.rstrip('/')}/{name}" if not dirpath.endswith("://") else dirpath + name
+
+
+# -------------------------------------------------------------------------------------- sentinels
+def best_url(monitor: str | None, mode: str) -> str:
+    """The URL that loads the checkpoint whose ``monitor`` is the best; ``mode`` is ``min`` or ``max``."""
+    return f"{_BEST_URL}?{urlencode({'mode': mode, 'monitor': monitor or ''})}"
+
+
+def parse_best_url(text: str) -> tuple[str, Literal["min", "max"]] | None:
+    """The monitor and the mode of a :func:`best_url`; None for any other text.
+
+    Raises:
+        InvalidNameError: It begins like one, but is none.
+    """
+    head, _, query = text.partition("?")
+    if head != _BEST_URL:
+        return None
+    facts = dict(parse_qsl(query, keep_blank_values=True))
+    if set(facts) != {"mode", "monitor"} or facts["mode"] not in ("min", "max"):
+        raise InvalidNameError(
+            f"not a sentinel: {text!r}", hint="it must look like tiered://best?mode=min&monitor=loss"
+        )
+    return facts["monitor"], "max" if facts["mode"] == "max" else "min"

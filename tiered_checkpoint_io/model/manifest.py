@@ -1,0 +1,344 @@
+"""Manifests and parts: what a checkpoint is made of, as data. Pure; no input or output.
+
+A *part* says what one rank contributed to one save. A *manifest* says that a checkpoint exists and
+what its bytes are. Both are versioned JSON, sealed by a digest: see ``documents``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import (
+    FORMAT_VERSION,
+    dump,
+    int_of,
+    load,
+    located,
+    mapping_of,
+    number_of,
+    str_of,
+    strings_of,
+)
+from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
+
+#: Above S3's 5 TiB no object can exist; a manifest that claims more is damaged or hostile.
+_MAX_FILE_SIZE = 5 << 40
+_MAX_FILES = 1_000_000
+_DIGEST_LENGTH = 32
+
+#: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
+METADATA = ".metadata"
+
+Kind = Literal["full", "sharded", "local"]
+KINDS: tuple[Kind, ...] = ("full", "sharded", "local")
+
+
+# ------------------------------------------------------------------------------------------ files
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        path: Where it lies on the durable tier, relative to dirpath. In the memory tier it lies
+            under the last component of this path, in its part's folder.
+        size: Bytes.
+        chunk_size: Bytes of each chunk but the last.
+        hashes: xxh3-128 of each chunk, as hexadecimal digits.
+    """
+
+    path: str
+    size: int
+    chunk_size: int
+    hashes: tuple[str, ...]
+
+    @property
+    def basename(self) -> str:
+        """The file's name in the memory tier."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """``(offset, length)`` of each chunk, in the order of ``hashes``."""
+        return chunk_ranges(self.size, self.chunk_size)
+
+    def matches(self, index: int, data: memoryview | bytes) -> bool:
+        """Whether these are the bytes of chunk ``index``."""
+        return hash_bytes(data) == self.hashes[index]
+
+    def check_chunk(self, index: int, data: memoryview | bytes, *, tier: str, where: str) -> None:
+        """Compares chunk ``index`` with its hash.
+
+        Raises:
+            CorruptCheckpointError: They differ.
+        """
+        if not self.matches(index, data):
+            offset, length = self.chunks[index]
+            raise CorruptCheckpointError(
+                f"bytes {offset}-{offset + length} of {self.path!r} differ from their hash",
+                operation="verify",
+                tier=tier,
+                key=where,
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": self.path, "size": self.size, "chunk_size": self.chunk_size, "hashes": list(self.hashes)}
+
+    @classmethod
+    def from_json(cls, raw: object) -> FileEntry:
+        entry = mapping_of(raw, "files[]")
+        path = ids.validate_name(str_of(entry, "path"))
+        size = int_of(entry, "size", 0, _MAX_FILE_SIZE)
+        chunk_size = int_of(entry, "chunk_size", 1, _MAX_FILE_SIZE)
+        hashes = entry.get("hashes")
+        expected = max(1, -(-size // chunk_size))
+        if not isinstance(hashes, list) or len(hashes) != expected:
+            raise ManifestError(f"files[].hashes of {path!r}: expected a list of {expected}")
+        if not all(isinstance(digest, str) and len(digest) == _DIGEST_LENGTH for digest in hashes):
+            raise ManifestError(f"files[].hashes of {path!r}: expected {_DIGEST_LENGTH} hexadecimal digits each")
+        return cls(path, size, chunk_size, tuple(hashes))
+
+
+# ---------------------------------------------------------------------------------------- content
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The value that a ModelCheckpoint monitored when it saved."""
+
+    monitor: str
+    value: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"monitor": self.monitor, "value": self.value}
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one save put under a name.
+
+    Attributes:
+        save_id: Which save; as text, ids sort in the order of the saves.
+        step: The global training step; -1 where the state does not tell.
+        epoch: The epoch; -1 where the state does not tell.
+        kind: ``full``, ``sharded`` or ``local``.
+        created: Seconds since the epoch, by the writer's clock; for people, not for ordering.
+        world_size: The number of ranks that trained.
+        writer: Versions of the software that wrote it.
+        files: All files of the checkpoint (manifest), or of one rank (part).
+        metric: What ModelCheckpoint monitored, where it did.
+    """
+
+    save_id: str
+    step: int
+    epoch: int
+    kind: Kind
+    created: float
+    world_size: int
+    writer: Mapping[str, str]
+    files: tuple[FileEntry, ...]
+    metric: Metric | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "save_id": self.save_id,
+            "step": self.step,
+            "epoch": self.epoch,
+            "kind": self.kind,
+            "created": self.created,
+            "world_size": self.world_size,
+            "writer": dict(self.writer),
+            "files": [entry.to_json() for entry in self.files],
+            "metric": self.metric.to_json() if self.metric else None,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Content:
+        kind = str_of(raw, "kind")
+        if kind not in KINDS:
+            raise ManifestError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+        files = raw.get("files")
+        if not isinstance(files, list) or len(files) > _MAX_FILES:
+            raise ManifestError(f"files: expected a list of at most {_MAX_FILES}")
+        writer = mapping_of(raw.get("writer", {}), "writer")
+        metric = raw.get("metric")
+        return cls(
+            save_id=ids.validate_save_id(str_of(raw, "save_id")),
+            step=int_of(raw, "step", -1, 1 << 62),
+            epoch=int_of(raw, "epoch", -1, 1 << 62),
+            kind=kind,
+            created=number_of(raw, "created"),
+            world_size=int_of(raw, "world_size", 1, 1 << 31),
+            writer={str(key): str(value) for key, value in writer.items()},
+            files=tuple(FileEntry.from_json(entry) for entry in files),
+            metric=_metric(metric) if metric is not None else None,
+        )
+
+
+# --------------------------------------------------------------------------------------- manifest
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint on the durable tier: it exists if and only if its manifest does.
+
+    Attributes:
+        name: The checkpoint's name: its path relative to dirpath.
+        content: What it holds.
+        previous: What the same objects may still hold, while an overwrite is under way, the
+            newest first. A reader takes whichever of ``content`` and these the bytes match.
+        aliases: Names of aliases that may point here.
+        alias_of: For an alias, the name of the checkpoint whose files it names.
+    """
+
+    name: str
+    content: Content
+    previous: tuple[Content, ...] = ()
+    aliases: tuple[str, ...] = ()
+    alias_of: str | None = None
+
+    def with_alias(self, alias: str) -> Manifest:
+        """The same, with ``alias`` among its aliases."""
+        return self if alias in self.aliases else replace(self, aliases=(*self.aliases, alias))
+
+    def to_json(self) -> bytes:
+        """The manifest as it is stored."""
+        return dump(
+            {
+                "name": self.name,
+                **self.content.to_json(),
+                "previous": [content.to_json() for content in self.previous],
+                "aliases": list(self.aliases),
+                "alias_of": self.alias_of,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str) -> Manifest:
+        """Reads a manifest.
+
+        Args:
+            data: The stored JSON.
+            where: Its key or path, for errors.
+
+        Raises:
+            FormatVersionError: A newer release wrote it.
+            ManifestError: It is not a manifest.
+        """
+        raw = load(data, where)
+        with located(where):
+            alias_of = raw.get("alias_of")
+            previous = raw.get("previous", [])
+            if not isinstance(previous, list):
+                raise ManifestError("previous: expected a list")
+            return cls(
+                name=ids.validate_name(str_of(raw, "name")),
+                content=Content.from_json(raw),
+                previous=tuple(Content.from_json(mapping_of(entry, "previous[]")) for entry in previous),
+                aliases=tuple(ids.validate_name(alias) for alias in strings_of(raw, "aliases")),
+                alias_of=None if alias_of is None else ids.validate_name(str_of(raw, "alias_of")),
+            )
+
+
+# ------------------------------------------------------------------------------------------- part
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank contributed to one save, as it lies in the memory tier.
+
+    Attributes:
+        name: The checkpoint's name.
+        rank: The rank that wrote it.
+        content: Its files, and the facts of the save.
+        dirpath: The durable tier that it belongs to.
+        durable: Whether it is to be drained to the durable tier. A committed part with this set
+            *is* the request to upload it.
+    """
+
+    name: str
+    rank: int
+    content: Content
+    dirpath: str
+    durable: bool
+    version: int = field(default=FORMAT_VERSION, compare=False)
+
+    @property
+    def save_id(self) -> str:
+        return self.content.save_id
+
+    @property
+    def commits(self) -> bool:
+        """Whether the drain that holds this part commits the save: that of the coordinator does.
+
+        For ``sharded`` it is the part with ``.metadata``; for ``local``, that of rank 0.
+        """
+        if self.content.kind == "sharded":
+            return any(entry.basename == METADATA for entry in self.content.files)
+        return self.content.kind == "full" or self.rank == 0
+
+    def to_json(self) -> bytes:
+        """The part as it is stored (``part.json``)."""
+        return dump(
+            {
+                "name": self.name,
+                "rank": self.rank,
+                **self.content.to_json(),
+                "dirpath": self.dirpath,
+                "durable": self.durable,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str) -> Part:
+        """Reads a part; raises as :meth:`Manifest.from_json` does."""
+        raw = load(data, where)
+        with located(where):
+            durable = raw.get("durable")
+            if not isinstance(durable, bool):
+                raise ManifestError("durable: expected true or false")
+            return cls(
+                name=ids.validate_name(str_of(raw, "name")),
+                rank=int_of(raw, "rank", 0, 1 << 31),
+                content=Content.from_json(raw),
+                dirpath=str_of(raw, "dirpath"),
+                durable=durable,
+            )
+
+
+def merge_parts(parts: Sequence[Part]) -> Manifest | None:
+    """The manifest of a save whose parts these are; None while some rank's part is missing.
+
+    A ``full`` checkpoint has one part, whichever rank wrote it; the others one of every rank.
+
+    Raises:
+        ManifestError: The parts are not of one save, or two of them claim the same file.
+    """
+    if not parts:
+        return None
+    ordered = sorted(parts, key=lambda part: part.rank)
+    first = ordered[0]
+    if any((part.name, part.save_id) != (first.name, first.save_id) for part in ordered):
+        raise ManifestError("parts of different saves cannot make one checkpoint", key=first.name)
+    if first.content.kind != "full" and [part.rank for part in ordered] != list(range(first.content.world_size)):
+        return None
+    files = tuple(entry for part in ordered for entry in part.content.files)
+    if len({entry.path for entry in files}) != len(files):
+        raise ManifestError("two parts claim the same file", key=first.name)
+    return Manifest(first.name, replace(first.content, files=files))
+
+
+def newest_first(contents: Iterable[Content]) -> list[Content]:
+    """Contents in the order in which a restart prefers them: the latest save first.
+
+    The order is that of the saves, not of the steps: who went back to step 100 and trained on
+    wants step 110, not the step 500 of the abandoned branch.
+    """
+    return sorted(contents, key=lambda content: content.save_id, reverse=True)
+
+
+def _metric(raw: object) -> Metric:
+    metric = mapping_of(raw, "metric")
+    return Metric(str_of(metric, "monitor"), number_of(metric, "value"))

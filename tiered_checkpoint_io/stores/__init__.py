@@ -1,0 +1,41 @@
+"""Tiers: where bytes lie. ``open_store`` picks the durable store for a URL."""
+
+from __future__ import annotations
+
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, Store, UploadJournal
+
+__all__ = ["Metrics", "ObjectInfo", "Store", "UploadJournal", "open_store"]
+
+
+def open_store(config: TieredCheckpointConfig, dirpath: str | None = None) -> Store:
+    """The durable store of a configuration; nothing is asked of it yet.
+
+    Args:
+        config: Where, and how.
+        dirpath: Another root than the configuration's, reached with the same options.
+
+    Raises:
+        ConfigError: The client library for this kind of URL is missing; says what to install.
+    """
+    root = ids.normalize_dirpath(dirpath) if dirpath is not None else config.dirpath
+    scheme = ids.url_scheme(root)
+    try:
+        if scheme == "s3":
+            from tiered_checkpoint_io.stores.s3 import S3Store
+
+            return S3Store.from_config(config, root)
+        from tiered_checkpoint_io.stores.wrappers import RetryingStore
+
+        if scheme is None:
+            from tiered_checkpoint_io.stores.directory import DirectoryStore
+
+            return RetryingStore(DirectoryStore(root))
+        from tiered_checkpoint_io.stores.remote import RemoteStore
+
+        return RetryingStore(RemoteStore(root))
+    except ImportError as error:
+        package = {"s3": "boto3"}.get(scheme or "", f"fsspec's package for {scheme}://")
+        raise ConfigError(f"{root} needs {package}: {error}", hint=f"install {package}") from error
