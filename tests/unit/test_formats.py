@@ -46,8 +46,8 @@ def test_manifests_survive_storage(name, content, previous, aliases, alias_of):
 def test_parts_survive_storage_and_make_their_manifest(name, content, durable):
     part = Part(name, 3, content, "s3://bucket", durable)
     assert Part.from_json(part.to_json(), where="x") == part
-    assert merge_parts([part]) == Manifest(name, content)
-    sharded = replace(part, content=replace(content, kind="sharded"))
+    assert merge_parts([part]) == Manifest(name, part.content)
+    sharded = replace(part, content=replace(content, kind="sharded", parts=4, switch=".metadata"))
     assert merge_parts([sharded]) is None
 
 
@@ -118,7 +118,8 @@ def test_format_version_1_loads_for_ever():
     )
     assert manifest.aliases == ("last.ckpt",)
     assert manifest.previous[0].step == 400
-    assert (part.rank, part.durable, part.content) == (0, True, manifest.content)
+    assert (part.rank, part.durable, part.commits) == (0, True, True)
+    assert replace(part.content, coordinator=-1) == manifest.content
     (entry,) = part.content.files
     data = bytes(range(256)) * 3
     entry.check_chunk(0, data, tier="memory", where="x")

@@ -122,12 +122,19 @@ class Content:
         save_id: Which save; as text, ids sort in the order of the saves.
         step: The global training step; -1 where the state does not tell.
         epoch: The epoch; -1 where the state does not tell.
-        kind: ``full``, ``sharded`` or ``local``.
+        kind: The payload's format: ``full``, ``sharded`` or ``local``; for adapters.
         created: Seconds since the epoch, by the writer's clock; for people, not for ordering.
         world_size: The number of ranks that trained.
         writer: Versions of the software that wrote it.
         files: All files of the checkpoint (manifest), or of one rank (part).
         metric: What ModelCheckpoint monitored, where it did.
+        parts: How many parts the checkpoint has; 0 has this and the next two follow from ``kind``, as in
+            documents of releases that did not write them.
+        coordinator: The rank whose drain commits the save; -1 where this rank does not know.
+        switch: The basename of the file whose change turns the old content of a name into the new one; None
+            where the manifest alone does.
+        resumable: Whether training can resume from it; weights alone can't be resumed from.
+        namespace: The namespace that saved it; empty where that is not known.
     """
 
     save_id: str
@@ -139,6 +146,24 @@ class Content:
     writer: Mapping[str, str]
     files: tuple[FileEntry, ...]
     metric: Metric | None = None
+    parts: int = 0
+    coordinator: int = -1
+    switch: str | None = None
+    resumable: bool = True
+    namespace: str = ""
+
+    def __post_init__(self) -> None:
+        if self.parts:
+            return
+        derived: dict[str, Any] = {"parts": 1 if self.kind == "full" else self.world_size}
+        if self.kind == "full":
+            derived["switch"] = self.files[0].basename if self.files else None
+        elif self.kind == "sharded":
+            derived["switch"] = METADATA
+        else:
+            derived["coordinator"] = 0
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @property
     def size(self) -> int:
@@ -156,6 +181,11 @@ class Content:
             "writer": dict(self.writer),
             "files": [entry.to_json() for entry in self.files],
             "metric": self.metric.to_json() if self.metric else None,
+            "parts": self.parts,
+            "coordinator": self.coordinator,
+            "switch": self.switch,
+            "resumable": self.resumable,
+            "namespace": self.namespace,
         }
 
     @classmethod
@@ -168,6 +198,8 @@ class Content:
             raise ManifestError(f"files: expected a list of at most {_MAX_FILES}")
         writer = mapping_of(raw.get("writer", {}), "writer")
         metric = raw.get("metric")
+        if not isinstance(resumable := raw.get("resumable", True), bool):
+            raise ManifestError("resumable: expected true or false")
         return cls(
             save_id=ids.validate_save_id(str_of(raw, "save_id")),
             step=int_of(raw, "step", -1, 1 << 62),
@@ -178,6 +210,11 @@ class Content:
             writer={str(key): str(value) for key, value in writer.items()},
             files=tuple(FileEntry.from_json(entry) for entry in files),
             metric=_metric(metric) if metric is not None else None,
+            parts=int_of(raw, "parts", 1, 1 << 31) if "parts" in raw else 0,
+            coordinator=int_of(raw, "coordinator", -1, 1 << 31) if "coordinator" in raw else -1,
+            switch=str_of(raw, "switch") if raw.get("switch") is not None else None,
+            resumable=resumable,
+            namespace=str_of(raw, "namespace") if "namespace" in raw else "",
         )
 
 
@@ -265,19 +302,19 @@ class Part:
     durable: bool
     version: int = field(default=FORMAT_VERSION, compare=False)
 
+    def __post_init__(self) -> None:
+        content = self.content
+        if content.coordinator < 0 and any(entry.basename == content.switch for entry in content.files):
+            object.__setattr__(self, "content", replace(content, coordinator=self.rank))
+
     @property
     def save_id(self) -> str:
         return self.content.save_id
 
     @property
     def commits(self) -> bool:
-        """Whether the drain that holds this part commits the save: that of the coordinator does.
-
-        For ``sharded`` it is the part with ``.metadata``; for ``local``, that of rank 0.
-        """
-        if self.content.kind == "sharded":
-            return any(entry.basename == METADATA for entry in self.content.files)
-        return self.content.kind == "full" or self.rank == 0
+        """Whether the drain that holds this part commits the save: that of the coordinator does."""
+        return self.rank == self.content.coordinator
 
     def to_json(self) -> bytes:
         """The part as it is stored (``part.json``)."""
@@ -311,7 +348,7 @@ class Part:
 def merge_parts(parts: Sequence[Part]) -> Manifest | None:
     """The manifest of a save whose parts these are; None while some rank's part is missing.
 
-    A ``full`` checkpoint has one part, whichever rank wrote it; the others one of every rank.
+    The only part of a checkpoint may be that of any rank; of several, each rank has one.
 
     Raises:
         ManifestError: The parts are not of one save, or two of them claim the same file.
@@ -322,12 +359,14 @@ def merge_parts(parts: Sequence[Part]) -> Manifest | None:
     first = ordered[0]
     if any((part.name, part.save_id) != (first.name, first.save_id) for part in ordered):
         raise ManifestError("parts of different saves cannot make one checkpoint", key=first.name)
-    if first.content.kind != "full" and [part.rank for part in ordered] != list(range(first.content.world_size)):
+    count = first.content.parts
+    if len(ordered) != count or (count > 1 and [part.rank for part in ordered] != list(range(count))):
         return None
     files = tuple(entry for part in ordered for entry in part.content.files)
     if len({entry.path for entry in files}) != len(files):
         raise ManifestError("two parts claim the same file", key=first.name)
-    return Manifest(first.name, replace(first.content, files=files))
+    coordinator = max(part.content.coordinator for part in ordered)
+    return Manifest(first.name, replace(first.content, files=files, coordinator=coordinator))
 
 
 def newest_first(contents: Iterable[Content]) -> list[Content]:
