@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from tiered_checkpoint_io import shard_image
+from tiered_checkpoint_io.formats import shard_image
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.formats.shard_image import ALIGNMENT, plan_shard, skeleton_of
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes

@@ -47,7 +47,7 @@ def import_all():
     import torch.distributed.checkpoint as torch_dcp
 
     from tiered_checkpoint_io.engine import checkpointer
-    from tiered_checkpoint_io.engine.drain import drain, supervise  # noqa: F401
+    from tiered_checkpoint_io.engine.drain import client, worker  # noqa: F401
     from tiered_checkpoint_io.stores import directory, s3  # noqa: F401
 
     # The first plan, and the first save and load, of a process import by themselves.
@@ -57,7 +57,7 @@ def import_all():
         torch_dcp.save(sharded_state(0), storage_writer=torch_dcp.FileSystemWriter(folder), no_dist=True)
         torch_dcp.load(sharded_state(0), storage_reader=torch_dcp.FileSystemReader(folder), no_dist=True)
     # Hundreds of lives would wait for the next look of a drain that has nothing to do.
-    drain._IDLE_POLL_S = drain._POLL_S = 0.01
+    worker._IDLE_POLL_S = worker._POLL_S = 0.01
     logging.disable(logging.CRITICAL)
 
 
@@ -129,13 +129,13 @@ class ForkedDrain:
 
 
 def fork_drains(order, counter):
-    from tiered_checkpoint_io.engine.drain import client as supervise
+    from tiered_checkpoint_io.engine.drain import client
 
     ForkedDrain.order, ForkedDrain.counter = order, counter
-    supervise.subprocess = types.SimpleNamespace(
+    client.subprocess = types.SimpleNamespace(
         Popen=ForkedDrain, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired
     )
-    supervise._RESPAWN_WAIT_S = 0.02
+    client._RESPAWN_WAIT_S = 0.02
 
 
 # --------------------------------------------------------------------------------------- trainers
