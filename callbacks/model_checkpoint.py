@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +31,6 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-_POLL_S = 1.0
 _WITHHELD = "withheld"
 
 
@@ -193,7 +191,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
             self._last_memory_step = step
             name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"
             self._save(trainer, ids.join_url(self._engine.dirpath, name), {"tiers": ["memory"]}, weights_only=False)
-        if time.monotonic() - self._polled > _POLL_S:
+        clock = self._engine.session.clock
+        if clock.monotonic() - self._polled > clock.timing.outcome_poll_s:
             self._look_after(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -404,7 +403,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
 
     def _look_after(self, trainer: Trainer) -> None:
         """Hears what the drain did, and passes it on to every callback of this kind."""
-        self._polled = time.monotonic()
+        self._polled = self._engine.session.clock.monotonic()
         if not trainer.is_global_zero:
             return
         outcomes = self._engine.poll()

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,10 +19,6 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_i
 from tiered_checkpoint_io.engine.preemption import Agreement, Notice
 from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.model import ids
-
-#: Less than this is left to memory alone: no upload begins and ends in it.
-_DURABLE_FROM_S = 2.0
-_REQUEUE_TIMEOUT_S = 10.0
 
 
 class Preempted(SIGTERMException):
@@ -95,6 +90,7 @@ class PreemptionCheckpoint(Callback):
                 operation="setup",
                 hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
             )
+        self.notice.clock = self._io.checkpointer.session.clock
         self.notice.install()
         # Trainer composes its handler with ours; its own part may hang, see the head of this class.
         trainer._signal_connector._sigterm_notifier_fn = _leave_it_to_us  # type: ignore[method-assign, assignment]
@@ -169,15 +165,15 @@ class PreemptionCheckpoint(Callback):
         if step > 0 and not trainer.sanity_checking:
             self._save(trainer, step)
         if trainer.is_global_zero and self._requeues(trainer):
-            requeue(session.log)
+            requeue(session.log, session.clock.timing.requeue_s)
         raise Preempted(128 + number)
 
     def _save(self, trainer: Trainer, step: int) -> None:
         session = self._tiered.checkpointer.session
         # All ranks go by the first one's clock.
-        durable = bool(trainer.strategy.broadcast(self.notice.left_s > _DURABLE_FROM_S))
+        durable = bool(trainer.strategy.broadcast(self.notice.left_s > session.clock.timing.preemption_upload_s))
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
-        started = time.monotonic()
+        started = session.clock.monotonic()
         # What failed behind earlier saves is logged and counted here, and must not keep anybody from this one.
         with contextlib.suppress(SaveError):
             session.surface()
@@ -188,7 +184,9 @@ class PreemptionCheckpoint(Callback):
             # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
             trainer.strategy.barrier("Trainer.save_checkpoint")
             return
-        session.log.info("Step %d: the last checkpoint is in memory, after %.2f s", step, time.monotonic() - started)
+        session.log.info(
+            "Step %d: the last checkpoint is in memory, after %.2f s", step, session.clock.monotonic() - started
+        )
         if durable:
             try:
                 session.wait(self.notice.left_s)
@@ -214,7 +212,7 @@ class PreemptionCheckpoint(Callback):
             agreement.close()
 
 
-def requeue(log: Any) -> None:
+def requeue(log: Any, timeout_s: float) -> None:
     """Has Slurm queue this job again; a failure is logged, because the job ends all the same."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
@@ -223,9 +221,7 @@ def requeue(log: Any) -> None:
         log.error("can't requeue: %s", "SLURM_JOB_ID is not set" if command else "there is no scontrol")
         return
     try:
-        done = subprocess.run(
-            [command, "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_S, check=False
-        )
+        done = subprocess.run([command, "requeue", job], capture_output=True, text=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         log.error("can't requeue job %s: %s", job, error)
         return

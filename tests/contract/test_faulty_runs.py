@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from support.bad_input import state
+from support.clocks import hurried
 from support.fault_proxy import (
     FaultProxy,
     late,
@@ -26,7 +27,7 @@ from tiered_checkpoint_io.engine.drain import ledger
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores import open_store, s3, wrappers
+from tiered_checkpoint_io.stores import open_store
 
 SLOW_DOWN = refuse(503, "SlowDown")
 #: Above the smallest part size: three parts.
@@ -42,14 +43,11 @@ def proxy(s3_server):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Bounds of minutes as bounds of seconds; that they are bounds is what is tested."""
-    monkeypatch.setattr(s3, "_READ_TIMEOUT_S", 1)
-    monkeypatch.setattr(s3, "_CONNECT_TIMEOUT_S", 1)
-    monkeypatch.setattr(wrappers, "DEADLINE_S", 2.0)
-    monkeypatch.setattr(
-        wrappers.Retry.__init__, "__kwdefaults__", {"deadline_s": 2.0, "first_wait_s": 0.05, "max_wait_s": 0.2}
-    )
     monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.05)
     monkeypatch.setattr(ledger, "_MAX_BACKOFF_S", 0.2)
+    bounds = {"retry_deadline_s": 2.0, "retry_first_wait_s": 0.05, "retry_max_wait_s": 0.2}
+    with hurried(**bounds, s3_read_s=1.0, s3_connect_s=1.0):
+        yield
 
 
 @pytest.fixture

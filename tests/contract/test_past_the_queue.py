@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from support.bad_input import state
+from support.clocks import hurried
 from support.fault_proxy import FaultProxy, late, refuse, where
 from support.tenants import mounted_tmpfs
 
@@ -16,7 +17,7 @@ from tiered_checkpoint_io.engine.drain import ledger
 from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.ids import MANIFEST_PREFIX, name_from_manifest_key
-from tiered_checkpoint_io.stores import open_store, wrappers
+from tiered_checkpoint_io.stores import open_store
 
 NAME = "preempted.ckpt"
 SMALL, LARGE = 1000, 6 << 20
@@ -24,11 +25,10 @@ SMALL, LARGE = 1000, 6 << 20
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(
-        wrappers.Retry.__init__, "__kwdefaults__", {"deadline_s": 0.5, "first_wait_s": 0.05, "max_wait_s": 0.2}
-    )
     monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.05)
     monkeypatch.setattr(ledger, "_MAX_BACKOFF_S", 0.2)
+    with hurried(retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2):
+        yield
 
 
 @pytest.fixture

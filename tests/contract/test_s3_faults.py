@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from support.clocks import quick
 from support.fault_proxy import FaultProxy, lose_answer, refuse, reset, truncate, whole_object
 
 from tiered_checkpoint_io.errors import (
@@ -13,10 +14,8 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     StoreUnavailableError,
 )
-from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_errors import refusal
-from tiered_checkpoint_io.stores.wrappers import Retry
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.servers import RcloneServer
 
@@ -35,10 +34,9 @@ def open_store(s3_url, proxy):
     stores = []
 
     def open_store(url=s3_url, *, deadline_s=20.0, endpoint_url=None, **options):
-        metrics = Metrics()
-        retry = Retry(metrics, deadline_s=deadline_s, first_wait_s=0.01, max_wait_s=0.05)
+        clock = quick(retry_deadline_s=deadline_s, retry_first_wait_s=0.01, retry_max_wait_s=0.05)
         options = {"part_size": 8 * MIB, "write_concurrency": 3, **options}
-        store = S3Store(url, endpoint_url=endpoint_url or proxy.endpoint_url, metrics=metrics, retry=retry, **options)
+        store = S3Store(url, endpoint_url=endpoint_url or proxy.endpoint_url, clock=clock, **options)
         stores.append(store)
         return store
 

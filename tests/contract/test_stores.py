@@ -4,15 +4,16 @@ import os
 import secrets
 
 import pytest
+from support import clocks
 
 from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError, StoreUnavailableError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store, remote
-from tiered_checkpoint_io.stores.base import Metrics, Store
+from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.remote import RemoteStore
 from tiered_checkpoint_io.stores.s3 import MAX_PARTS, MIB, S3Store, part_size_for
-from tiered_checkpoint_io.stores.wrappers import Retry, RetryingStore
+from tiered_checkpoint_io.stores.wrappers import RetryingStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal, StopHere, StoreContract
 
 
@@ -109,12 +110,11 @@ class TestS3Store(StoreContract):
 
 @pytest.fixture
 def quick():
-    metrics = Metrics()
-    return Retry(metrics, deadline_s=0.5, first_wait_s=0.05, max_wait_s=0.1)
+    return clocks.quick(retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.1)
 
 
 def test_missing_bucket_names_it(s3_server, quick):
-    store = S3Store("s3://no-such-bucket-here/x", endpoint_url=s3_server.endpoint_url, retry=quick)
+    store = S3Store("s3://no-such-bucket-here/x", endpoint_url=s3_server.endpoint_url, clock=quick)
     with pytest.raises(StoreConfigError, match="no-such-bucket-here"):
         list(store.list(""))
 
@@ -139,7 +139,7 @@ def test_no_credentials(s3_url, s3_server, monkeypatch):
 def test_unreachable_is_retried_within_the_deadline(quick, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    store = S3Store("s3://bucket/x", endpoint_url="http://127.0.0.1:9", retry=quick)
+    store = S3Store("s3://bucket/x", endpoint_url="http://127.0.0.1:9", clock=quick)
     with pytest.raises(StoreUnavailableError, match="endpoint_url"):
         store.get("x")
     assert store.metrics.snapshot()["requests.get"] > 1

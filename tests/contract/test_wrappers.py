@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from support.clocks import VirtualClock, quick
 
 from tiered_checkpoint_io.errors import StoreAccessError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.stores.base import Metrics
@@ -24,13 +25,12 @@ class Flaky:
         return "done"
 
 
-def quick(metrics, **bounds):
-    return Retry(metrics, **{"deadline_s": 30.0, "first_wait_s": 0.001, "max_wait_s": 0.01, **bounds})
+QUICK = quick(retry_first_wait_s=0.001, retry_max_wait_s=0.01)
 
 
 def test_what_may_pass_is_repeated_and_counted(caplog):
     metrics, flaky = Metrics(), Flaky(5)
-    assert quick(metrics)(flaky) == "done"
+    assert Retry(metrics, QUICK)(flaky) == "done"
     assert flaky.calls == 6
     assert metrics.snapshot() == {"retries": 5}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -40,7 +40,7 @@ def test_what_may_pass_is_repeated_and_counted(caplog):
 def test_what_will_not_pass_is_raised_at_once(kind):
     metrics, flaky = Metrics(), Flaky(1, kind)
     with pytest.raises(kind, match="failure 1"):
-        quick(metrics)(flaky)
+        Retry(metrics, QUICK)(flaky)
     assert flaky.calls == 1
     assert metrics.snapshot() == {}
 
@@ -49,7 +49,7 @@ def test_the_deadline_ends_it_with_the_last_error():
     flaky = Flaky(10**9)
     begun = time.monotonic()
     with pytest.raises(StoreUnavailableError) as caught:
-        quick(Metrics(), deadline_s=0.2)(flaky)
+        Retry(Metrics(), quick(retry_deadline_s=0.2, retry_first_wait_s=0.001))(flaky)
     assert 0.2 <= time.monotonic() - begun < 10
     assert caught.value.message == f"failure {flaky.calls}"
     assert flaky.calls > 2
@@ -64,7 +64,7 @@ def test_a_long_first_attempt_may_be_repeated_too():
         time.sleep(next(moments))
         return flaky()
 
-    assert quick(Metrics(), deadline_s=0.1)(slow) == "done"
+    assert Retry(Metrics(), quick(retry_deadline_s=0.1, retry_first_wait_s=0.001))(slow) == "done"
 
 
 def test_a_wait_can_be_cut_short():
@@ -75,7 +75,7 @@ def test_a_wait_can_be_cut_short():
         return flaky()
 
     with pytest.raises(StoreUnavailableError, match="failure 1"):
-        quick(Metrics(), first_wait_s=3600, max_wait_s=3600)(fail_then_cancel, cancelled=cancelled)
+        Retry(Metrics(), VirtualClock())(fail_then_cancel, cancelled=cancelled)
     assert flaky.calls == 1
 
 
@@ -103,12 +103,12 @@ def test_a_store_repeats_each_operation(tmp_path):
     ]
     for call in calls:
         faulty = FaultyStore(directory, fail_at=1, once=True)
-        call(RetryingStore(faulty, quick(directory.metrics)))
+        call(RetryingStore(faulty, QUICK))
         assert faulty.operations == 2
     assert directory.metrics.snapshot()["retries"] == len(calls)
     seen = []
     again = FaultyStore(directory, fail_at=1, once=True, when="during")
-    RetryingStore(again, quick(directory.metrics)).upload("y", memoryview(data), progress=seen.append)
+    RetryingStore(again, QUICK).upload("y", memoryview(data), progress=seen.append)
     assert sum(seen) == len(data)
 
 

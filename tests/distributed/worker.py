@@ -18,13 +18,15 @@ import time
 
 import torch.distributed as dist
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from support.clocks import quick
+
 from tiered_checkpoint_io.engine.ranks.coordination import TorchGroup, node_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restorer
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
-from tiered_checkpoint_io.stores.wrappers import Retry
 
 
 def restore(job):
@@ -32,10 +34,10 @@ def restore(job):
         dirpath=job["dirpath"], memory_dir=job["memory_dir"], endpoint_url=job.get("endpoint_url"), wait_timeout_s=60
     )
     tier = MemoryTier.open(config.memory_dir, config.namespace)
-    store = open_store(config)
-    store._retry = Retry(store.metrics, deadline_s=1.0, first_wait_s=0.1)
+    clock = quick(retry_deadline_s=1.0, retry_first_wait_s=0.1, rendezvous_s=job.get("rendezvous_s", 30.0))
+    store = open_store(config, clock=clock)
     answer = {"node": node_of(tier.root)}
-    group = TorchGroup(node_of(tier.root), timeout_s=60.0, rendezvous_s=job.get("rendezvous_s", 30.0))
+    group = TorchGroup(node_of(tier.root), clock, timeout_s=60.0)
     try:
         if job.get("die"):
             os.kill(os.getpid(), signal.SIGKILL)

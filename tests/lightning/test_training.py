@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from support.clocks import quick
 from support.tenants import descriptors_to_spare
 from support.training import LogBook, Model
 
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, model_checkpoint
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, SaveError
 
 
@@ -213,10 +214,10 @@ class OutOfDescriptors(Callback):
 
 
 @pytest.mark.timeout(120)
-def test_training_goes_on_while_it_is_out_of_descriptors(runs, monkeypatch):
+def test_training_goes_on_while_it_is_out_of_descriptors(runs):
     """Memory steps, durable ones, aliases and deletes: all of them fail for a while, and none stops it."""
-    monkeypatch.setattr(model_checkpoint, "_POLL_S", 0.0)
     io = runs.io()
+    io.checkpointer.session.clock = quick(outcome_poll_s=0.0)
     trainer, _ = runs.fit(OutOfDescriptors(5, 13), best_two(), io=io, asynchronous=True)
     assert trainer.global_step == 20
     assert io.checkpointer.session.counts["failed"] > 0
@@ -225,11 +226,11 @@ def test_training_goes_on_while_it_is_out_of_descriptors(runs, monkeypatch):
 
 
 @pytest.mark.parametrize("on_save_error", ["warn", "raise"])
-def test_what_fails_behind_training_is_told_while_it_goes_on(on_save_error, runs, monkeypatch):
+def test_what_fails_behind_training_is_told_while_it_goes_on(on_save_error, runs):
     """However often the callback looks what became of saves."""
-    monkeypatch.setattr(model_checkpoint, "_POLL_S", 0.0)
     Path(runs.dirpath).write_bytes(b"in the way")
     io = runs.io(on_save_error=on_save_error, drain="thread")
+    io.checkpointer.session.clock = quick(outcome_poll_s=0.0)
     counted = []
 
     class Waits(Callback):

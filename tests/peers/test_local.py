@@ -61,7 +61,7 @@ def test_where_there_is_nothing_at_all_ranks_say_so_at_once(ranks):
 def test_a_peer_that_does_not_load_is_not_waited_for_long(ranks, lose):
     ranks("ab", *SAVES, replication_factor=2)
     lose("a")
-    (_, loaded) = ranks("ab", ["hurry", {"PATIENCE_S": 2.0}], ["load_local", {"absent": 1}], replication_factor=2)
+    (_, loaded) = ranks("ab", ["hurry", {"local_patience_s": 2.0}], ["load_local", {"absent": 1}], replication_factor=2)
     assert loaded[0]["error"] == "CheckpointNotFoundError"
     assert loaded[0]["seconds"] < 10
 

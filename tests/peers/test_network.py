@@ -43,7 +43,7 @@ def places():
 def test_a_cable_that_is_cut_costs_copies_and_nothing_else(ranks, places):
     save, wait = "save_alone", "wait_for_copies"
     steps = [
-        ["hurry", {"_ACCEPT_S": 3.0, "MESSAGE_S": 2.0, "STORE_S": 2.0, "_LINGER_S": 0.5}],
+        ["hurry", {"accept_s": 3.0, "message_s": 2.0, "store_answer_s": 2.0, "replication_linger_s": 0.5}],
         ["meet_all"],
         [save, 1, 0],
         [wait, 0, 30],

@@ -76,7 +76,7 @@ def test_closing_at_once_still_sends_what_was_saved(ranks):
 def test_a_dead_peer_costs_a_warning_and_a_count_and_the_part_stays(ranks):
     *_, saved, waited = ranks(
         "ab",
-        ["hurry", {"_ACCEPT_S": 2.0, "_LINGER_S": 0.5}],
+        ["hurry", {"accept_s": 2.0, "replication_linger_s": 0.5}],
         ["meet_all"],
         ["die_without_a_word", [1]],
         ["save_alone", 1, 0],
@@ -93,7 +93,7 @@ def test_a_dead_peer_costs_a_warning_and_a_count_and_the_part_stays(ranks):
 def test_a_stalled_peer_is_given_up_and_found_again_when_it_wakes_up(ranks):
     *_, waited, _, _, again, told = ranks(
         "abc",
-        ["hurry", {"_ACCEPT_S": 1.0, "MESSAGE_S": 2.0, "_LINGER_S": 0.5}],
+        ["hurry", {"accept_s": 1.0, "message_s": 2.0, "replication_linger_s": 0.5}],
         ["meet_all"],
         ["stop", 1, 5],
         ["save_alone", 1, 0],

@@ -11,9 +11,11 @@ import socket
 import sys
 
 import torch
+from clocks import quick
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
+from tiered_checkpoint_io.engine.leasing import leases
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
@@ -27,9 +29,10 @@ def live(lines):
     if machine:
         # Nodes share neither this nor the numbers of their processes.
         leases._boot_id = lambda: machine
-    leases.BEAT_S, leases.TTL_S, lease_keeper._POLL_S = told.pop("times")
+    clock = quick(**told.pop("times"))
     os.environ.update(told.pop("env"))
-    made = Checkpointer(TieredCheckpointConfig.from_any(**told))
+    config = TieredCheckpointConfig.from_any(**told)
+    made = Checkpointer(config, session=Session(config, clock=clock))
     answer(os.getpid())
     for number, line in enumerate(lines, start=1):
         what, _, name = line.strip().partition(" ")

@@ -12,7 +12,7 @@ import traceback
 from collections import Counter
 from datetime import timedelta
 
-from support import story
+from support import clocks, story
 from support.dying import options_of
 from support.launch import free_port
 
@@ -33,22 +33,17 @@ def import_all():
     import torch.distributed.tensor  # noqa: F401
 
     from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp  # noqa: F401
-    from tiered_checkpoint_io.engine import session
-    from tiered_checkpoint_io.engine.ranks import coordination
-    from tiered_checkpoint_io.engine.replication import copies_in, copies_out, meeting, peer_link, replication
 
-    for module, bounds in (
-        (replication, {"_LOOK_S": 0.01, "_LINGER_S": 0.3, "MESSAGE_S": SOON_S}),
-        (copies_in, {"MESSAGE_S": SOON_S}),
-        (copies_out, {"MESSAGE_S": SOON_S, "_ACCEPT_S": SOON_S, "_ACCEPT_AGAIN_S": 0.2}),
-        (peer_link, {"STORE_S": SOON_S}),
-        (meeting, {"RELEASE_S": 0.1}),
-        (session, {"RELEASE_S": 0.1}),
-    ):
-        for name, value in bounds.items():
-            assert hasattr(module, name)
-            setattr(module, name, value)
-    coordination.TorchGroup.__init__.__kwdefaults__["rendezvous_s"] = 4 * SOON_S
+    clocks.hurry(
+        offer_poll_s=0.01,
+        replication_linger_s=0.3,
+        replication_release_s=0.1,
+        message_s=SOON_S,
+        accept_s=SOON_S,
+        accept_again_s=0.2,
+        store_answer_s=SOON_S,
+        rendezvous_s=4 * SOON_S,
+    )
 
 
 def fork(role, work, order, counter):
@@ -93,6 +88,7 @@ def run_pair(order, counter):
 
 
 def replicator_of(order, rank, store):
+    from tiered_checkpoint_io.clock import SYSTEM
     from tiered_checkpoint_io.engine.replication.peer_link import Board
     from tiered_checkpoint_io.engine.replication.replication import Clique, Replicator
     from tiered_checkpoint_io.logs import get_logger
@@ -101,7 +97,7 @@ def replicator_of(order, rank, store):
     folder = node(order, rank)
     os.makedirs(folder, exist_ok=True)
     tier = MemoryTier.open(folder, "default")
-    boards = Board(store, "pair", rank), Board(store, "pair", rank)
+    boards = Board(store, "pair", rank, SYSTEM), Board(store, "pair", rank, SYSTEM)
     clique = Clique.of(rank, [(1,), ()])
     made = Replicator(
         tier, clique, boards, get_logger("default"), Counter(), keep_last=KEEP_LAST, timeout_s=float(PATIENCE_S)

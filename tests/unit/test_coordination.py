@@ -6,6 +6,7 @@ import traceback
 import pytest
 from support.restoring import in_ranks
 
+from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup, agree, current_group, node_of
 from tiered_checkpoint_io.errors import RestoreError, StoreUnavailableError
 
@@ -54,7 +55,7 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     two.mkdir()
     assert node_of(one) == node_of(tmp_path / "." / "1")
     assert node_of(one) != node_of(two)
-    group = current_group(one, timeout_s=5.0)
+    group = current_group(one, SYSTEM, timeout_s=5.0)
     assert (group.rank, group.world_size, group.node) == (0, 1, node_of(one))
     assert group.all_gather("x") == ["x"]
     assert pickle.loads(pickle.dumps(group.broadcast({"a": 1}))) == {"a": 1}

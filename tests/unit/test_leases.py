@@ -11,15 +11,18 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.clocks import VirtualClock, quick
 from support.counting_proxy import CountingProxy
 from support.launch import free_port
 from support.running import Run, runner
 from support.tenants import descriptors_to_spare
 
+from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
+from tiered_checkpoint_io.engine.leasing import lease_keeper
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.engine.leasing.tenancy import Tenancy
@@ -102,12 +105,12 @@ def test_another_job_in_the_same_memory_of_a_node_is_refused(runs, tmp_path):
 
 
 def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog):
-    first = Tenancy(tmp_path, "one", "first", logging.getLogger())
+    first = Tenancy(tmp_path, "one", "first", logging.getLogger(), SYSTEM)
     with descriptors_to_spare(1):
-        Tenancy(tmp_path, "two", "second", logging.getLogger()).close()
+        Tenancy(tmp_path, "two", "second", logging.getLogger(), SYSTEM).close()
     assert "cannot note whose the memory of this namespace is" in caplog.text
     (tmp_path / "job.json").write_text("damaged")
-    Tenancy(tmp_path, "two", "second", logging.getLogger()).close()
+    Tenancy(tmp_path, "two", "second", logging.getLogger(), SYSTEM).close()
     first.close()
 
 
@@ -211,7 +214,7 @@ def test_a_process_may_have_several_and_its_children_belong_to_it(runs, tmp_path
     assert "another run writes" in run.do("save a.ckpt")
     monkeypatch.setattr(lease_keeper.os, "environ", {**os.environ})
     child = "import os, sys; sys.exit(os.environ.get('TIERED_CHECKPOINT_OWNER') != sys.argv[1])"
-    owner = lease_keeper.owner_of_process()
+    owner = lease_keeper.owner_of_process(SYSTEM)
     assert subprocess.run([sys.executable, "-c", child, owner], check=False).returncode == 0
     for each in made:
         each.close()
@@ -231,21 +234,20 @@ def test_a_process_may_have_several_and_its_children_belong_to_it(runs, tmp_path
         b"[" * 60_000,
     ],
 )
-def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_beats(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(leases, "BEAT_S", 0.1)
-    monkeypatch.setattr(leases, "TTL_S", 0.5)
+def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_beats(data, tmp_path):
+    clock = quick(lease_beat_s=0.1, lease_ttl_s=0.5)
     assert Lease.from_json(data) is None
     store = open_store(TieredCheckpointConfig(dirpath=str(tmp_path)))
     key = lease_key("default", "strange")
     store.put(key, data)
-    keeper = LeaseKeeper(lambda: store, "default", logging.getLogger("test"), owner="me")
+    keeper = LeaseKeeper(lambda: store, "default", logging.getLogger("test"), owner="me", clock=clock)
     keeper.step()
     time.sleep(0.05)
     store.put(key, data)
     keeper.step()
     with pytest.raises(UsageError, match="whose lease can't be read"):
         keeper.check()
-    silent = LeaseKeeper(lambda: store, "default", logging.getLogger("test"), owner="me")
+    silent = LeaseKeeper(lambda: store, "default", logging.getLogger("test"), owner="me", clock=clock)
     end = time.monotonic() + 10
     while not silent._lease.held:
         silent.step()
@@ -264,7 +266,7 @@ class World:
 
     def __init__(self, seed):
         self.chooser = random.Random(seed)
-        self.now = 0.0
+        self.clock = VirtualClock()
         self.objects = {}
         self.away = False
 
@@ -285,7 +287,7 @@ class _Requests:
 
     def put(self, key, data):
         self._turn()
-        self.world.objects[key] = (data, self.world.now)
+        self.world.objects[key] = (data, self.world.clock.now)
 
     def get(self, key):
         self._turn()
@@ -306,16 +308,61 @@ class _Dead(Exception):
     pass
 
 
+def test_the_whole_story_of_a_lease_takes_no_time():
+    """Claimed, kept for a day, a newcomer refused, expired, taken over, given back: by a clock that only this moves."""
+    world, silent, threads = World(0), set(), []
+
+    def keeper_of(name):
+        def pause():
+            if name in silent:
+                raise StoreUnavailableError("no answer", operation="test")
+
+        store = _Requests(world, SimpleNamespace(pause=pause))
+        made = LeaseKeeper(lambda: store, "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock)
+        made._lease = replace(made._lease, boot_id=name)
+        made.start()
+        threads.append(made._thread)
+        made.check(world.clock.timing.lease_first_look_s)
+        return made
+
+    def held():
+        return [lease.owner for data, _ in world.objects.values() if (lease := Lease.from_json(data)).held]
+
+    first = keeper_of("first")
+    assert held() == ["first"]
+    world.clock.advance(24 * 3600, *threads)
+    ((_, beat),) = world.objects.values()
+    assert world.clock.now - beat <= world.clock.timing.lease_beat_s
+    newcomer = keeper_of("newcomer")
+    world.clock.advance(20, *threads)
+    with pytest.raises(UsageError, match="another run writes to the same dirpath and namespace: .* is running"):
+        newcomer.check()
+    assert len(world.objects) == 1, "a refused run leaves nothing behind"
+    silent.add("first")
+    heir = keeper_of("heir")
+    world.clock.advance(world.clock.timing.lease_ttl_s - 1, *threads)
+    assert held() == ["first"]
+    world.clock.advance(10, *threads)
+    assert held() == ["heir"]
+    heir.check()
+    silent.clear()
+    world.clock.advance(20, *threads)
+    with pytest.raises(UsageError, match="took over"):
+        first.check()
+    heir.close(5.0)
+    assert not world.objects
+
+
 class Player:
     """A keeper on a machine of its own, one request at a time."""
 
     def __init__(self, world, name):
         self.world = world
         self.keeper = LeaseKeeper(
-            lambda: world.store_for(self), "ns", logging.getLogger("test.sim"), owner=name, clock=lambda: world.now
+            lambda: world.store_for(self), "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock
         )
         self.keeper._lease = replace(self.keeper._lease, boot_id=name, owner=name)
-        self.due = world.now
+        self.due = world.clock.now
         self.is_dead = False
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._in_step = False
@@ -333,11 +380,11 @@ class Player:
                 return
             except StoreUnavailableError:
                 self.keeper._watched.clear()
-                pause = leases.BEAT_S
+                pause = self.world.clock.timing.lease_beat_s
             if self.is_refused:
                 self.world.objects.pop(self.keeper._key, None)
             self._in_step = False
-            self.due = self.world.now + pause
+            self.due = self.world.clock.now + pause
             self._done.release()
 
     def pause(self):
@@ -370,13 +417,13 @@ class Player:
 
 def play(world, players, until, *, asleep=(), is_alone=True):
     """Turns, in a drawn order, until the clock says so; at each moment at most one may hold the place."""
-    while world.now < until:
+    while world.clock.now < until:
         awake = [each for each in players if each.plays and each not in asleep]
-        ready = [each for each in awake if each._in_step or each.due <= world.now]
+        ready = [each for each in awake if each._in_step or each.due <= world.clock.now]
         if ready and world.chooser.random() < 0.9:
             world.chooser.choice(ready).turn()
         else:
-            world.now += world.chooser.choice([0.01, 0.1, 1.0]) if ready else 1.0
+            world.clock.advance(world.chooser.choice([0.01, 0.1, 1.0]) if ready else 1.0)
         if is_alone:
             assert sum(each.holds for each in players) <= 1, "two hold the place"
 
@@ -392,7 +439,7 @@ def test_in_any_order_of_requests_one_run_goes_on_and_the_first_is_never_driven_
             play(world, players, 20)
             assert players[0].holds
         players += [Player(world, name) for name in names[1:]]
-        play(world, players, world.now + 4 * leases.TTL_S)
+        play(world, players, world.clock.now + 4 * world.clock.timing.lease_ttl_s)
         assert [each.holds for each in players].count(True) == 1, seed
         assert all(each.holds or each.is_refused for each in players), seed
         if is_there:
@@ -404,14 +451,14 @@ def test_in_any_order_of_requests_one_run_goes_on_and_the_first_is_never_driven_
             holder.die()
         elif fate == "all lose the store":
             world.away = True
-            play(world, players, world.now + world.chooser.choice([10, 100, 1000]))
+            play(world, players, world.clock.now + world.chooser.choice([10, 100, 1000]))
         heir = Player(world, f"{world.chooser.randrange(100):02}-heir")
         players.append(heir)
         asleep = (holder,) if fate == "sleeps" else ()
-        play(world, players, world.now + 3 * leases.TTL_S, asleep=asleep, is_alone=not asleep)
+        play(world, players, world.clock.now + 3 * world.clock.timing.lease_ttl_s, asleep=asleep, is_alone=not asleep)
         world.away = False
         # Whoever wakes has to look before it knows.
-        play(world, players, world.now + 3 * leases.TTL_S, is_alone=not asleep)
+        play(world, players, world.clock.now + 3 * world.clock.timing.lease_ttl_s, is_alone=not asleep)
         survivor = holder if fate == "all lose the store" else heir
         assert [each for each in players if each.holds] == [survivor], (seed, fate)
         for each in players:

@@ -12,8 +12,6 @@ from tiered_checkpoint_io.errors import DrainError, SaveError
 
 #: Saves that have ended, and that nobody has asked for.
 _KEPT = 32
-#: A save that follows the durable tier ends by its own bound; this is for what it does behind that.
-_SLACK_S = 5.0
 
 
 class AsyncSave(Future[Any]):
@@ -47,6 +45,11 @@ class AsyncSave(Future[Any]):
     def ended_by(self, error: BaseException) -> bool:
         """Whether it failed with this very exception."""
         return self.done() and super().exception(0) is error
+
+    @property
+    def bound_s(self) -> float:
+        """How long to wait for it, seconds: it ends by ``wait_timeout_s`` itself, and a little later reports so."""
+        return float(self._session.config.wait_timeout_s) + self._session.clock.timing.future_slack_s
 
     def concerns(self, process_group: Any) -> bool:
         """Whether a process group took part in it."""
@@ -160,7 +163,7 @@ def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None
     with _lock:
         mine = [save for save in _saves if process_group is None or save.concerns(process_group)]
     if blocking and mine:
-        bound = max(float(save._session.config.wait_timeout_s) for save in mine) + _SLACK_S
+        bound = max(save.bound_s for save in mine)
         _, late = concurrent.futures.wait(mine, bound)
         if late:
             names = ", ".join(sorted(save.name for save in mine if save in late))

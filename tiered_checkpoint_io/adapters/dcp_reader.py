@@ -286,7 +286,8 @@ class TieredStorageReader(StorageReader):
             return coordination.SingleGroup(node)
         if process_group is not None:
             return coordination.GivenGroup(node, process_group)
-        return coordination.current_group(root, timeout_s=float(self.settings.config.wait_timeout_s))
+        timeout_s = float(self.settings.config.wait_timeout_s)
+        return coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
 
     def _took(self, opened: OpenShards) -> None:
         session = self.session

@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 import threading
-import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -121,7 +120,7 @@ class TieredStorageWriter(StorageWriter):
         self._issued: Ticket | None = None
         self._ticket: Ticket | None = None
         self._newest_seen: str | None = None
-        self._uuid = str(uuid.uuid4())
+        self._uuid = ""
         if step is not None:
             ids.locate(self.settings.config.dirpath, path, step)
         if save_to_s3:
@@ -146,7 +145,7 @@ class TieredStorageWriter(StorageWriter):
             )
         self._located = located
         self.settings = self.settings.at(located.dirpath)
-        self._uuid = str(uuid.uuid4())
+        self._uuid = self.session.clock.token(16)
         told = _as_dcp_was_told()
         if told is not None and threading.current_thread() is threading.main_thread():
             self.session.meet_peers(told[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +54,8 @@ class StrategyReader(TieredStorageReader):
         self._chosen: Metadata | None = None
         #: Where this node had its bytes from.
         self.tier: Tier = "durable"
-        self._started = time.monotonic()
+        self._clock = shared.session.clock
+        self._started = self._clock.monotonic()
         self._asked = shared.session.asked.get("bytes.down", 0)
 
     def choose(self) -> None:
@@ -70,7 +70,7 @@ class StrategyReader(TieredStorageReader):
     @property
     def seconds(self) -> float:
         """How long ago this reader was made."""
-        return time.monotonic() - self._started
+        return self._clock.monotonic() - self._started
 
     @property
     def bytes_read(self) -> int:

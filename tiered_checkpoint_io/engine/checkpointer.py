@@ -275,7 +275,7 @@ class Checkpointer:
         group = (
             coordination.SingleGroup(coordination.node_of(root))
             if alone
-            else coordination.current_group(root, timeout_s=timeout_s)
+            else coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
         )
         try:
             with Together(group) as ranks:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import FrameType
@@ -19,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
 
 #: Of the grace time, what is kept for the way out: the interpreter's end, the launcher's.
 _MARGIN = 0.1
-_MIN_MARGIN_S = 1.0
 
 
 class Notice:
@@ -32,6 +31,7 @@ class Notice:
     Attributes:
         received: The first of them; None before.
         leave_by: When this process should have left, by the monotonic clock, seconds; None before.
+        clock: For the time that is left.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Notice:
         *,
         grace_seconds: float = 30.0,
         heard: Callable[[float], None] | None = None,
+        clock: Clock = SYSTEM,
     ) -> None:
         """Validates; installs nothing.
 
@@ -47,6 +48,7 @@ class Notice:
             signals: By name or number.
             grace_seconds: How long after the signal whoever sent it kills the process.
             heard: Called from the handler with ``leave_by``: it must do next to nothing.
+            clock: For the time that is left.
 
         Raises:
             ConfigError: No such signal, one that can't be handled, or a grace time that is none.
@@ -61,6 +63,7 @@ class Notice:
         self.received: signal.Signals | None = None
         self.leave_by: float | None = None
         self._heard = heard
+        self.clock = clock
         self._earlier: dict[signal.Signals, Any] = {}
         self._installed = False
 
@@ -92,7 +95,7 @@ class Notice:
     @property
     def left_s(self) -> float:
         """How many seconds are left; without a notice, all there are."""
-        return math.inf if self.leave_by is None else max(0.0, self.leave_by - time.monotonic())
+        return math.inf if self.leave_by is None else max(0.0, self.leave_by - self.clock.monotonic())
 
     def _handler_before(self, number: signal.Signals) -> Any:
         earlier = self._earlier.get(number)
@@ -110,8 +113,10 @@ class Notice:
                 signal.raise_signal(number)
         elif self.received is None:
             self.received = signal.Signals(number)
-            margin = min(self.grace_seconds / 2, max(_MIN_MARGIN_S, _MARGIN * self.grace_seconds))
-            self.expect(time.monotonic() + self.grace_seconds - margin)
+            margin = min(
+                self.grace_seconds / 2, max(self.clock.timing.preemption_margin_s, _MARGIN * self.grace_seconds)
+            )
+            self.expect(self.clock.monotonic() + self.grace_seconds - margin)
 
 
 class Agreement:
@@ -146,7 +151,7 @@ class Agreement:
             return True
         mine = torch.tensor([-math.inf if notice.received is None else -notice.left_s], dtype=torch.float64)
         work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._mine = (mine, work, time.monotonic())
+        self._mine = (mine, work, notice.clock.monotonic())
         return False
 
     def least(self, count: float) -> float:

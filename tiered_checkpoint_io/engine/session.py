@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.behind import Behind
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.hearing import Heard
@@ -18,16 +18,10 @@ from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.known_names import KnownNames
-from tiered_checkpoint_io.engine.leasing.lease_keeper import (
-    CLOSE_S,
-    FIRST_LOOK_S,
-    LeaseKeeper,
-    launch_rank,
-    owner_of_process,
-)
+from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, launch_rank, owner_of_process
 from tiered_checkpoint_io.engine.leasing.tenancy import Tenancy
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
-from tiered_checkpoint_io.engine.replication.meeting import RELEASE_S, Peering
+from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.saver import HostPins, Saver
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
@@ -53,6 +47,7 @@ class Session:
     Attributes:
         config: The configuration.
         dirpath: The durable tier.
+        clock: Of all that it opens.
         log: Where to log.
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
@@ -60,8 +55,9 @@ class Session:
         known: Which names the durable tier has.
     """
 
-    def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None) -> None:
+    def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None, clock: Clock = SYSTEM) -> None:
         self.config = config
+        self.clock = clock
         self.dirpath = config.dirpath
         self.log = get_logger(config.namespace, rank=current_rank(), log_dir=config.log_dir, logger=logger)
         self.counts: Counter[str] = Counter()
@@ -70,7 +66,7 @@ class Session:
         self.known = KnownNames(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked)
         self._pins = HostPins()
         self._opened: Opened | None = None
-        self._peering = Peering(config, self.counts)
+        self._peering = Peering(config, self.counts, clock)
         self._stores: dict[str, Store] = {}
         self._opening = threading.Lock()
         self._run_id: str | None = None
@@ -98,7 +94,9 @@ class Session:
             budget = None
             if os.path.isdir(config.memory_dir):
                 budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
-            tier = MemoryTier.open(config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin)
+            tier = MemoryTier.open(
+                config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin, clock=self.clock
+            )
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
             saver = Saver(tier, keep_last=config.memory_keep_last, pins=self._pins)
             self._opened = Opened(tier, saver, DrainHandle(tier, config, self.log))
@@ -111,7 +109,7 @@ class Session:
         with self._opening:
             # Threads that fetch ask for it all at once.
             if wanted not in self._stores:
-                self._stores[wanted] = open_store(self.config, wanted)
+                self._stores[wanted] = open_store(self.config, wanted, clock=self.clock)
             return self._stores[wanted]
 
     def close(self) -> None:
@@ -125,7 +123,7 @@ class Session:
             # Others may save here before this session is opened again, and what it saves then is newer.
             self._run_id, self._counter = None, 0
             if self._lease is not None:
-                self._lease.close(self._in_time(CLOSE_S))
+                self._lease.close(self._in_time(self.clock.timing.lease_close_s))
                 self._lease = None
             if self._tenancy is not None:
                 self._tenancy.close()
@@ -159,11 +157,11 @@ class Session:
         """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
         if self._opened is not None:
             tier, saver, _ = self.open()
-            self._peering.close(RELEASE_S)
+            self._peering.close(self.clock.timing.replication_release_s)
             saver.close()
             tier.close()
         if self._lease is not None:
-            self._lease.close(self._in_time(CLOSE_S))
+            self._lease.close(self._in_time(self.clock.timing.lease_close_s))
 
     def run_behind(self, name: str, work: Callable[[], T]) -> Future[T]:
         """See :meth:`Behind.run`."""
@@ -174,13 +172,14 @@ class Session:
         self._behind.settle()
 
     # ------------------------------------------------------------------------------------- lease
-    def claim(self, wait_s: float = FIRST_LOOK_S) -> None:
+    def claim(self, wait_s: float | None = None) -> None:
         """Claims the dirpath and namespace for this launch, in the background; repeated, looks how that went.
 
         A rank other than 0 that torch.distributed does not know yet claims nothing.
 
         Args:
-            wait_s: How long to wait the first time, seconds, for the first look, which tells nearly all.
+            wait_s: How long to wait the first time, seconds, for the first look, which tells nearly all;
+                ``lease_first_look_s`` by default.
 
         Raises:
             UsageError: Another live run writes there.
@@ -189,9 +188,10 @@ class Session:
         if self._lease is None:
             if current_world_size() == 1 and launch_rank() > 0:
                 return
-            self._lease = LeaseKeeper(self.durable, self.config.namespace, self.log, owner=owner_of_process())
+            owner = owner_of_process(self.clock)
+            self._lease = LeaseKeeper(self.durable, self.config.namespace, self.log, owner=owner, clock=self.clock)
             self._lease.start()
-            self._lease.check(self._in_time(wait_s))
+            self._lease.check(self._in_time(self.clock.timing.lease_first_look_s if wait_s is None else wait_s))
         self._lease.check()
 
     def check_lease(self) -> None:
@@ -208,11 +208,11 @@ class Session:
 
     def _move_in(self) -> Tenancy | None:
         try:
-            root, owner = self.open().tier.root, owner_of_process()
+            root, owner = self.open().tier.root, owner_of_process(self.clock)
         except (OSError, TieredCheckpointError):
             # What is to be saved now meets the same, and tells of it.
             return None
-        return Tenancy(root, self.dirpath, owner, self.log)
+        return Tenancy(root, self.dirpath, owner, self.log, self.clock)
 
     # ------------------------------------------------------------------------------------- peers
     def meet_peers(self, process_group: Any = None) -> None:
@@ -235,11 +235,13 @@ class Session:
             self._run_id, self._counter = None, 0
         if self._run_id is None:
             seen = [stored.save_id for stored in self.open().tier.parts()]
-            if self.newest_seen is not None:
-                seen.append(self.newest_seen)
-            self._run_id = ids.new_run_id(after=max(seen, default=None))
+            self._run_id = self.new_run_id([*seen, self.newest_seen])
         self._counter += 1
         return ids.save_id(self._run_id, self._counter)
+
+    def new_run_id(self, seen: Iterable[str | None]) -> str:
+        """The id of a run that begins now, behind all save ids that were seen."""
+        return ids.new_run_id(after=max(filter(None, seen), default=None), clock=self.clock)
 
     def follow(self, save_id: str) -> None:
         """Makes this process' next ids sort behind one that it did not give out itself."""
@@ -328,11 +330,11 @@ class Session:
     def _in_time(self, timeout_s: float) -> float:
         if self._leave_by is None:
             return float(timeout_s)
-        return max(0.0, min(float(timeout_s), self._leave_by - time.monotonic()))
+        return max(0.0, min(float(timeout_s), self._leave_by - self.clock.monotonic()))
 
     @property
     def _is_leaving(self) -> bool:
-        return self._leave_by is not None and time.monotonic() >= self._leave_by
+        return self._leave_by is not None and self.clock.monotonic() >= self._leave_by
 
     def submit(self, action: Literal["alias", "delete"], name: str, target: str = "") -> None:
         """Queues an alias or a delete behind what was saved before it.

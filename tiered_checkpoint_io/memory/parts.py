@@ -10,11 +10,11 @@ import fcntl
 import mmap
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ManifestError
 from tiered_checkpoint_io.memory.spares import Spares
 from tiered_checkpoint_io.model import ids
@@ -28,8 +28,6 @@ PINNED = "pinned"
 REPLICATED = "replicated"
 #: How the name of a folder ends that is still being made.
 NEW = ".new"
-#: A folder that is being made is renamed within milliseconds; an older one's maker died.
-_STALE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +176,15 @@ def reading(stored: StoredPart, spares: Spares, *, keep: bool = False) -> Iterat
         yield views
 
 
-def clear_half_made(folder: Path) -> None:
+def clear_half_made(folder: Path, clock: Clock) -> None:
     """Removes what dead processes left in a folder of parts before it had become one."""
-    now = time.time()
+    begun = clock.wall() - clock.timing.half_made_s
     for save in os.scandir(folder):
         with contextlib.suppress(OSError):
             for rank in os.scandir(save.path):
-                if rank.name.endswith(NEW) and now - rank.stat(follow_symlinks=False).st_mtime > _STALE_S:
+                if rank.name.endswith(NEW) and rank.stat(follow_symlinks=False).st_mtime < begun:
                     shutil.rmtree(rank.path, ignore_errors=True)
-            if now - save.stat(follow_symlinks=False).st_mtime > _STALE_S:
+            if save.stat(follow_symlinks=False).st_mtime < begun:
                 # Succeeds only where nothing is left in it.
                 os.rmdir(save.path)
 

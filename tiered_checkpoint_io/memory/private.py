@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import time
 from pathlib import Path
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryUnsafeError
 from tiered_checkpoint_io.memory.space import needs_space
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
     """Writes a small private file so that a reader sees the old content or the new one."""
-    temporary = scratch_beside(path)
+    temporary = scratch_beside(path, clock)
     try:
         write_private(temporary, data)
     except MemoryFullError:
@@ -23,9 +23,9 @@ def write_atomic(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-def scratch_beside(path: Path) -> Path:
+def scratch_beside(path: Path, clock: Clock = SYSTEM) -> Path:
     """A name, hidden and of this process alone, for what is to become ``path``."""
-    return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    return path.with_name(f".{path.name}.{clock.token(8)}")
 
 
 def write_over(path: Path, data: bytes) -> None:

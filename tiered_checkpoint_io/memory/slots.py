@@ -15,20 +15,16 @@ import ctypes
 import fcntl
 import mmap
 import os
-import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory.space import needs_space
 
 _ROUND = 2 << 20
 #: Populated in one call; between calls other threads get at the memory map's lock.
 _POPULATE_PIECE = 64 << 20
-#: How long to wait for another process of this node that is just taking space.
-_SPACE_TIMEOUT_S = 120.0
-_SPACE_INTERVAL_S = 0.002
 #: Linux 5.14; older kernels answer EINVAL, and the pages are then touched by the first copy.
 _MADV_POPULATE_WRITE = 23
 #: Free slots that are worth their memory: one for the next save and one for a pending one.
@@ -106,16 +102,20 @@ class Slot:
 class SlotPool:
     """Makes, lends and takes back the slots of this process, in one folder."""
 
-    def __init__(self, folder: str, room: Callable[[], int], unmap: Callable[[memoryview], None] | None = None) -> None:
+    def __init__(
+        self, folder: str, room: Callable[[], int], clock: Clock, unmap: Callable[[memoryview], None] | None = None
+    ) -> None:
         """Makes an empty pool.
 
         Args:
             folder: Where free slots lie.
             room: Bytes that the budget still allows, beyond what is in use.
+            clock: For waits and names.
             unmap: Told of each mapping before it ends (to end its registration as pinned memory).
         """
         self._folder = folder
         self._room = room
+        self._clock = clock
         self._unmap = unmap
         self._lock = threading.Lock()
         self._free: list[Slot] = []
@@ -194,7 +194,7 @@ class SlotPool:
                 os.unlink(path)
                 slot.close(self._unmap)
                 return False
-            free_name = os.path.join(self._folder, _slot_name())
+            free_name = os.path.join(self._folder, self._slot_name())
             try:
                 os.rename(path, free_name)
             except FileNotFoundError:
@@ -228,7 +228,7 @@ class SlotPool:
 
     def _make(self, size: int) -> Slot:
         while True:
-            path = os.path.join(self._folder, _slot_name())
+            path = os.path.join(self._folder, self._slot_name())
             with needs_space("no space for one more file", operation="stage", key=path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -271,21 +271,21 @@ class SlotPool:
     def _taking_space(self) -> Iterator[None]:
         """One process of the node at a time looks how much is left and takes it."""
         lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = time.monotonic() + _SPACE_TIMEOUT_S
+        deadline = self._clock.monotonic() + (bound := self._clock.timing.space_wait_s)
         try:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() > deadline:
+                    if self._clock.monotonic() > deadline:
                         raise MemoryTierError(
-                            f"another process has been taking space for more than {_SPACE_TIMEOUT_S:.0f} s",
+                            f"another process has been taking space for more than {bound:.0f} s",
                             operation="stage",
                             tier="memory",
                             key=self._folder,
                         ) from None
-                    time.sleep(_SPACE_INTERVAL_S)
+                    self._clock.sleep(self._clock.timing.space_poll_s)
             try:
                 yield
             finally:
@@ -293,6 +293,9 @@ class SlotPool:
                 fcntl.flock(lock, fcntl.LOCK_UN)
         finally:
             os.close(lock)
+
+    def _slot_name(self) -> str:
+        return f"slot-{os.getpid()}-{self._clock.token(6)}"
 
     def _drop_unlinked(self) -> None:
         """Lets go of files that other processes removed: a mapping keeps their pages in memory."""
@@ -332,7 +335,3 @@ def clean_dead(folder: str) -> None:
 
 def _round_up(size: int) -> int:
     return -(-max(size, 1) // _ROUND) * _ROUND
-
-
-def _slot_name() -> str:
-    return f"slot-{os.getpid()}-{secrets.token_hex(6)}"

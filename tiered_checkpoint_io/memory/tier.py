@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory import spares
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, node_budget
@@ -76,6 +76,7 @@ class MemoryTier:
         unmap: Callable[[memoryview], None] | None = None,
         folder: str = SAVES,
         left: Callable[[], int] | None = None,
+        clock: Clock = SYSTEM,
     ) -> None:
         """Takes a root that :meth:`open` has checked.
 
@@ -85,16 +86,18 @@ class MemoryTier:
             unmap: See :class:`SlotPool`.
             folder: ``saves``, or ``replicas``.
             left: Bytes of memory that the node has left, where the root lies in memory.
+            clock: For waits, names and the age of what dead processes left.
         """
         self.root = root
         self._parts = root / folder
         self._shelf = Shelf(self._parts)
         self._budget = budget_bytes
         self._left = left
+        self._clock = clock
         self._replicas: MemoryTier | None = None
         #: Told of each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
-        self._pool = SlotPool(str(root / "slots"), self.room, unmap)
+        self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
         self._spares = spares.Spares(root)
 
     @classmethod
@@ -105,6 +108,7 @@ class MemoryTier:
         *,
         budget_bytes: int | None = None,
         unmap: Callable[[memoryview], None] | None = None,
+        clock: Clock = SYSTEM,
     ) -> MemoryTier:
         """Opens the tier, making its folders, and clears what dead processes left half made.
 
@@ -121,7 +125,8 @@ class MemoryTier:
             for folder in (root.parent, root, *(root / name for name in FOLDERS)):
                 private_folder(folder)
             in_memory = is_tmpfs(memory_dir)
-            tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=memory_left if in_memory else None)
+            left = memory_left if in_memory else None
+            tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock)
             tier.clean()
         except MemoryTierError:
             raise
@@ -141,7 +146,9 @@ class MemoryTier:
     def replicas(self) -> MemoryTier:
         """The copies of other nodes' parts that this node keeps, with slots of their own."""
         if self._replicas is None:
-            self._replicas = MemoryTier(self.root, budget_bytes=self._budget, folder=REPLICAS, left=self._left)
+            self._replicas = MemoryTier(
+                self.root, budget_bytes=self._budget, folder=REPLICAS, left=self._left, clock=self._clock
+            )
         return self._replicas
 
     # ------------------------------------------------------------------------------- looking
@@ -344,9 +351,9 @@ class MemoryTier:
         for entry in os.scandir(self.root / "trash"):
             # Renamed first: a live remover must not see its folder without the marker that tells
             # it not to reuse the files.
-            doomed = self.root / "trash" / f"clean.{os.getpid()}.{secrets.token_hex(4)}"
+            doomed = self.root / "trash" / f"clean.{os.getpid()}.{self._clock.token(4)}"
             with contextlib.suppress(FileNotFoundError):
                 os.rename(entry.path, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
         for name in (SAVES, REPLICAS):
-            clear_half_made(self.root / name)
+            clear_half_made(self.root / name, self._clock)

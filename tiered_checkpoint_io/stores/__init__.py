@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -10,12 +11,13 @@ from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, Store, UploadJ
 __all__ = ["Metrics", "ObjectInfo", "Store", "UploadJournal", "open_store"]
 
 
-def open_store(config: TieredCheckpointConfig, dirpath: str | None = None) -> Store:
+def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, clock: Clock = SYSTEM) -> Store:
     """The durable store of a configuration; nothing is asked of it yet.
 
     Args:
         config: Where, and how.
         dirpath: Another root than the configuration's, reached with the same options.
+        clock: For retries, and for the age of what dead writers left.
 
     Raises:
         ConfigError: The client library for this kind of URL is missing; says what to install.
@@ -26,16 +28,16 @@ def open_store(config: TieredCheckpointConfig, dirpath: str | None = None) -> St
         if scheme == "s3":
             from tiered_checkpoint_io.stores.s3 import S3Store
 
-            return S3Store.from_config(config, root)
+            return S3Store.from_config(config, root, clock)
         from tiered_checkpoint_io.stores.wrappers import RetryingStore
 
         if scheme is None:
             from tiered_checkpoint_io.stores.directory import DirectoryStore
 
-            return RetryingStore(DirectoryStore(root))
+            return RetryingStore(DirectoryStore(root, clock=clock), clock)
         from tiered_checkpoint_io.stores.remote import RemoteStore
 
-        return RetryingStore(RemoteStore(root))
+        return RetryingStore(RemoteStore(root, clock=clock), clock)
     except ImportError as error:
         package = {"s3": "boto3"}.get(scheme or "", f"fsspec's package for {scheme}://")
         raise ConfigError(f"{root} needs {package}: {error}", hint=f"install {package}") from error

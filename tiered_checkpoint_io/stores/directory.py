@@ -6,12 +6,11 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     InvalidNameError,
@@ -26,8 +25,6 @@ from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, UploadJournal,
 #: Files on their way; each is locked by its writer, so that those of dead ones are known.
 _SCRATCH = ids.META_PREFIX + "tmp"
 _SLICE = 8 << 20
-#: Where a file system has no locks, an abandoned file is known by its age.
-_STALE_S = 24 * 3600.0
 #: How often folders are made again that others, who had emptied them, removed under our hands.
 _ATTEMPTS = 100
 
@@ -52,13 +49,15 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 class DirectoryStore:
     """Objects as files: written under another name, synced, renamed, and the folder synced."""
 
-    def __init__(self, root: str, *, metrics: Metrics | None = None) -> None:
+    def __init__(self, root: str, *, metrics: Metrics | None = None, clock: Clock = SYSTEM) -> None:
         """Makes nothing: the directory appears with its first object.
 
         Args:
             root: The directory.
             metrics: Counters; new ones by default.
+            clock: For the age of what dead writers left.
         """
+        self._clock = clock
         self._root = os.path.abspath(root)
         self._scratch = os.path.join(self._root, _SCRATCH)
         self._metrics = metrics or Metrics()
@@ -207,7 +206,7 @@ class DirectoryStore:
     def _temporary(self) -> Iterator[tuple[int, str]]:
         """A new file to write to, locked while we do; gone at the end unless it was renamed."""
         while True:
-            path = os.path.join(self._scratch, secrets.token_hex(12))
+            path = os.path.join(self._scratch, self._clock.token(12))
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = _insist(self._scratch, lambda: os.open(path, flags, 0o666))  # noqa: B023 - called here
             _lock(descriptor)
@@ -234,7 +233,7 @@ class DirectoryStore:
             for name in os.listdir(self._scratch):
                 # What another user left is theirs to remove.
                 with contextlib.suppress(FileNotFoundError, PermissionError):
-                    _drop_if_abandoned(os.path.join(self._scratch, name))
+                    _drop_if_abandoned(os.path.join(self._scratch, name), self._clock)
 
 
 def _insist(folder: str, action: Callable[[], int | None]) -> int:
@@ -288,7 +287,7 @@ def _lock(descriptor: int) -> None:
             raise
 
 
-def _drop_if_abandoned(path: str) -> None:
+def _drop_if_abandoned(path: str, clock: Clock) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         try:
@@ -299,7 +298,8 @@ def _drop_if_abandoned(path: str) -> None:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            abandoned = time.time() - os.fstat(descriptor).st_mtime > _STALE_S
+            # No locks here: an abandoned file is known by its age.
+            abandoned = clock.wall() - os.fstat(descriptor).st_mtime > clock.timing.abandoned_s
         if abandoned:
             # Under the lock: a writer that waits for it will see that its file is gone.
             os.unlink(path)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, NoReturn
@@ -15,6 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     InvalidNameError,
@@ -39,7 +38,6 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 _ONE_AT_A_TIME = {"ftp", "sftp", "ssh"}
 #: Files on their way, where a file appears before it is whole.
 _SCRATCH = ids.META_PREFIX + "tmp"
-_STALE_S = 24 * 3600.0
 
 _RETRYABLE_STATUS = {408, 429, 500, 502, 503, 504}
 _RETRYABLE_ERRNO = {errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT}
@@ -54,12 +52,13 @@ class RemoteStore:
     before. No commit depends on create-only writes, which fsspec does not have.
     """
 
-    def __init__(self, url: str, *, metrics: Metrics | None = None, **options: Any) -> None:
+    def __init__(self, url: str, *, metrics: Metrics | None = None, clock: Clock = SYSTEM, **options: Any) -> None:
         """Opens the file system; asks nothing of it.
 
         Args:
             url: Any URL that fsspec knows.
             metrics: Counters; new ones by default.
+            clock: For the age of what dead writers left.
             options: For the file system's constructor.
 
         Raises:
@@ -68,6 +67,7 @@ class RemoteStore:
         """
         self._url = _without_secrets(url.rstrip("/") if not url.endswith("://") else url)
         self._metrics = metrics or Metrics()
+        self._clock = clock
         try:
             # A file system of our own: its caches and sessions end with this store.
             self._fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
@@ -216,7 +216,7 @@ class RemoteStore:
 
     def _write_and_move(self, key: str, target: str, data: memoryview, report: Callable[[int], None]) -> None:
         scratch = f"{self._root}/{_SCRATCH}"
-        source = f"{scratch}/{secrets.token_hex(12)}"
+        source = f"{scratch}/{self._clock.token(12)}"
         with self._asking("upload", key):
             self._drop_abandoned(scratch)
             for folder in (scratch, target.rpartition("/")[0]):
@@ -248,7 +248,7 @@ class RemoteStore:
             return
         self._cleaned = True
         for path, facts in self._find(scratch).items():
-            if 0 < _modified(facts) < time.time() - _STALE_S:
+            if 0 < _modified(facts) < self._clock.wall() - self._clock.timing.abandoned_s:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(path)
 

@@ -14,6 +14,7 @@ import boto3
 import botocore.config
 import botocore.exceptions
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     StoreConfigError,
@@ -31,9 +32,6 @@ from tiered_checkpoint_io.stores.wrappers import Progress, Retry
 __all__ = ["MAX_PARTS", "MIB", "S3Store", "part_size_for"]
 
 _RECEIVE_SIZE = 1 * MIB
-_CONNECT_TIMEOUT_S = 10
-_READ_TIMEOUT_S = 60
-_STALE_S = 24 * 3600.0
 
 #: What an operation of boto3 is called in the metrics: ``requests.<name>``.
 _REQUEST_NAMES = {
@@ -69,7 +67,7 @@ class S3Store:
         write_options: dict[str, str] | None = None,
         expected_bucket_owner: str | None = None,
         metrics: Metrics | None = None,
-        retry: Retry | None = None,
+        clock: Clock = SYSTEM,
     ) -> None:
         """Makes a client; asks nothing of S3.
 
@@ -85,7 +83,7 @@ class S3Store:
             write_options: Passed to each request that makes an object, by boto3's names.
             expected_bucket_owner: Passed to every request.
             metrics: Counters; new ones by default.
-            retry: How a request is repeated; by default within two minutes.
+            clock: With the bounds of requests and of their repetition.
         """
         self._bucket, key = ids.parse_s3_url(url)
         self._prefix = key.strip("/") + "/" if key.strip("/") else ""
@@ -94,7 +92,8 @@ class S3Store:
         self._write_options = dict(write_options or {})
         self._owner = {"ExpectedBucketOwner": expected_bucket_owner} if expected_bucket_owner else {}
         self._metrics = metrics or Metrics()
-        self._retry = retry or Retry(self._metrics)
+        self._clock = clock
+        self._retry = Retry(self._metrics, clock)
         self._uploads = MultipartUploads(
             self, self._prefix, self._write_options, self._ask, self._once, workers=write_concurrency
         )
@@ -102,8 +101,8 @@ class S3Store:
             # Retries are counted and bounded by Retry alone.
             retries={"total_max_attempts": 1, "mode": "standard"},
             max_pool_connections=write_concurrency + read_concurrency + 4,
-            connect_timeout=_CONNECT_TIMEOUT_S,
-            read_timeout=_READ_TIMEOUT_S,
+            connect_timeout=clock.timing.s3_connect_s,
+            read_timeout=clock.timing.s3_read_s,
             tcp_keepalive=True,
             # The manifest's hashes are the end-to-end check; some servers answer ranged reads with
             # the checksum of the whole object.
@@ -142,7 +141,7 @@ class S3Store:
         self._client.meta.events.register("before-send.s3", self._count)
 
     @classmethod
-    def from_config(cls, config: TieredCheckpointConfig, url: str) -> S3Store:
+    def from_config(cls, config: TieredCheckpointConfig, url: str, clock: Clock = SYSTEM) -> S3Store:
         """The store for ``url`` with the options of a configuration."""
         options = {
             "ServerSideEncryption": config.sse,
@@ -161,6 +160,7 @@ class S3Store:
             profile=config.profile,
             write_options={key: value for key, value in options.items() if value is not None},
             expected_bucket_owner=config.expected_bucket_owner,
+            clock=clock,
         )
 
     @property
@@ -266,18 +266,19 @@ class S3Store:
     def abandon(self, key: str, journal: UploadJournal) -> None:
         self._uploads.abandon(key, journal)
 
-    def abort_stale_uploads(self, older_than_s: float = _STALE_S) -> int:
+    def abort_stale_uploads(self, older_than_s: float | None = None) -> int:
         """Aborts uploads below this prefix that began long ago, whose journal is lost.
 
         Nothing is done where the root is a whole bucket: others may be uploading to it.
 
         Args:
-            older_than_s: Age from which an upload counts as forgotten, by the server's clock.
+            older_than_s: Age from which an upload counts as forgotten, by the server's clock; a day by default.
 
         Returns:
             How many there were.
         """
-        return self._uploads.abort_stale(older_than_s) if self._prefix else 0
+        age = self._clock.timing.abandoned_s if older_than_s is None else older_than_s
+        return self._uploads.abort_stale(age) if self._prefix else 0
 
     def close(self) -> None:
         self._uploads.close()

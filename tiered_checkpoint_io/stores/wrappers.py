@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import tenacity
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, Store, UploadJournal
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tiered_checkpoint_io.retry")
-
-DEADLINE_S = 120.0
 
 
 class Retry:
@@ -26,21 +24,16 @@ class Retry:
     then the last error is raised as it is.
     """
 
-    def __init__(
-        self, metrics: Metrics, *, deadline_s: float = DEADLINE_S, first_wait_s: float = 0.5, max_wait_s: float = 16.0
-    ) -> None:
+    def __init__(self, metrics: Metrics, clock: Clock = SYSTEM) -> None:
         """Takes the counters and the bounds.
 
         Args:
             metrics: Where each retry is counted, as ``retries``.
-            deadline_s: A failure later than this after the first one is final, seconds. The time of
-                the first attempt is not in it: sending one part may take long by itself.
-            first_wait_s: Scale of the first wait, seconds.
-            max_wait_s: Longest wait, seconds.
+            clock: With the deadline, the scale of the first wait, and the longest one. The time of the first attempt
+                does not count: sending one part may take long by itself.
         """
         self._metrics = metrics
-        self._deadline_s = deadline_s
-        self._wait = tenacity.wait_random_exponential(multiplier=first_wait_s, max=max_wait_s)
+        self._clock = clock
 
     def __call__(self, call: Callable[[], _T], *, cancelled: threading.Event | None = None) -> _T:
         """What ``call`` gives.
@@ -59,15 +52,17 @@ class Retry:
             try:
                 return call()
             except Exception as error:
-                failures[1:] = [(time.monotonic(), error)]
+                failures[1:] = [(self._clock.monotonic(), error)]
                 raise
 
         def sleep(seconds: float) -> None:
-            event.wait(seconds)
+            self._clock.wait(event, seconds)
 
+        timing = self._clock.timing
+        longest = tenacity.wait_exponential(multiplier=timing.retry_first_wait_s, max=timing.retry_max_wait_s)
         retrying = tenacity.Retrying(
-            stop=lambda _: event.is_set() or failures[-1][0] - failures[0][0] > self._deadline_s,
-            wait=self._wait,
+            stop=lambda _: event.is_set() or failures[-1][0] - failures[0][0] > timing.retry_deadline_s,
+            wait=lambda state: self._clock.rng.uniform(0, longest(state)),
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, StoreError) and error.retryable),
             before_sleep=self._note,
             sleep=sleep,
@@ -88,9 +83,9 @@ class Retry:
 class RetryingStore:
     """A store whose operations are each retried as a whole."""
 
-    def __init__(self, store: Store, retry: Retry | None = None) -> None:
+    def __init__(self, store: Store, clock: Clock = SYSTEM) -> None:
         self._store = store
-        self._retry = retry or Retry(store.metrics)
+        self._retry = Retry(store.metrics, clock)
 
     @property
     def url(self) -> str:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.leasing import leases
 from tiered_checkpoint_io.engine.leasing.leases import Lease, Seen
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
@@ -26,19 +25,13 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import ObjectInfo
 
-#: How long a first save waits for the first look, seconds: a store that is there answers well within.
-FIRST_LOOK_S = 5.0
-#: How often a lease of somebody else is looked at, seconds.
-_POLL_S = 5.0
-#: How long to wait at the end for what is asked of the store, seconds: a lease that stays runs out.
-CLOSE_S = 5.0
 #: None of ours is as long.
 _MAX_BYTES = 1 << 16
 #: Where a process keeps its owner, so that those which it starts know that they belong to it.
 _OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
 
 
-def owner_of_process() -> str:
+def owner_of_process(clock: Clock) -> str:
     """The launch that this process belongs to.
 
     All ranks of one start have the same, by the store of torch.distributed, and so have the processes
@@ -47,7 +40,7 @@ def owner_of_process() -> str:
     Raises:
         UsageError: That store can't be asked.
     """
-    owner = current_run().first("owner", os.environ.get(_OWNER_VARIABLE) or secrets.token_hex(8))
+    owner = current_run().first("owner", os.environ.get(_OWNER_VARIABLE) or clock.token(8))
     adopt_owner(owner)
     return owner
 
@@ -79,7 +72,7 @@ class LeaseKeeper:
         log: Logger,
         *,
         owner: str,
-        clock: Callable[[], float] | None = None,
+        clock: Clock,
     ) -> None:
         """Takes where to.
 
@@ -88,15 +81,16 @@ class LeaseKeeper:
             namespace: The job's.
             log: Where to log.
             owner: See :func:`owner_of_process`.
-            clock: Seconds that go on while the machine sleeps.
+            clock: For beats, and for how long others are silent.
         """
         self._open = store
         self._prefix = ids.lease_prefix(namespace)
         self._namespace = namespace
         self._log = log
-        self._clock = clock or _since_boot
+        self._clock = clock
+        self._timing = clock.timing
         self._pid = os.getpid()
-        token = secrets.token_hex(8)
+        token = clock.token(8)
         self._key = ids.lease_key(namespace, token)
         self._is_written = False
         self._lease = Lease.of_this_process(owner, token)
@@ -123,7 +117,7 @@ class LeaseKeeper:
         Raises:
             UsageError: Another live run writes to the same place.
         """
-        self._looked.wait(wait_s)
+        self._clock.wait(self._looked, wait_s)
         if self._refusal is not None:
             self._was_shown = True
             raise self._refusal
@@ -137,17 +131,17 @@ class LeaseKeeper:
         if not self._was_shown:
             self.check()
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
+    def close(self, timeout_s: float) -> None:
         """Gives the lease back, where the store answers, and within ``timeout_s`` seconds."""
         if os.getpid() != self._pid or self._thread is None:
             return
         self._stop.set()
-        self._thread.join(timeout_s if self._is_answered else 0.0)
+        self._clock.join(self._thread, timeout_s if self._is_answered else 0.0)
         self._thread = None
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            pause = leases.BEAT_S
+            pause = self._timing.lease_beat_s
             try:
                 pause = self.step()
                 self._is_answered, self._warned = True, False
@@ -162,7 +156,7 @@ class LeaseKeeper:
             self._looked.set()
             if self._refusal is not None:
                 break
-            self._stop.wait(pause)
+            self._clock.wait(self._stop, pause)
         if self._is_written and self._is_answered:
             # Where that fails, it runs out.
             with contextlib.suppress(Exception):
@@ -176,21 +170,21 @@ class LeaseKeeper:
             StoreError: The durable tier could not be asked.
         """
         store = self._open()
-        now = self._clock()
-        late = self._written is not None and now - self._written > leases.TTL_S
+        now = self._clock.since_boot()
+        late = self._written is not None and now - self._written > self._timing.lease_ttl_s
         if self._lease.held and not late:
             store.put(self._key, self._lease.to_json())
             self._written = now
-            return leases.BEAT_S
+            return self._timing.lease_beat_s
         others = self._look(store, now)
         self._written = now
-        judged = [(seen, leases.is_alive(seen, self._lease, leases.born)) for seen in others.values()]
+        judged = [(seen, leases.is_alive(seen, self._lease, leases.born, self._timing)) for seen in others.values()]
         if self._lease.held:
             # Whoever holds one now has taken ours for dead; who only looks will find us alive.
             taken = [(seen, alive) for seen, alive in judged if alive is not False and seen.lease and seen.lease.held]
             if taken:
                 self._refuse(taken[0][0], "took over while this one was not heard of")
-            return leases.BEAT_S
+            return self._timing.lease_beat_s
         verdict, other = leases.judge(self._lease, judged)
         if verdict == "refused":
             assert other is not None
@@ -206,7 +200,11 @@ class LeaseKeeper:
                 "%s has a lease on the same dirpath and namespace; watching whether it is alive",
                 other.lease.who if other.lease else "an unknown process",
             )
-        return leases.BEAT_S if verdict == "free" else min(_POLL_S, leases.BEAT_S)
+        return (
+            self._timing.lease_beat_s
+            if verdict == "free"
+            else min(self._timing.lease_poll_s, self._timing.lease_beat_s)
+        )
 
     def _look(self, store: Store, now: float) -> dict[str, Seen]:
         """Writes our lease, and gives those of other owners, by their keys."""
@@ -249,11 +247,6 @@ class LeaseKeeper:
             tier="durable",
             key=f"{self._open().url}, namespace {self._namespace}",
             hint="stop one of the two, or give it a dirpath or namespace of its own; the lease of a run that is"
-            f" dead needs nothing, it runs out by itself within {leases.TTL_S:.0f} s",
+            f" dead needs nothing, it runs out by itself within {self._timing.lease_ttl_s:.0f} s",
         )
         self._log.error("%s", self._refusal)
-
-
-def _since_boot() -> float:
-    # The monotonic clock stands still while a machine sleeps.
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

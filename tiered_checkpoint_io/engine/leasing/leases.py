@@ -1,7 +1,7 @@
 """Who writes to a place on the durable tier, and which of two runs that want to may.
 
 Every process that saves to a dirpath and namespace keeps one small object of its own there, its
-lease, and writes it again every :data:`BEAT_S`. Nobody ever writes to the object of another, so
+lease, and writes it again every ``lease_beat_s``. Nobody ever writes to the object of another, so
 nothing has to be exclusive: a process first writes its own lease and then looks at all there are.
 Of two that begin at the same time at least one sees the other, on any store that lists what was
 written; conditional writes, which not every server has, would not make it safer.
@@ -19,11 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-#: A lease is written again this often, seconds.
-BEAT_S = 15.0
-#: One that was watched for so long, and never written again, is nobody's any more. A process that is kept
-#: from writing for so long (it was stopped, or the store was away) looks whether somebody came meanwhile.
-TTL_S = 60.0
+from tiered_checkpoint_io.clock import Timing
 
 _VERSION = 1
 
@@ -99,19 +95,21 @@ class Seen:
     quiet: float
 
 
-def is_alive(seen: Seen, mine: Lease, born: Callable[[int], int | None]) -> bool | None:
+def is_alive(seen: Seen, mine: Lease, born: Callable[[int], int | None], timing: Timing) -> bool | None:
     """Whether the process behind a lease lives; None where only time can tell.
 
     Args:
         seen: The lease.
         mine: Our own.
         born: When a process of this machine began; None where there is none.
+        timing: How often a lease is renewed, and when it expires.
     """
     lease = seen.lease
     if lease is not None and "" not in (here := (lease.boot_id, lease.pid_ns)) and here == (mine.boot_id, mine.pid_ns):
         return born(lease.pid) == lease.born
     # One that is old may be that of a run which the store was away for: it will beat again.
-    if seen.quiet > (2 * BEAT_S if seen.age > TTL_S else TTL_S):
+    beat_s, ttl_s = timing.lease_beat_s, timing.lease_ttl_s
+    if seen.quiet > (2 * beat_s if seen.age > ttl_s else ttl_s):
         return False
     return True if seen.beats else None
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.locks import release, share, try_lock
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
@@ -20,15 +20,12 @@ from tiered_checkpoint_io.memory.private import write_atomic
 
 LOCK_FILE = "job.lock"
 _FACTS_FILE = "job.json"
-#: How long another job has to end, seconds.
-_PATIENCE_S = 2.0
-_POLL_S = 0.05
 
 
 class Tenancy:
     """One process' hold on a namespace of its node's memory."""
 
-    def __init__(self, root: Path, dirpath: str, owner: str, log: Logger) -> None:
+    def __init__(self, root: Path, dirpath: str, owner: str, log: Logger, clock: Clock) -> None:
         """Takes the namespace, or finds who has it.
 
         Args:
@@ -36,17 +33,18 @@ class Tenancy:
             dirpath: Where the job's durable checkpoints go.
             owner: Its launch: see :func:`lease_keeper.owner_of_process`.
             log: Told where there is no space for the lock: then nothing is held.
+            clock: For the wait for a job that may be about to end.
 
         Raises:
             UsageError: A live job of another dirpath and another launch has it.
         """
         self._held: int | None = None
         mine = {"dirpath": dirpath, "owner": owner, "pid": os.getpid()}
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = clock.monotonic() + clock.timing.namespace_wait_s
         while True:
             held = None
             try:
-                held = self._lock(root, mine)
+                held = self._lock(root, mine, clock)
                 other = _facts(root)
             except OSError as error:
                 if held is not None:
@@ -60,10 +58,10 @@ class Tenancy:
                 return
             if held is not None:
                 release(held)
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 break
             # Its process may be about to end.
-            time.sleep(_POLL_S)
+            clock.sleep(clock.timing.namespace_poll_s)
         raise UsageError(
             f"another live job keeps its checkpoints in this node's memory under the same namespace: that of"
             f" {other.get('dirpath')}, process {other.get('pid')}",
@@ -74,13 +72,13 @@ class Tenancy:
         )
 
     @staticmethod
-    def _lock(root: Path, mine: dict[str, Any]) -> int | None:
+    def _lock(root: Path, mine: dict[str, Any], clock: Clock) -> int | None:
         """A shared lock; None where somebody is just making his mark. Whoever finds no other leaves his."""
         held = try_lock(root / LOCK_FILE)
         if held is None:
             return try_lock(root / LOCK_FILE, shared=True)
         try:
-            write_atomic(root / _FACTS_FILE, json.dumps(mine).encode())
+            write_atomic(root / _FACTS_FILE, json.dumps(mine).encode(), clock)
             share(held)
         except BaseException:
             release(held)

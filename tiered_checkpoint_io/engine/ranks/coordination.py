@@ -11,11 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.views import at
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
-
-#: Ranks reach the load within this time of each other, or one of them never will.
-RENDEZVOUS_S = 600.0
 
 
 class Group(Protocol):
@@ -78,15 +76,13 @@ class SingleGroup:
 class TorchGroup:
     """All ranks of torch.distributed, over a gloo group that lives for one load."""
 
-    def __init__(
-        self, node: str, *, timeout_s: float, rendezvous_s: float = RENDEZVOUS_S, what: str = "load_checkpoint"
-    ) -> None:
+    def __init__(self, node: str, clock: Clock, *, timeout_s: float, what: str = "load_checkpoint") -> None:
         """Makes the group; every rank has to.
 
         Args:
             node: See :class:`Group`.
+            clock: With the bound of the wait for ranks that are still to come.
             timeout_s: Bound of each later collective: a node may fetch as long, seconds.
-            rendezvous_s: Bound of the wait for ranks that are still to come, seconds.
             what: What the ranks come to.
 
         Raises:
@@ -106,7 +102,7 @@ class TorchGroup:
         self.world_size = dist.get_world_size()
         # Ranks that are all here may take their time to fetch; a rank that never comes is told
         # sooner. A group has one bound, hence two groups.
-        meeting = None
+        meeting, rendezvous_s = None, clock.timing.rendezvous_s
         try:
             meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s))
             dist.monitored_barrier(meeting, timeout=timedelta(seconds=rendezvous_s))
@@ -197,13 +193,13 @@ class GivenGroup:
         """Leaves the group to the caller."""
 
 
-def current_group(root: Path, *, timeout_s: float) -> Group:
+def current_group(root: Path, clock: Clock, *, timeout_s: float) -> Group:
     """The ranks that are to restore together: those of torch.distributed, or this process alone."""
     import torch.distributed as dist
 
     node = node_of(root)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchGroup(node, timeout_s=timeout_s)
+        return TorchGroup(node, clock, timeout_s=timeout_s)
     return SingleGroup(node)
 
 

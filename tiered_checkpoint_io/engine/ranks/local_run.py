@@ -35,14 +35,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
 _PREFIX = "tiered-checkpoint"
 _numbers = itertools.count(1)
-#: Bound of a question that is asked beside training, seconds.
-_QUESTION_S = 10.0
 
 Where = Literal["memory", "durable"]
 
@@ -162,17 +161,19 @@ class Run:
 class Watch:
     """Looks whether some part of a save will not come to the durable tier, beside what the process does otherwise."""
 
-    def __init__(self, run: Run, save_id: str, log: Logger) -> None:
+    def __init__(self, run: Run, save_id: str, log: Logger, clock: Clock) -> None:
         """Asks nothing yet.
 
         Args:
             run: Of the save.
             save_id: Which.
             log: Told once that the store can't be asked; nobody is then known to have given up.
+            clock: With the bound of a question, which is asked beside training.
         """
         self._store = run.store
         self._key = _missing_key(save_id, "durable")
         self._log = log
+        self._timeout_s = clock.timing.store_answer_s
         self._line: Any = None
 
     def __call__(self) -> bool:
@@ -182,7 +183,7 @@ class Watch:
 
         try:
             if self._line is None:
-                self._line = Line(self._store, _PREFIX, timeout_s=_QUESTION_S)
+                self._line = Line(self._store, _PREFIX, timeout_s=self._timeout_s)
             found: bool = self._line.ask(lambda store: store.check([self._key]))
         except Exception as error:
             self._log.warning("the store of torch.distributed can't be asked whether a save was given up: %s", error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tiered_checkpoint_io.engine.ranks.carrying import commit_received
-from tiered_checkpoint_io.engine.replication.peer_link import HAVE, MESSAGE_S, Board, Link, Offer, receive_files
+from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Board, Link, Offer, receive_files
 from tiered_checkpoint_io.engine.staging import retention
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
@@ -44,7 +44,7 @@ class Keeper:
         self._board = board
         self._log = logger
         self._keep_last = keep_last
-        self._message_s = min(timeout_s, MESSAGE_S)
+        self._message_s = min(timeout_s, board.clock.timing.message_s)
         self._on_copy = on_copy
         #: Of each peer, the link that is open.
         self._links: dict[int, Link] = {}

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 
-from tiered_checkpoint_io.engine.replication.peer_link import HAVE, MESSAGE_S, Board, Link, Offer, send_files
+from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Board, Link, Offer, send_files
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.model.manifest import Part
-
-#: How often the source of an offer looks whether it is accepted: that ends a wait of its own.
-_ACCEPT_LOOK_S = 0.02
-#: A live peer that is not busy accepts within a second, one that is busy after another rank's part.
-_ACCEPT_S = 120.0
-#: After a peer has failed once; it may have woken up again.
-_ACCEPT_AGAIN_S = 5.0
 
 
 class RefusedError(PeerError):
@@ -33,6 +25,7 @@ class Sender:
             timeout_s: Bound of one part's way to one peer, seconds.
         """
         self._board = board
+        self._clock = board.clock
         self._timeout_s = timeout_s
         #: Peers that have not answered, and so are not waited for long.
         self._lost: set[int] = set()
@@ -66,7 +59,7 @@ class Sender:
             self._close(target)
 
     def _send(self, target: int, part: Part, views: dict[str, memoryview]) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._clock.monotonic() + self._timeout_s
         described = part.to_json()
         if target not in self._links:
             self._made[target] += 1
@@ -106,7 +99,7 @@ class Sender:
 
     @property
     def _message_s(self) -> float:
-        return min(self._timeout_s, MESSAGE_S)
+        return min(self._timeout_s, self._clock.timing.message_s)
 
     def _close(self, target: int) -> None:
         link = self._links.pop(target, None)
@@ -114,11 +107,12 @@ class Sender:
             link.close()
 
     def _await_acceptance(self, offer: Offer, target: int) -> None:
-        bound = min(self._timeout_s, _ACCEPT_AGAIN_S if target in self._lost else _ACCEPT_S)
-        deadline = time.monotonic() + bound
+        timing = self._clock.timing
+        bound = min(self._timeout_s, timing.accept_again_s if target in self._lost else timing.accept_s)
+        deadline = self._clock.monotonic() + bound
         while not self._board.is_accepted(offer):
             if self._board.has_left(target):
                 raise PeerError("it has ended", operation="replicate")
-            if time.monotonic() > deadline:
+            if self._clock.monotonic() > deadline:
                 raise PeerError(f"it does not answer within {bound:.0f} s", operation="replicate")
-            time.sleep(_ACCEPT_LOOK_S)
+            self._clock.sleep(timing.accept_poll_s)

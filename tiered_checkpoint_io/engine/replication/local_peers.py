@@ -5,7 +5,7 @@ on a board (the key-value store of torch.distributed) of what their node's memor
 there asks one whose node has it; a thread of that one answers, and sends the part over a link of the two. Nobody else
 takes part, and whoever has its own shard waits for nobody. The waits of those who lack theirs are bounded:
 
-- for word from ranks that have not begun to load, until all have, or ``PATIENCE_S`` is over;
+- for word from ranks that have not begun to load, until all have, or ``local_patience_s`` is over;
 - where the whole node holds nothing: for another rank's choice of what to load, while some rank may still choose.
 """
 
@@ -14,26 +14,16 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 from tiered_checkpoint_io.engine.durable import fetch
 from tiered_checkpoint_io.engine.ranks.carrying import commit_received, find_part, text_of
-from tiered_checkpoint_io.engine.replication.peer_link import MESSAGE_S, Board, Link, Offer, receive_files, send_files
+from tiered_checkpoint_io.engine.replication.peer_link import Board, Link, Offer, receive_files, send_files
 from tiered_checkpoint_io.errors import CorruptCheckpointError, PeerError
 from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model.manifest import Part
-
-#: Ranks begin a load within this time of each other, or are not waited for, seconds.
-PATIENCE_S = 60.0
-#: How often a rank looks whether it is asked for something, or whether there is news.
-_LOOK_S = 0.1
-#: Whoever is asked looks that often, unless it is busy sending.
-_TAKEN_S = 30.0
-#: How long a rank that ends still gives others what they ask for, seconds.
-_LINGER_S = 10.0
 
 
 class LocalPeers:
@@ -54,6 +44,8 @@ class LocalPeers:
         """
         self._tier = tier
         self._board = board
+        self._clock = board.clock
+        self._timing = board.clock.timing
         self._rank = rank
         self._world = world_size
         self._log = logger
@@ -82,8 +74,8 @@ class LocalPeers:
 
     def await_choice(self, load: str, chosen: Callable[[], str | None]) -> str | None:
         """What another rank has chosen to load, waiting for it where one may still choose."""
-        deadline = time.monotonic() + min(self._timeout_s, PATIENCE_S)
-        while time.monotonic() < deadline:
+        deadline = self._clock.monotonic() + min(self._timeout_s, self._timing.local_patience_s)
+        while self._clock.monotonic() < deadline:
             found = chosen()
             if found is not None:
                 return found
@@ -92,7 +84,7 @@ class LocalPeers:
             if len(held) == self._world and not able:
                 # One that is over by now may have chosen since we looked.
                 return chosen()
-            time.sleep(_LOOK_S)
+            self._clock.sleep(self._timing.local_poll_s)
         return chosen()
 
     def fetch(
@@ -109,7 +101,7 @@ class LocalPeers:
         Returns:
             The part, or None; and what was tried in vain.
         """
-        deadline, tried = time.monotonic() + min(self._timeout_s, PATIENCE_S), set()
+        deadline, tried = self._clock.monotonic() + min(self._timeout_s, self._timing.local_patience_s), set()
         notes: list[str] = []
         while True:
             held = self._held(load)
@@ -122,9 +114,9 @@ class LocalPeers:
                 except Exception as error:
                     notes.append(f"shard {shard}: peer (rank {rank}): {text_of(error)}")
                     self._log.error("not restored, looking further: %s", notes[-1])
-            if len(held) == self._world or time.monotonic() > deadline:
+            if len(held) == self._world or self._clock.monotonic() > deadline:
                 return None, notes
-            time.sleep(_LOOK_S)
+            self._clock.sleep(self._timing.local_poll_s)
 
     def close(self) -> None:
         """Ends the thread, once nobody loads any more, or after a few seconds."""
@@ -133,14 +125,14 @@ class LocalPeers:
         self._board.close()
 
     def _end_thread(self, thread: threading.Thread) -> None:
-        deadline = time.monotonic() + _LINGER_S
+        deadline = self._clock.monotonic() + self._timing.local_linger_s
         with contextlib.suppress(PeerError):
-            while not self._all_over() and time.monotonic() < deadline and thread.is_alive():
-                time.sleep(_LOOK_S)
+            while not self._all_over() and self._clock.monotonic() < deadline and thread.is_alive():
+                self._clock.sleep(self._timing.local_poll_s)
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        thread.join(MESSAGE_S)
+        self._clock.join(thread, self._timing.message_s)
 
     # ------------------------------------------------------------------------------------- asking
     def _held(self, load: str) -> dict[int, list[list[object]]]:
@@ -151,13 +143,13 @@ class LocalPeers:
         return self._board.noted(f"{load}/over/{rank}") is not None
 
     def _get(self, source: int, save_id: str, shard: int, is_drained: Callable[[Part], bool]) -> StoredPart:
-        started = time.monotonic()
+        started = self._clock.monotonic()
         key = f"{source}/{self._board.add(f'asked/{source}')}"
         self._board.note(f"ask/{key}", json.dumps([save_id, shard]))
         while self._board.noted(f"taken/{key}") is None:
-            if time.monotonic() > started + min(self._timeout_s, _TAKEN_S):
+            if self._clock.monotonic() > started + min(self._timeout_s, self._timing.local_taken_s):
                 raise PeerError("it does not answer", operation="load", rank=source)
-            time.sleep(_LOOK_S / 4)
+            self._clock.sleep(self._timing.local_poll_s / 4)
         link = Link(self._board, Offer(key, source, key, 0), sends=False, timeout_s=self._message_s)
         try:
             problem = link.hear()
@@ -176,7 +168,7 @@ class LocalPeers:
             shard,
             part.name,
             source,
-            rate(size, time.monotonic() - started),
+            rate(size, self._clock.monotonic() - started),
         )
         return stored
 
@@ -209,7 +201,10 @@ class LocalPeers:
                 with self._changed:
                     if not self._is_closing:
                         # While all train, nobody asks.
-                        self._changed.wait(None if idle and self._all_over() else _LOOK_S)
+                        if idle and self._all_over():
+                            self._changed.wait()
+                        else:
+                            self._clock.wait(self._changed, self._timing.local_poll_s)
         except PeerError as error:
             # The store is gone with the rank that holds it: the job is at its end.
             self._log.debug("nobody can ask for copies any more: %s", error)
@@ -233,7 +228,7 @@ class LocalPeers:
                         link.tell("")
                         link.tell(str(len(described)))
                         link.send(memoryview(bytearray(described)))
-                        send_files(link, stored.part, views, time.monotonic() + self._timeout_s)
+                        send_files(link, stored.part, views, self._clock.monotonic() + self._timeout_s)
                         if link.hear():
                             self._quarantine_damaged(stored, views)
                 except PeerError:
@@ -256,4 +251,4 @@ class LocalPeers:
 
     @property
     def _message_s(self) -> float:
-        return min(self._timeout_s, MESSAGE_S)
+        return min(self._timeout_s, self._timing.message_s)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, node_of, portable, raise_first
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.peer_link import Board
@@ -20,22 +20,21 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-#: At the end of a process, what was not closed in order is not waited for long.
-RELEASE_S = 10.0
-
 
 class Peering:
     """What one session has to do with peers: for each group of ranks that save together, one replicator."""
 
-    def __init__(self, config: TieredCheckpointConfig, counts: Counter[str]) -> None:
+    def __init__(self, config: TieredCheckpointConfig, counts: Counter[str], clock: Clock) -> None:
         """Takes what does not change.
 
         Args:
             config: For factor, jump and bounds.
             counts: ``replicated`` and ``unreplicated`` parts.
+            clock: The session's.
         """
         self._config = config
         self._counts = counts
+        self._clock = clock
         self._replicators: dict[object, Replicator] = {}
         self._local: tuple[object, LocalPeers] | None = None
         #: Who sends what is saved now.
@@ -59,10 +58,10 @@ class Peering:
             return
         key = key_of(process_group)
         if key not in self._replicators:
-            self._replicators[key] = meet(open_tier, self._config, logger, self._counts, process_group)
+            self._replicators[key] = meet(open_tier, self._config, logger, self._counts, process_group, self._clock)
             if len(self._replicators) == 1:
                 # Threads that call into torch must have ended before the interpreter does.
-                atexit.register(self.close, RELEASE_S)
+                atexit.register(self.close, self._clock.timing.replication_release_s)
         self._current = self._replicators[key]
 
     def local(self, tier: MemoryTier, logger: Logger) -> LocalPeers | None:
@@ -84,11 +83,11 @@ class Peering:
         store = dist.distributed_c10d._get_default_store()
         if self._local is None or self._local[0] is not store:
             rank, world_size = dist.get_rank(), dist.get_world_size()
-            board = Board(store, f"local/{self._config.namespace}", rank)
+            board = Board(store, f"local/{self._config.namespace}", rank, self._clock)
             timeout_s = float(self._config.wait_timeout_s)
             peers = LocalPeers(tier, board, rank, world_size, logger, timeout_s=timeout_s)
             self._local = store, peers
-            atexit.register(self.close, RELEASE_S)
+            atexit.register(self.close, self._clock.timing.replication_release_s)
         return self._local[1]
 
     def committed(self, stored: StoredPart, logger: Logger) -> None:
@@ -137,6 +136,7 @@ def meet(
     logger: Logger,
     counts: Counter[str],
     process_group: Any,
+    clock: Clock,
 ) -> Replicator:
     """Brings the ranks together, and starts what makes the copies.
 
@@ -146,6 +146,7 @@ def meet(
         logger: Where to log.
         counts: Where to count.
         process_group: The ranks; all of them where it is None.
+        clock: The session's.
 
     Raises:
         UsageError: There are fewer nodes than copies, or some rank did not come; on all ranks.
@@ -172,11 +173,11 @@ def meet(
     node = node_of(tier.root if tier is not None else Path("/"))
     group: Group
     if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
-        group = TorchGroup(node, timeout_s=float(config.wait_timeout_s), what="the set-up of replication")
+        group = TorchGroup(node, clock, timeout_s=float(config.wait_timeout_s), what="the set-up of replication")
     else:
         group = GivenGroup(node, process_group)
     try:
-        gathered = group.all_gather((node, held, secrets.token_hex(8), portable(error, group.rank)))
+        gathered = group.all_gather((node, held, clock.token(8), portable(error, group.rank)))
         raise_first((theirs for _, _, _, theirs in gathered), error)
         nodes = [each for each, _, _, _ in gathered]
         peers = peers_of_ranks(nodes, factor=factor, jump=config.replication_jump)
@@ -185,7 +186,7 @@ def meet(
         try:
             store = dist.distributed_c10d._get_default_store()
             token = gathered[0][2]
-            boards = Board(store, token, group.rank), Board(store, token, group.rank)
+            boards = Board(store, token, group.rank, clock), Board(store, token, group.rank, clock)
         except Exception as caught:
             error = caught
         raise_first(group.all_gather(portable(error, group.rank)), error)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,16 +24,13 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.asking import Line
 from tiered_checkpoint_io.engine.ranks.views import at
 from tiered_checkpoint_io.errors import CorruptCheckpointError, PeerError
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.model.manifest import Part
 
-#: Bound of one message, seconds: a chunk of 16 MiB or less, mostly.
-MESSAGE_S = 30.0
-#: Bound of one question to the store, seconds: it is answered at once, or its host can't be reached.
-STORE_S = 10.0
 _UNREACHABLE = "the store of torch.distributed can't be asked"
 #: What a peer answers that needs no copy.
 HAVE = "have it already"
@@ -66,14 +62,16 @@ class Board:
     Its methods raise ``PeerError`` where the store can't be asked: the rank that holds it has ended.
     """
 
-    def __init__(self, store: Any, token: str, rank: int) -> None:
+    def __init__(self, store: Any, token: str, rank: int, clock: Clock) -> None:
         """Takes a store that all ranks of the group share.
 
         Args:
             store: Of torch.distributed.
             token: Tells this group of ranks from all others that used the same store.
             rank: This rank, in the group.
+            clock: Of all that goes over this board.
         """
+        self.clock = clock
         self._origin = store
         self._prefix = f"tiered-peers/{token}"
         self._rank = rank
@@ -184,7 +182,7 @@ class Board:
         with self._lock:
             try:
                 if self._line is None:
-                    self._line = Line(self._origin, self._prefix, timeout_s=STORE_S)
+                    self._line = Line(self._origin, self._prefix, timeout_s=self.clock.timing.store_answer_s)
                 return self._line.ask(question)
             except Exception as error:
                 # The answer may still come, and would be taken for that of the next question.
@@ -213,6 +211,7 @@ class Link:
         """
         self._other = 1 if sends else 0
         self.name = offer.link
+        self.clock = board.clock
         self._group: Any = None
         store = distributed_c10d.PrefixStore(f"link/{offer.link}", board.store)
         bound = timedelta(seconds=timeout_s)
@@ -269,7 +268,7 @@ def send_files(link: Link, part: Part, views: Mapping[str, memoryview], deadline
         for offset, length in entry.chunks:
             if length:
                 link.send(views[entry.basename][offset : offset + length])
-            if time.monotonic() > deadline:
+            if link.clock.monotonic() > deadline:
                 raise PeerError("not sent in time", operation="replicate", key=link.name, step=part.content.step)
 
 

@@ -14,26 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.replication.copies_in import Keeper
 from tiered_checkpoint_io.engine.replication.copies_out import Sender
-from tiered_checkpoint_io.engine.replication.peer_link import MESSAGE_S, Board
+from tiered_checkpoint_io.engine.replication.peer_link import Board
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 
-#: How often a rank looks for offers, and for saves that have become whole.
-_LOOK_S = 0.25
 #: Parts that wait to be sent; of more, the oldest are outdated.
 _MAX_WAITING = 2
-#: The same while the board can't be asked: the network may be back.
-_LOOK_AGAIN_S = 2.0
-#: How long a rank that is done still takes what its sources send.
-_LINGER_S = 10.0
 #: Saves of which it is not known yet whether all their parts are copied.
 _MAX_UNSETTLED = 16
 
@@ -86,6 +79,7 @@ class Replicator:
         self._tier = tier
         self._clique = clique
         self._outgoing, self._incoming = boards
+        self._clock = self._outgoing.clock
         self._log = logger
         self._counts = counts
         self._sender = Sender(self._outgoing, timeout_s=timeout_s)
@@ -127,7 +121,7 @@ class Replicator:
     def flush(self, timeout_s: float) -> bool:
         """Waits until nothing is on its way to peers; False where that took too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._sending, timeout_s)
+            return self._clock.wait_for(self._changed, lambda: not self._waiting and not self._sending, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Sends what waits, takes what is being sent to this rank, and ends both threads.
@@ -135,6 +129,7 @@ class Replicator:
         Args:
             timeout_s: Bound of the wait for what is to be sent, seconds.
         """
+        timing = self._clock.timing
         self.flush(timeout_s)
         with self._changed:
             self._closing = True
@@ -143,7 +138,7 @@ class Replicator:
             self._waiting.clear()
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(_LINGER_S + MESSAGE_S)
+            self._clock.join(thread, timing.replication_linger_s + timing.message_s)
         self._sender.close()
         self._keeper.close()
         for board in (self._outgoing, self._incoming):
@@ -165,7 +160,7 @@ class Replicator:
             self._outgoing.ends()
 
     def _send(self, stored: StoredPart) -> None:
-        content, started = stored.part.content, time.monotonic()
+        content, started = stored.part.content, self._clock.monotonic()
         problems = []
         for target in self._clique.targets:
             try:
@@ -188,7 +183,7 @@ class Replicator:
             content.step,
             stored.part.name,
             len(self._clique.targets),
-            rate(content.size, time.monotonic() - started),
+            rate(content.size, self._clock.monotonic() - started),
         )
 
     def _failed(self, stored: StoredPart, why: str) -> None:
@@ -203,7 +198,7 @@ class Replicator:
 
     # --------------------------------------------------------------------------------------- keeping
     def _take_all(self) -> None:
-        ended_at: float | None = None
+        timing, ended_at = self._clock.timing, None
         while True:
             idle, unreachable, over = True, "", False
             try:
@@ -218,15 +213,15 @@ class Replicator:
                 unreachable = str(error)
             self._tell_of_board(unreachable)
             if self._closing:
-                ended_at = ended_at or time.monotonic()
-                if idle and (over or unreachable or time.monotonic() > ended_at + _LINGER_S):
+                ended_at = ended_at or self._clock.monotonic()
+                if idle and (over or unreachable or self._clock.monotonic() > ended_at + timing.replication_linger_s):
                     if not unreachable:
                         with contextlib.suppress(PeerError):
                             self._incoming.leaves()
                     return
             if idle:
                 with self._changed:
-                    self._changed.wait(_LOOK_AGAIN_S if unreachable else _LOOK_S)
+                    self._clock.wait(self._changed, timing.offer_retry_s if unreachable else timing.offer_poll_s)
 
     def _tell_of_board(self, unreachable: str) -> None:
         """Warns once where peers can't be heard of, and tells once when they can again."""

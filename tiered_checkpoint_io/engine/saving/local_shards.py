@@ -104,9 +104,7 @@ def save_local(
     series = ids.series_of(name)
     held = tier.parts()
     seen = [*(stored.save_id for stored in held), session.newest_seen]
-    save_id = current_run().save_id(
-        session.config.namespace, series, step, lambda: ids.new_run_id(after=max(filter(None, seen), default=None))
-    )
+    save_id = current_run().save_id(session.config.namespace, series, step, lambda: session.new_run_id(seen))
     session.follow(save_id)
     words = _Words(session, save_id, place.shard, step)
     direct: DirectFile | DirectSlot | None = None
@@ -240,7 +238,7 @@ class _Words:
 
     def watch(self) -> Watch:
         """See :class:`Watch`."""
-        return Watch(self.run, self._save_id, self._session.log)
+        return Watch(self.run, self._save_id, self._session.log, self._session.clock)
 
 
 def _capture(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
-import time
 from datetime import datetime, timedelta, timezone
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import InvalidNameError
 
 _TIME_FORMAT = "%Y%m%dT%H%M%S.%f"
@@ -27,22 +26,23 @@ def rank_of(folder: str) -> int | None:
     return int(match["rank"]) if match else None
 
 
-def new_run_id(after: str | None = None, now: float | None = None) -> str:
+def new_run_id(after: str | None = None, now: float | None = None, *, clock: Clock = SYSTEM) -> str:
     """A run's id; ids sort, as text, in the order in which runs began.
 
     Args:
         after: A save id seen in any tier. The new id sorts behind it even where this machine's
             clock is behind that of the machine that gave it (a Lamport clock).
         now: Seconds since the epoch; the current time by default.
+        clock: For the time, and for what tells this id from others of the same time.
     """
-    stamp = datetime.fromtimestamp(time.time() if now is None else now, timezone.utc)
+    stamp = datetime.fromtimestamp(clock.wall() if now is None else now, timezone.utc)
     if after is not None:
         match = _SAVE_ID.match(after)
         if match:
             seen = datetime.strptime(match["time"], _TIME_FORMAT).replace(tzinfo=timezone.utc)
             if stamp <= seen:
                 stamp = seen + timedelta(microseconds=1)
-    return f"{stamp.strftime(_TIME_FORMAT)}-{secrets.token_hex(4)}"
+    return f"{stamp.strftime(_TIME_FORMAT)}-{clock.token(4)}"
 
 
 def save_id(run_id: str, counter: int) -> str:

@@ -1,0 +1,84 @@
+"""Clocks to hand in: with bounds of seconds in place of minutes, or with a time that only the test moves."""
+
+import contextlib
+import random
+import threading
+import time
+from dataclasses import replace
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock, Timing
+
+
+def quick(**seconds):
+    """Real time with these bounds and intervals."""
+    return Clock(Timing(**seconds))
+
+
+def hurry(**seconds):
+    """Gives this process' own clock other bounds: for workers, whose sessions are made deep inside."""
+    object.__setattr__(SYSTEM, "timing", replace(SYSTEM.timing, **seconds))
+
+
+@contextlib.contextmanager
+def hurried(**seconds):
+    """As :func:`hurry`, for a while."""
+    before = SYSTEM.timing
+    hurry(**seconds)
+    try:
+        yield
+    finally:
+        object.__setattr__(SYSTEM, "timing", before)
+
+
+class VirtualClock(Clock):
+    """A time that stands still until the test moves it; who waits by it wakes up when it has come."""
+
+    def __init__(self, **seconds):
+        super().__init__(Timing(**seconds), random.Random(0))
+        self.__dict__["now"] = 0.0
+        #: Until when each thread waits.
+        self.__dict__["_due"] = {}
+
+    def wall(self):
+        return self.now
+
+    monotonic = since_boot = wall
+
+    def sleep(self, seconds):
+        self.wait(threading.Event(), seconds)
+
+    def wait(self, event, seconds):
+        me, due = threading.current_thread(), self.now + seconds
+        self._due[me] = due
+        try:
+            while not (came := event.wait(0.001)) and self.now < due:
+                pass
+        finally:
+            del self._due[me]
+        return came
+
+    def wait_for(self, condition, is_so, seconds):
+        end = self.now + seconds
+        while not is_so() and self.now < end:
+            self.wait(condition, end - self.now)
+        return bool(is_so())
+
+    def join(self, thread, seconds):
+        end = self.now + seconds
+        while thread.is_alive() and self.now < end:
+            thread.join(0.001)
+
+    def advance(self, seconds, *threads):
+        """Moves the time, waking who is due on the way; returns once these threads wait again, or have ended."""
+        end = self.now + seconds
+        self._await_idle(threads)
+        while self._due and (due := min(list(self._due.values()))) <= end:
+            self.__dict__["now"] = max(self.now, due)
+            self._await_idle(threads)
+        self.__dict__["now"] = end
+
+    def _await_idle(self, threads):
+        deadline = time.monotonic() + 10
+        while any(each.is_alive() and self._due.get(each, -1.0) <= self.now for each in threads):
+            assert time.monotonic() < deadline, "a thread neither waits nor ends"
+            time.sleep(0.001)
