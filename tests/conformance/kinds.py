@@ -1,0 +1,201 @@
+"""Each kind of checkpoint behind one interface: how it is saved, aliased, deleted and loaded by its public API.
+
+A :class:`Job` is one process of a job on one node. Its state is a tensor that holds a number, so that a story tells
+by the number what was loaded. Jobs drain in a thread; all that is opened is closed by the test's fixture.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageReader, TieredStorageWriter, dcp
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+
+#: What a kind may be able to do; what it is not, its stories are skipped for.
+SENTINELS, METRICS, PARTS = "tiered:last", "best", "parts"
+SIZE = 16
+
+
+class SelectingReader(TieredStorageReader):
+    """A reader that is asked for a sentinel, as Lightning's strategies ask: DCP's own functions have no words for it."""
+
+    def __init__(self, path, **options):
+        self._path_wanted = path
+        super().__init__(**options)
+
+    def reset(self, checkpoint_id=None):
+        super().reset(checkpoint_id)
+        _, self._selector = Checkpointer(self.settings.config, session=self.session).select(self._path_wanted)
+
+
+class Messages(logging.Handler):
+    """Keeps what a job logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.logger = logging.getLogger(f"conformance-{id(self)}")
+        self.logger.setLevel(logging.INFO)
+        self.logger.propagate = False
+        self.logger.handlers = [self]
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+class Job:
+    """One process of a job; see the module."""
+
+    can = frozenset({SENTINELS, METRICS, PARTS})
+
+    def __init__(self, **options):
+        self.messages = Messages()
+        self.options = {"drain": "thread", "on_save_error": "raise", "wait_timeout_s": 60, **options}
+        self.logged = {**self.options, "logger": self.messages.logger}
+        self.memory_dir = Path(options["memory_dir"])
+
+    def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
+        """Saves the state ``number``; by default to both tiers, and waits until it is there."""
+        raise NotImplementedError
+
+    def load(self, which):
+        """The number of the state that a sentinel or name leads to; 0 for a start from scratch."""
+        raise NotImplementedError
+
+    @property
+    def engine(self):
+        """What aliases, deletes and waits."""
+        raise NotImplementedError
+
+    def close(self):
+        raise NotImplementedError
+
+    @staticmethod
+    def name_of(number):
+        return f"step_{number}.ckpt"
+
+    def alias(self, name, target):
+        self.engine.alias(name, target)
+
+    def delete(self, name):
+        self.engine.remove(name)
+
+    def wait(self):
+        self.engine.wait()
+
+    @property
+    def root(self):
+        (root,) = self.memory_dir.glob("tiered-*/default")
+        return root
+
+    def files(self):
+        """The data files in node memory, in the order of their saves."""
+        paths = sorted(self.root.glob("saves/*/rank-*/*"))
+        return [path for path in paths if path.suffix in (".ckpt", ".distcp", ".pt")]
+
+    def documents(self):
+        """The descriptions of the parts in node memory, in the order of their saves."""
+        return sorted(self.root.glob("saves/*/rank-*/part.json"))
+
+    @contextlib.contextmanager
+    def without_drain(self):
+        """While the block runs, nothing that is queued on this node gets to the durable tier."""
+        user = self.memory_dir / f"tiered-{os.getuid()}"
+        for folder in (user, user / "default"):
+            folder.mkdir(0o700, exist_ok=True)
+        with open(user / "default" / "drain.lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+class Full(Job):
+    """A full checkpoint: one file, as ``torch.save`` writes it."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.io = TieredCheckpointIO(**self.logged)
+
+    def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
+        state = {"w": torch.full((size,), float(number)), "global_step": number, "epoch": 0}
+        options = {"tiers": ["memory", "durable"] if durable else ["memory"], "metric": metric}
+        io = self.io if wait else AsyncCheckpointIO(self.io)
+        io.save_checkpoint(state, name or self.name_of(number), storage_options=options)
+
+    def load(self, which):
+        state = self.io.load_checkpoint(which)
+        return only(state["w"]) if self.io.found_nothing is False else 0
+
+    @property
+    def engine(self):
+        return self.io.checkpointer
+
+    def close(self):
+        self.io.teardown()
+
+
+class Shards(Job):
+    """Kinds that go through ``dcp.save`` and ``dcp.load``."""
+
+    kind = ""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.base = TieredStorageWriter(**self.logged)
+
+    def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
+        state = {"w": torch.full((size,), float(number))}
+        writer = TieredStorageWriter(**self.logged, save_to_s3=durable, wait=wait, require_step=False)
+        writer.metric = metric
+        save = dcp.save if wait else dcp.async_save
+        save(state, checkpoint_id=name or self.name_of(number), storage_writer=writer, kind=self.kind)
+
+    def load(self, which):
+        state = {"w": torch.zeros(SIZE)}
+        if which == "tiered:latest":
+            dcp.load(state, kind=self.kind, **self.logged)
+        elif which.startswith("tiered:"):
+            dcp.load(state, kind=self.kind, storage_reader=SelectingReader(which, **self.logged))
+        else:
+            dcp.load(state, checkpoint_id=which, kind=self.kind, **self.logged)
+        return only(state["w"])
+
+    @property
+    def engine(self):
+        return Checkpointer(self.base.settings.config, session=self.base.session)
+
+    def close(self):
+        dcp.maybe_finalize_async_calls(blocking=True)
+        self.base.close()
+
+
+class Sharded(Shards):
+    """A sharded checkpoint, of one rank: shards, and ``.metadata``."""
+
+    kind = "sharded"
+
+
+class Local(Shards):
+    """A local checkpoint, of one shard: each rank's own state, and no collective."""
+
+    kind = "local"
+    can = frozenset({PARTS})
+
+
+def only(tensor):
+    """The one number that a tensor holds."""
+    (value,) = set(tensor.tolist())
+    return int(value)
+
+
+def lose_memory(memory_dir):
+    """Loses the node: nothing is left in its memory."""
+    for each in Path(memory_dir).iterdir():
+        shutil.rmtree(each)
+
+
+KINDS = {"full": Full, "sharded": Sharded, "local": Local}

@@ -1,0 +1,360 @@
+"""The same stories of checkpoints, over each kind, and over a directory and a real S3 server as the durable tier.
+
+Each story is written once, over :class:`kinds.Job`. What a kind does not have:
+
+=================================  ====  =======  =====  ==============================================================
+story                              full  sharded  local  why not
+=================================  ====  =======  =====  ==============================================================
+save, resume, latest, by name      yes   yes      yes
+``tiered:last`` (queued, landed)   yes   yes      no     ``dcp.load`` takes no sentinels; an alias loads by its name
+``best``                           yes   yes      no     nothing tells a local checkpoint what was monitored
+overwrite, delete                  yes   yes      yes
+alias of a deleted target          yes   yes      yes
+newer format, corrupt copies       yes   yes      yes
+two runs, memory too small         yes   yes      yes
+another namespace, one base path   no    yes      yes    ``s3_tier_base_path`` is the SageMaker library's word, for dcp
+S3 away                            yes   yes      yes    over S3 alone: a directory is never away
+=================================  ====  =======  =====  ==============================================================
+
+Cases that are wrong today are strict xfails, with the reason.
+"""
+
+import contextlib
+import warnings
+from pathlib import Path
+
+import pytest
+from support.fault_proxy import FaultProxy, refuse
+from support.restoring import flip, of_a_newer_release
+from support.tenants import mounted_tmpfs
+
+from tiered_checkpoint_io.engine.drain import ledger
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    FormatVersionError,
+    RestoreError,
+    StoreUnavailableError,
+)
+from tiered_checkpoint_io.stores import wrappers
+
+from .kinds import KINDS, METRICS, SENTINELS, lose_memory
+
+#: In elements: some 8 MB, for a node of 4 MiB.
+LARGE = 2_000_000
+LATEST, LAST = "tiered:latest", "tiered:last"
+#: For what happens in memory alone, and what is done to files of the durable tier.
+on_a_directory = pytest.mark.parametrize("dirpath", ["directory"], indirect=True)
+on_s3 = pytest.mark.parametrize("dirpath", ["s3"], indirect=True)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(params=["directory", "s3"])
+def dirpath(request, tmp_path):
+    return request.getfixturevalue("s3_url") if request.param == "s3" else str(tmp_path / "durable")
+
+
+@pytest.fixture
+def start(kind, dirpath, memory_dir):
+    """Starts a process of the job; those that run are closed first, as on a restart."""
+    running = []
+
+    def start(**options):
+        close()
+        running.append(KINDS[kind](**{"dirpath": dirpath, "memory_dir": memory_dir, **options}))
+        return running[-1]
+
+    def close():
+        while running:
+            running.pop().close()
+
+    yield start
+    close()
+
+
+@pytest.fixture
+def can(kind):
+    """Skips a story that a kind does not have; see the module."""
+
+    def can(what):
+        if what not in KINDS[kind].can:
+            pytest.skip(f"a {kind} checkpoint has no {what}")
+
+    return can
+
+
+def wrong_today(request, kind, kinds, reason):
+    """Marks a story as one that is wrong today for some kinds."""
+    if kind in kinds:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+
+
+# --------------------------------------------------------------------------------- saving and resuming
+def test_a_start_without_any_checkpoint_finds_none(start, kind):
+    job = start()
+    if kind == "full":
+        assert job.load(LATEST) == 0
+    else:
+        with pytest.raises(CheckpointNotFoundError):
+            job.load(LATEST)
+    with pytest.raises(CheckpointNotFoundError):
+        job.load("step_1.ckpt")
+
+
+@on_a_directory
+def test_the_newest_is_resumed_from_memory_and_each_loads_by_its_name(start):
+    job = start()
+    for number in (1, 2):
+        job.save(number, durable=False)
+    job = start()
+    assert [job.load(which) for which in (LATEST, "step_1.ckpt", "step_2.ckpt")] == [2, 1, 2]
+
+
+def test_a_node_that_lost_its_memory_resumes_from_the_durable_tier(start, memory_dir):
+    job = start()
+    job.save(1)
+    job.save(2, wait=False)
+    job.wait()
+    job.save(3, durable=False)
+    job.close()
+    lose_memory(memory_dir)
+    assert [start().load(which) for which in (LATEST, "step_1.ckpt")] == [2, 1]
+
+
+@pytest.mark.parametrize("landed", [True, False], ids=["landed", "queued"])
+def test_last_is_what_its_alias_means_though_that_is_still_queued(start, can, landed, kind, request):
+    can(SENTINELS)
+    if not landed:
+        wrong_today(request, kind, {"sharded"}, "the search for shards is not told of queued aliases")
+    job = start()
+    with contextlib.nullcontext() if landed else job.without_drain():
+        for number in (1, 2):
+            job.save(number, wait=landed)
+        job.alias("last.ckpt", "step_1.ckpt")
+        if landed:
+            job.wait()
+        assert job.load(LAST) == 1
+    job.wait()
+    assert job.load("last.ckpt") == 1
+
+
+def test_an_alias_loads_by_its_name_once_it_has_landed(start, memory_dir):
+    job = start()
+    for number in (1, 2):
+        job.save(number)
+    job.alias("last.ckpt", "step_1.ckpt")
+    job.close()
+    lose_memory(memory_dir)
+    assert start().load("last.ckpt") == 1
+
+
+def test_the_best_is_the_one_with_the_best_value(start, can, memory_dir):
+    can(METRICS)
+    job = start()
+    for number, value in ((1, 0.5), (2, 0.1), (3, 0.3)):
+        job.save(number, metric=("loss", value))
+    for lost in (False, True):
+        job.close()
+        if lost:
+            lose_memory(memory_dir)
+        job = start()
+        assert job.load("tiered://best?mode=min&monitor=loss") == 2
+        assert job.load("tiered://best?mode=max&monitor=loss") == 1
+
+
+# ------------------------------------------------------------------------------------ changing a name
+def test_an_overwritten_name_has_the_new_content_in_each_tier(start, memory_dir):
+    job = start()
+    for number in (1, 2):
+        job.save(number, "step_1.ckpt")
+    job = start()
+    assert job.load("step_1.ckpt") == 2
+    job.close()
+    lose_memory(memory_dir)
+    assert [start().load(which) for which in ("step_1.ckpt", LATEST)] == [2, 2]
+
+
+def test_a_deleted_name_is_gone_from_each_tier(start, memory_dir):
+    job = start()
+    for number in (1, 2):
+        job.save(number)
+    job.delete("step_2.ckpt")
+    job.wait()
+    for lost in (False, True):
+        job.close()
+        if lost:
+            lose_memory(memory_dir)
+        job = start()
+        with pytest.raises(CheckpointNotFoundError):
+            job.load("step_2.ckpt")
+        assert job.load(LATEST) == 1
+
+
+def test_an_alias_keeps_what_its_target_held_when_that_is_deleted(start, memory_dir):
+    job = start()
+    for number in (1, 2):
+        job.save(number)
+    job.alias("last.ckpt", "step_1.ckpt")
+    job.delete("step_1.ckpt")
+    job.wait()
+    job.close()
+    lose_memory(memory_dir)
+    assert [start().load(which) for which in ("last.ckpt", LATEST)] == [1, 2]
+
+
+# --------------------------------------------------------------------------------------------- damage
+@on_a_directory
+def test_a_newest_part_in_memory_of_a_newer_release_is_an_error(start, kind, request):
+    wrong_today(request, kind, {"local"}, "an older step is loaded without a word")
+    job = start()
+    for number in (1, 2):
+        job.save(number)
+    newest = job.documents()[-1]
+    job.close()
+    newest.write_bytes(of_a_newer_release(newest.read_bytes(), version=99))
+    with pytest.raises(FormatVersionError, match="upgrade"):
+        start().load(LATEST)
+
+
+@on_a_directory
+def test_a_newest_manifest_of_a_newer_release_is_an_error(start, dirpath, memory_dir):
+    job = start()
+    for number in (1, 2):
+        job.save(number)
+    job.close()
+    lose_memory(memory_dir)
+    newest = Path(dirpath, ".tiered", "manifests", "step_2.ckpt.json")
+    newest.write_bytes(of_a_newer_release(newest.read_bytes(), version=99))
+    with pytest.raises(FormatVersionError, match="upgrade"):
+        start().load(LATEST)
+
+
+def test_a_corrupt_copy_in_memory_gives_way_to_the_durable_one(start):
+    job = start()
+    for number in (1, 2):
+        job.save(number)
+    corrupt(job.files()[-1])
+    assert start().load(LATEST) == 2
+
+
+@on_a_directory
+def test_a_corrupt_newest_gives_way_to_the_one_before(start):
+    job = start()
+    for number in (1, 2):
+        job.save(number, durable=False)
+    corrupt(job.files()[-1])
+    assert start().load(LATEST) == 1
+
+
+@on_a_directory
+@pytest.mark.parametrize("starts", [1, 2])
+def test_the_only_copy_is_corrupt_at_each_start(start, kind, starts, request):
+    if starts == 2:
+        wrong_today(request, kind, {"local"}, "the second start is not told of what the first one quarantined")
+    job = start()
+    job.save(1, durable=False)
+    corrupt(job.files()[-1])
+    for _ in range(starts - 1):
+        with pytest.raises(RestoreError):
+            start().load(LATEST)
+    with pytest.raises(RestoreError):
+        start().load(LATEST)
+
+
+def corrupt(path):
+    flip(path, at=path.stat().st_size - 700 if path.suffix == ".distcp" else path.stat().st_size // 2)
+
+
+# ----------------------------------------------------------------------------------- nodes and storage
+def test_a_run_that_goes_back_is_newer_than_the_one_before_it(start, memory_dir):
+    """A run on one node, a second one on another node that goes back, and a third one on the first node."""
+    other = Path(memory_dir, "other")
+    other.mkdir()
+    start().save(5)
+    job = start(memory_dir=str(other))
+    assert job.load(LATEST) == 5
+    job.save(3)
+    assert start().load(LATEST) == 3
+
+
+def test_memory_that_is_too_small_is_passed_by(start, tmp_path, memory_dir):
+    with mounted_tmpfs(tmp_path / "small", 4 << 20) as small, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the memory tier can't hold")
+        job = start(memory_dir=str(small))
+        job.save(1, size=LARGE)
+        job.save(2)
+        job.close()
+    job = start()
+    assert job.load(LATEST) == 2
+    job.close()
+
+
+@pytest.fixture
+def proxy(s3_server, monkeypatch):
+    """S3 that may be away, and clients that find that out soon."""
+    told = {"deadline_s": 0.5, "first_wait_s": 0.05, "max_wait_s": 0.2}
+    monkeypatch.setattr(wrappers.Retry.__init__, "__kwdefaults__", told)
+    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(ledger, "_MAX_BACKOFF_S", 0.2)
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        yield proxy
+
+
+@on_s3
+def test_while_s3_is_away_memory_serves_and_what_waits_gets_there_later(start, proxy, memory_dir):
+    away = {"endpoint_url": proxy.endpoint_url}
+    start(**away).save(1)
+    proxy.plan = lambda *_: refuse(503, "SlowDown")
+    job = start(**away)
+    assert job.load(LATEST) == 1
+    job.save(2, wait=False)
+    assert job.load(LATEST) == 2
+    proxy.plan = lambda *_: None
+    job.wait()
+    job.close()
+    lose_memory(memory_dir)
+    assert start().load(LATEST) == 2
+
+
+@on_s3
+def test_while_s3_is_away_an_empty_memory_is_no_start_from_scratch(start, proxy, memory_dir):
+    away = {"endpoint_url": proxy.endpoint_url}
+    start(**away).save(1)
+    start().close()
+    lose_memory(memory_dir)
+    proxy.plan = lambda *_: refuse(503, "SlowDown")
+    with pytest.raises(StoreUnavailableError):
+        start(**away).load(LATEST)
+
+
+# ------------------------------------------------------------------------------- wrong today, of all kinds
+@on_a_directory
+def test_a_save_is_not_called_durable_before_it_is(start, kind, request):
+    wrong_today(request, kind, KINDS, "a queued upload is logged as saved to durable+memory")
+    job = start()
+    with job.without_drain():
+        job.save(1, wait=False)
+        said = [each for each in job.messages.said if "saved" in each]
+        assert said
+        assert not [each for each in said if "to durable" in each]
+        assert "upload" in said[-1]
+        assert "queued" in said[-1]
+    job.wait()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"], indirect=True)
+@pytest.mark.xfail(strict=True, reason="nothing in a checkpoint tells the namespace that saved it")
+def test_another_job_below_one_base_path_does_not_resume_from_this_one(kind, s3_url, memory_dir):
+    options = {"s3_tier_base_path": s3_url, "memory_dir": memory_dir, "drain": "thread"}
+    job = KINDS[kind](**{**options, "namespace": "one"})
+    job.save(1)
+    job.close()
+    other = KINDS[kind](**{**options, "namespace": "two"})
+    try:
+        with pytest.raises(CheckpointNotFoundError):
+            other.load(LATEST)
+    finally:
+        other.close()
