@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from support.fault_proxy import FaultProxy, refuse
 
-from tiered_checkpoint_io.adapters import nemo_dirpath
-from tiered_checkpoint_io.adapters.nemo_s3_utils import S3Utils
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
+from tiered_checkpoint_io.nemo import s3_dirpath_utils
+from tiered_checkpoint_io.nemo.s3_utils import S3Utils
 
 MIB = 1 << 20
 
@@ -111,7 +111,7 @@ def test_credentials_may_be_given(s3_url, monkeypatch, s3_server):
 
 
 def test_urls():
-    for utils in (S3Utils, nemo_dirpath):
+    for utils in (S3Utils, s3_dirpath_utils):
         assert utils.build_s3_url("bb", "x/y") == "s3://bb/x/y"
         assert [utils.is_s3_url(each) for each in (" s3://bb/x", Path("s3://bb/x"), "/s3://bb", "", None)] == [
             True, True, False, False, False,

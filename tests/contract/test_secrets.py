@@ -17,10 +17,10 @@ from support.bad_input import state
 
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
-from tiered_checkpoint_io.adapters.nemo_s3_utils import S3Utils
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import get_logger
+from tiered_checkpoint_io.nemo.s3_utils import S3Utils
 from tiered_checkpoint_io.redaction import holds_secrets, without_secrets
 from tiered_checkpoint_io.stores import open_store
 

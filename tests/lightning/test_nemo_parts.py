@@ -7,11 +7,11 @@ import torch
 from omegaconf import OmegaConf
 from support.training import Model, Runs, durable
 
-from tiered_checkpoint_io.adapters.nemo_connector import RESUME, NeMoCheckpointConnector
-from tiered_checkpoint_io.adapters.nemo_io import NeMoCheckpointIO, S3CheckpointIO
-from tiered_checkpoint_io.adapters.nemo_resume import Rules
-from tiered_checkpoint_io.callbacks.nemo_checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError, UsageError
+from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
+from tiered_checkpoint_io.nemo.connector import RESUME, NeMoCheckpointConnector
+from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
+from tiered_checkpoint_io.nemo.rules import Rules
 
 
 class NeMoParts(Runs):

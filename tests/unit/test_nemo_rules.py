@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.adapters.nemo_concurrency import Topology, advise
-from tiered_checkpoint_io.adapters.nemo_layouts import group, newest, rank_folder_of, without_rank
-from tiered_checkpoint_io.adapters.nemo_resume import Rules, check_found, choose
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.nemo.concurrency import Topology, advise
+from tiered_checkpoint_io.nemo.layouts import group, newest, rank_folder_of, without_rank
+from tiered_checkpoint_io.nemo.rules import Rules, check_found, choose
 
 DIRPATH = "s3://bucket/run"
 

@@ -39,6 +39,7 @@ def test_the_wheel_holds_the_package_alone(wheel, tmp_path):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"tiered_checkpoint_io"}
     for needed in (
         "callbacks/model_checkpoint.py",
+        "nemo/exp_manager.py",
         "configs/s3_checkpointing/default.yaml",
         "py.typed",
         "testing/contract.py",
@@ -84,13 +85,13 @@ def test_the_drain_pays_for_neither_torch_nor_lightning(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_without_nemo_its_module_says_what_to_install(tmp_path):
+def test_without_nemo_its_names_say_what_to_install(tmp_path):
     # A folder of that name is not NeMo.
     (tmp_path / "nemo").mkdir()
     code = """
-import tiered_checkpoint_io
+import tiered_checkpoint_io.nemo
 try:
-    import tiered_checkpoint_io.nemo
+    from tiered_checkpoint_io.nemo import S3CheckpointIO
 except ModuleNotFoundError as error:
     print(error.name, error)
 """

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from io import BytesIO
 from typing import Any
 
-from tiered_checkpoint_io.adapters import nemo_dirpath
 from tiered_checkpoint_io.engine.durable.fetch import fetch_unverified
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.nemo import s3_dirpath_utils
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 DEFAULT_CHUNK_SIZE_MB = 64
@@ -203,13 +203,13 @@ class S3Utils:
 
     @staticmethod
     def build_s3_url(bucket: str, key: str) -> str:
-        """See :func:`nemo_dirpath.build_s3_url`."""
-        return nemo_dirpath.build_s3_url(bucket, key)
+        """See :func:`s3_dirpath_utils.build_s3_url`."""
+        return s3_dirpath_utils.build_s3_url(bucket, key)
 
     @staticmethod
     def is_s3_url(path: StrPath | None) -> bool:
-        """See :func:`nemo_dirpath.is_s3_url`."""
-        return nemo_dirpath.is_s3_url(path)
+        """See :func:`s3_dirpath_utils.is_s3_url`."""
+        return s3_dirpath_utils.is_s3_url(path)
 
     @staticmethod
     def parse_prefix_with_step(path: str) -> str:

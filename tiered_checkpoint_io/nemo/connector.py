@@ -10,10 +10,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
-from tiered_checkpoint_io.adapters.nemo_resume import Rules, check_end, check_found, choose
 from tiered_checkpoint_io.engine.ranks.coordination import portable
 from tiered_checkpoint_io.errors import TieredCheckpointError, UsageError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.nemo.rules import Rules, check_end, check_found, choose
 
 #: What ``trainer.ckpt_path`` is until the ranks can talk, and it is known what to resume from.
 RESUME = "tiered:nemo"

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.adapters.nemo_layouts import rank_folder_of
 from tiered_checkpoint_io.errors import ConfigError, DrainError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.nemo.layouts import rank_folder_of
 
 _FULL_STATE = ("optimizer_states", "lr_schedulers")
 

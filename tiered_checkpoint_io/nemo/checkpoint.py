@@ -11,14 +11,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.adapters.nemo_io import NeMoCheckpointIO
-from tiered_checkpoint_io.adapters.nemo_layouts import EMA, without_rank
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.nemo_export import export_model
-from tiered_checkpoint_io.callbacks.nemo_slimming import drop_optimizer_states, too_old
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.nemo.export import export_model
+from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
+from tiered_checkpoint_io.nemo.layouts import EMA, without_rank
+from tiered_checkpoint_io.nemo.optimizer_states import drop_optimizer_states, too_old
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
 

@@ -21,15 +21,15 @@ from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
-from tiered_checkpoint_io.adapters.nemo_concurrency import Topology, advise
-from tiered_checkpoint_io.adapters.nemo_connector import NeMoCheckpointConnector
-from tiered_checkpoint_io.adapters.nemo_io import NeMoCheckpointIO, S3CheckpointIO
-from tiered_checkpoint_io.adapters.nemo_resume import Rules
-from tiered_checkpoint_io.callbacks.nemo_checkpoint import TieredNeMoCheckpoint
-from tiered_checkpoint_io.callbacks.nemo_parts import TieredEMA, TieredPreemption
 from tiered_checkpoint_io.errors import ConfigError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.nemo.callbacks import TieredEMA, TieredPreemption
+from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
+from tiered_checkpoint_io.nemo.concurrency import Topology, advise
+from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
+from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
+from tiered_checkpoint_io.nemo.rules import Rules
 
 _BLOCK = "s3_checkpointing"
 #: Of NeMo's block; what is not Lightning's and ours.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from tiered_checkpoint_io.adapters import nemo_layouts
-from tiered_checkpoint_io.adapters.nemo_layouts import Saved
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.nemo import layouts
+from tiered_checkpoint_io.nemo.layouts import Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def check_end(names: Collection[str], rules: Rules, *, dirpath: str) -> None:
     Raises:
         ConfigError: It has, and ``resume_past_end`` is not set.
     """
-    ended = sorted(name for name in names if nemo_layouts.is_end(name))
+    ended = sorted(name for name in names if layouts.is_end(name))
     if ended and not rules.resume_past_end:
         raise ConfigError(
             f"{dirpath}/{ended[-1]} tells that this training has completed",
@@ -69,10 +69,10 @@ def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str) -> 
         CheckpointNotFoundError: There are some, and none of them is whole.
     """
     listed = list(keys)
-    whole = nemo_layouts.group(listed, expected_shards=rules.shards if rules.shards > 1 else None)
+    whole = layouts.group(listed, expected_shards=rules.shards if rules.shards > 1 else None)
     check_end([each.path for each in whole], rules, dirpath=dirpath)
     wanted = [each for each in whole if each.is_end] or [each for each in whole if each.is_last]
-    found = nemo_layouts.newest(wanted)
+    found = layouts.newest(wanted)
     broken = sorted({key for key, _ in listed if _would_resume(key)}) if found is None else []
     if broken:
         raise CheckpointNotFoundError(
@@ -108,6 +108,6 @@ def check_found(found: bool, rules: Rules, *, dirpath: str) -> str | None:
 
 
 def _would_resume(key: str) -> bool:
-    name = nemo_layouts.without_rank(key)
-    is_checkpoint = name.endswith(nemo_layouts.EXTENSION) and not name.startswith(ids.META_PREFIX)
-    return is_checkpoint and (ids.is_last(name) or nemo_layouts.is_end(name))
+    name = layouts.without_rank(key)
+    is_checkpoint = name.endswith(layouts.EXTENSION) and not name.startswith(ids.META_PREFIX)
+    return is_checkpoint and (ids.is_last(name) or layouts.is_end(name))

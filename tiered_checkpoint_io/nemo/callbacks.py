@@ -10,9 +10,9 @@ from nemo.collections.common.callbacks import EMA
 from nemo.utils.callbacks import PreemptionCallback
 
 from tiered_checkpoint_io.adapters.lightning import tiered_io_of
-from tiered_checkpoint_io.adapters.nemo_layouts import EMA as SUFFIX
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.nemo.layouts import EMA as SUFFIX
 
 
 class TieredEMA(EMA):  # type: ignore[misc]
