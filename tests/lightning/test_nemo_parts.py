@@ -11,7 +11,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, Sa
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.connector import RESUME, NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
-from tiered_checkpoint_io.nemo.rules import Rules
+from tiered_checkpoint_io.nemo.layouts import Rules
 
 
 class NeMoParts(Runs):
@@ -154,7 +154,7 @@ def test_a_training_that_has_completed_is_gone_on_with_only_where_that_is_wanted
     io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
     io.checkpointer.alias("score=8.0-step=5--end.ckpt", "score=8.0-step=5.ckpt")
     io.teardown()
-    with pytest.raises(ConfigError, match=r"score=8\.0-step=5--end\.ckpt tells that this training has completed"):
+    with pytest.raises(ConfigError, match=r"score=8\.0-step=5--end\.ckpt shows that this training has completed"):
         job.train(10, rules=Rules())
     trainer = job.train(10, rules=Rules(resume_past_end=True))
     assert (trainer.io.checkpointer.restored.step, trainer.global_step) == (5, 10)

@@ -5,10 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.nemo.concurrency import Topology, advise
-from tiered_checkpoint_io.nemo.layouts import group, newest, rank_folder_of, without_rank
-from tiered_checkpoint_io.nemo.rules import Rules, check_found, choose
+from tiered_checkpoint_io.nemo.layouts import (
+    Rules,
+    choose,
+    complete_checkpoints,
+    rank_folder_of,
+    start_without,
+    without_rank,
+)
 
 DIRPATH = "s3://bucket/run"
 
@@ -17,9 +24,8 @@ def keys(*names):
     return [(name, float(at)) for at, name in enumerate(names)]
 
 
-def chosen(*names, **rules):
-    found = choose(keys(*names), Rules(**rules), dirpath=DIRPATH)
-    return found and found.path
+def chosen(*names, shards=1, **rules):
+    return choose(keys(*names), Rules(**rules), dirpath=DIRPATH, shards=shards)
 
 
 def ranks(layout, name, count):
@@ -71,8 +77,8 @@ def test_the_choice_is_the_greatest_step_that_every_rank_has(steps, count, data)
         names = [name.partition("/")[2] for name in names]
     whole = [step for step, some in have.items() if len(some) == count]
     names = data.draw(st.permutations(names))
-    found = newest(group(keys(*names), expected_shards=count if count > 1 else None))
-    assert (found and found.step) == max(whole, default=None)
+    found = complete_checkpoints(keys(*names), shards=count)
+    assert [ids.step_in_name(path) for path in found] == sorted(whole)
 
 
 def test_a_distributed_checkpoint_is_its_folder_once_its_last_file_is_there():
@@ -82,8 +88,8 @@ def test_a_distributed_checkpoint_is_its_folder_once_its_last_file_is_there():
     old, new = folder(9, "common.pt", "__0_0.distcp", "metadata.json"), folder(10, "common.pt", "__0_0.distcp")
     assert chosen(*old, *new) == "gpt-step=9-last"
     assert chosen(*old, *new, "gpt-step=10-last/.metadata") == "gpt-step=10-last"
-    (only,) = group(keys(*old))
-    assert only.is_folder
+    # What lies in such a folder is no checkpoint by itself.
+    assert complete_checkpoints(keys(*old, "gpt-step=9-last/x.ckpt")) == ["gpt-step=9-last"]
 
 
 # ------------------------------------------------------------------------------------------- rules
@@ -114,10 +120,9 @@ def test_what_nemo_had_not_finished_is_passed_over_and_never_a_start_from_scratc
 
 def test_nothing_to_resume_from():
     rules = Rules(resume_ignore_no_checkpoint=True, resume_from_checkpoint="s3://other/x.ckpt")
-    assert check_found(True, Rules(), dirpath=DIRPATH) is None
-    assert check_found(False, rules, dirpath=DIRPATH) == "s3://other/x.ckpt"
+    assert start_without(rules, dirpath=DIRPATH) == "s3://other/x.ckpt"
     with pytest.raises(CheckpointNotFoundError, match="resume_ignore_no_checkpoint: true"):
-        check_found(False, Rules(), dirpath=DIRPATH)
+        start_without(Rules(), dirpath=DIRPATH)
 
 
 # ------------------------------------------------------------------------------------- concurrency

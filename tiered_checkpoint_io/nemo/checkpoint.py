@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -18,17 +17,10 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.export import export_model
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import EMA, without_rank
-from tiered_checkpoint_io.nemo.optimizer_states import drop_optimizer_states, too_old
+from tiered_checkpoint_io.nemo.optimizer_states import drop_optimizer_states
+from tiered_checkpoint_io.nemo.ranks import first_error, on_rank_0
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
-
-
-class EMACallback(Protocol):
-    """What is needed of NeMo's EMA callback."""
-
-    def save_original_optimizer_state(self, trainer: Trainer) -> AbstractContextManager[None]: ...
-
-    def save_ema_model(self, trainer: Trainer) -> AbstractContextManager[None]: ...
 
 
 class TieredNeMoCheckpoint(TieredModelCheckpoint):
@@ -137,10 +129,14 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             if self._landed and not trainer.is_global_zero:
                 self._remove_withheld(trainer)
         if self.save_last_n_optim_states >= 0 and self._naming_last and self._shards == 1 and self._io is not None:
+            io, keep = self._io, self.save_last_n_optim_states
             names = [ids.name_in(self._engine.dirpath, path) for path in self.best_k_models if self._is_ours(path)]
-            drop_optimizer_states(trainer, self._io, too_old(names, self.save_last_n_optim_states), self._slim)
+            on_rank_0(trainer, lambda: drop_optimizer_states(io, names, keep, self._slim))
         if self.always_save_nemo and self._durable_save != before:
-            self._export_with_checkpoint(trainer)
+            if self.save_best_model and self.best_model_path == self._exported_best:
+                return
+            self._exported_best = self.best_model_path
+            self._export(trainer, trainer.lightning_module)
 
     def _alias(self, filepath: str, target: str) -> None:
         if self._io is not None and self._io.companion:
@@ -178,11 +174,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         return report if good else None
 
     def _first_error(self, trainer: Trainer, error: TieredCheckpointError | None) -> TieredCheckpointError | None:
-        if self._shards == 1:
-            return super()._first_error(trainer, error)
-        errors: list[TieredCheckpointError | None] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(errors, error)
-        return next((each for each in errors if each is not None), None)
+        # With files of each rank, every rank writes, and not rank 0 alone.
+        return first_error(trainer, error) if self._shards > 1 else super()._first_error(trainer, error)
 
     def _is_restored(self, path: str) -> bool:
         restored = self._engine.restored
@@ -195,42 +188,31 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def _adopt_last(self, trainer: Trainer) -> None:
         """Takes over the "last" checkpoints of earlier runs: one is to stay, until the next is good."""
-        names: list[str] = []
-        if trainer.is_global_zero:
-            # The state knows the one before it alone, a crash may have left two, and what NeMo itself
-            # has saved is in no list of ours.
-            engine, dirpath = self._engine, str(self.dirpath)
-            pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
-            known = {without_rank(name) for name in engine.session.known.all()}
-            known |= {without_rank(engine.restored.name)} if engine.restored is not None else set()
-            paths = {ids.join_url(engine.dirpath, name) for name in known} | {self.last_model_path}
-            names = sorted((path for path in paths if pattern.match(path.removeprefix(dirpath + "/"))), key=_progress)
-        names = trainer.strategy.broadcast(names)
+        names = on_rank_0(trainer, self._last_checkpoints)
         self.last_model_path = names[-1] if names else ""
         self._withheld += [path for path in names[:-1] if path not in self._withheld]
 
-    # ------------------------------------------------------------------------------------- .nemo
-    @property
-    def nemo_path(self) -> str:
-        """Where the ``.nemo`` file lies."""
-        return ids.join_url(str(self.dirpath), self.prefix + self.postfix)
+    def _last_checkpoints(self) -> list[str]:
+        # The callback's state knows only the one before its own, a crash may have left two, and those that
+        # NeMo wrote have no manifest.
+        engine = self._engine
+        pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
+        known = {without_rank(name) for name in engine.session.known.all()}
+        known |= {without_rank(engine.restored.name)} if engine.restored is not None else set()
+        paths = {ids.join_url(engine.dirpath, name) for name in known} | {self.last_model_path}
+        return sorted((path for path in paths if pattern.match(path.removeprefix(f"{self.dirpath}/"))), key=_progress)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        export_model(trainer, pl_module, self._engine, self.nemo_path)
-
-    def _export_with_checkpoint(self, trainer: Trainer) -> None:
-        if self.save_best_model:
-            if self.best_model_path == self._exported_best:
-                return
-            self._exported_best = self.best_model_path
-        self._export(trainer, trainer.lightning_module)
+        path = ids.join_url(str(self.dirpath), self.prefix + self.postfix)
+        export_model(trainer, pl_module, self._engine, path)
 
     @staticmethod
-    def _ema(trainer: Trainer) -> EMACallback | None:
+    def _ema(trainer: Trainer) -> Any:
+        """NeMo's EMA callback; None where there is none."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             # Known by name: without NeMo there is none, and none to import.
             if any(kind.__name__ == "EMA" and hasattr(kind, "save_ema_model") for kind in type(callback).__mro__):
-                return cast("EMACallback", callback)
+                return callback
         return None
 
 

@@ -29,7 +29,7 @@ from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.concurrency import Topology, advise
 from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
-from tiered_checkpoint_io.nemo.rules import Rules
+from tiered_checkpoint_io.nemo.layouts import Rules
 
 _BLOCK = "s3_checkpointing"
 #: Of NeMo's block; what is not Lightning's and ours.
@@ -76,7 +76,8 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
                 operation="setup",
                 hint="leave the checkpoint IO to tiered_exp_manager, or take tiered_checkpoint_io.nemo.S3CheckpointIO",
             )
-        io = _make_io(block, dirpath)
+        config = TieredCheckpointConfig.from_any({**block, "dirpath": dirpath})
+        io = S3CheckpointIO(config) if ids.is_s3_url(config.dirpath) else NeMoCheckpointIO(config)
         trainer.strategy.checkpoint_io = io
     _advise(io, _topology(trainer, whole.get("model")))
     manager["checkpoint_callback_params"] = {**params, "dirpath": dirpath}
@@ -177,13 +178,6 @@ def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> d
 
 
 # ----------------------------------------------------------------------------------------- parts
-def _make_io(block: Mapping[str, Any], dirpath: str | None) -> TieredCheckpointIO:
-    config = TieredCheckpointConfig.from_any({**block, "dirpath": dirpath})
-    kind = S3CheckpointIO if ids.is_s3_url(config.dirpath) else NeMoCheckpointIO
-    options = {key: getattr(config, key) for key in TieredCheckpointConfig.__dataclass_fields__ if key != "dirpath"}
-    return kind(config.dirpath, async_checkpointing=config.enable_async_checkpointing, **options)
-
-
 def _advise(io: TieredCheckpointIO, topology: Topology) -> None:
     advice = advise(io.config, topology)
     for warning in advice.warnings:

@@ -1,8 +1,7 @@
-"""``.nemo`` files at the durable tier."""
+"""``.nemo`` files on the durable tier."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 
@@ -10,16 +9,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.ranks.coordination import portable
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.nemo.ranks import first_error
+from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
 
 def export_model(trainer: Trainer, pl_module: LightningModule, engine: Checkpointer, path: str) -> None:
-    """Has a model write its ``.nemo`` file, and puts that to the durable tier; on all ranks.
+    """Writes a model's ``.nemo`` file to the durable tier, atomically; on all ranks.
 
-    The file appears, or changes, as a whole. A model that has no ``save_to`` is told of, and skipped, as
-    NeMo has it.
+    A model without ``save_to`` is skipped with a warning, as NeMo does it.
 
     Args:
         trainer: Whose ranks take part.
@@ -29,7 +28,7 @@ def export_model(trainer: Trainer, pl_module: LightningModule, engine: Checkpoin
 
     Raises:
         ExportError: The model could not write it; the same on all ranks.
-        StoreError: The durable tier would not take it; the same on all ranks.
+        StoreError: The upload failed; the same on all ranks.
     """
     save_to = getattr(pl_module, "save_to", None)
     if not callable(save_to):
@@ -43,28 +42,14 @@ def export_model(trainer: Trainer, pl_module: LightningModule, engine: Checkpoin
             # On every rank: a model whose parts lie on several gathers them here.
             save_to(save_path=file)
             if trainer.is_global_zero:
-                _upload(engine, file, key)
+                upload_file(engine.session.durable(), key, file)
+        except TieredCheckpointError as error:
+            failed = error
         except Exception as error:
-            failed = error if isinstance(error, TieredCheckpointError) else _cannot(error, path, trainer.global_step)
-            failed = portable(failed, trainer.global_rank)
-    done = trainer.strategy.reduce_boolean_decision(failed is None)
-    failed = trainer.strategy.broadcast(failed) or failed
-    if not done:
-        raise failed or ExportError("the model could not be exported on another rank", operation="export", key=path)
+            text = f"the model could not be exported: {type(error).__name__}: {error}"
+            failed = ExportError(text, operation="export", key=path, step=trainer.global_step, rank=trainer.global_rank)
+    failed = first_error(trainer, failed)
+    if failed is not None:
+        raise failed
     if trainer.is_global_zero:
         engine.session.log.info("Step %d: exported %s", trainer.global_step, path)
-
-
-def _upload(engine: Checkpointer, file: str, key: str) -> None:
-    with (
-        open(file, "rb") as opened,
-        mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapping,
-        memoryview(mapping) as view,
-    ):
-        engine.session.durable().upload(key, view)
-
-
-def _cannot(error: Exception, path: str, step: int) -> ExportError:
-    return ExportError(
-        f"the model could not be exported: {type(error).__name__}: {error}", operation="export", key=path, step=step
-    )

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
-
-import torch
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.errors import ConfigError, DrainError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.nemo.layouts import rank_folder_of
 
 _FULL_STATE = ("optimizer_states", "lr_schedulers")
+_NODES = ("Any", "Boolean", "Bytes", "Enum", "Float", "Integer", "InterpolationResult", "Path", "String")
+#: What the hyper-parameters of NeMo's models are made of; loading these runs no code of a user's.
+_OMEGACONF = (
+    "omegaconf.dictconfig.DictConfig",
+    "omegaconf.listconfig.ListConfig",
+    "omegaconf.base.ContainerMetadata",
+    "omegaconf.base.Metadata",
+    *(f"omegaconf.nodes.{kind}Node" for kind in _NODES),
+    *(f"builtins.{kind}" for kind in ("dict", "list", "tuple", "set", "int", "float", "str", "bool", "bytes")),
+    "collections.defaultdict",
+    "typing.Any",
+)
 
 
 class NeMoCheckpointIO(TieredCheckpointIO):
-    """A TieredCheckpointIO that understands what NeMo's callbacks and strategies tell a checkpoint IO.
+    """A TieredCheckpointIO that understands what NeMo's callbacks and strategies pass to a checkpoint IO.
 
     ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once the checkpoint is
     committed, and ``include_optimizer``. Checkpoints that hold OmegaConf's objects, as NeMo's models do,
-    load without ``weights_only=False``. A path in ``mp_rank_00/`` and its kin is that of one rank alone.
+    load without ``weights_only=False``. A path in a folder such as ``mp_rank_00/`` belongs to one rank.
     """
 
     def __init__(
@@ -33,14 +45,16 @@ class NeMoCheckpointIO(TieredCheckpointIO):
 
         Args:
             dirpath: The durable tier, or a configuration.
-            async_checkpointing: Whether a save returns once the snapshot stands in node memory.
+            async_checkpointing: Whether a save returns once the checkpoint is in node memory.
             logger: Where to log.
             options: Any other key of :class:`TieredCheckpointConfig`.
         """
         super().__init__(dirpath, logger=logger, **options)
-        #: Whether a save returns once the snapshot stands in node memory.
+        trusted = dict.fromkeys((*self.config.safe_globals, *_OMEGACONF))
+        self.config = replace(self.config, safe_globals=tuple(trusted))
+        #: Whether a save returns once the checkpoint is in node memory.
         self.async_checkpointing = bool(async_checkpointing) or self.config.enable_async_checkpointing
-        #: What is to be called once a save is durable, by the save's id, in order.
+        #: Functions to call once a save is durable, by save id, in order.
         self._to_finalize: dict[str, Callable[[], object]] = {}
 
     def save_checkpoint(
@@ -55,7 +69,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         if finalize is not None and report is not None and report is not before:
             self._to_finalize[report.save_id] = finalize
             if not self.async_checkpointing or report.tiers != {"memory", "durable"}:
-                # It is where it was meant to be.
+                # Every tier of this save has it already.
                 self._to_finalize.pop(report.save_id)()
         self.maybe_finalize_save_checkpoint()
 
@@ -63,8 +77,8 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         """Calls ``finalize_fn`` of saves that are durable by now, in order.
 
         Args:
-            blocking: Whether to wait for those that are on their way. One that fails is never called, and
-                told of by the next save or the teardown.
+            blocking: Whether to wait for queued uploads. Of one that fails, ``finalize_fn`` is never called,
+                and the next save or the teardown raises its error.
 
         Returns:
             Whether any was called.
@@ -72,7 +86,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         if not self._to_finalize:
             return False
         if blocking:
-            # What fails is shown by the next save, or by the teardown.
+            # The next save, or the teardown, raises it.
             with contextlib.suppress(DrainError):
                 self.checkpointer.wait()
         called = False
@@ -85,23 +99,8 @@ class NeMoCheckpointIO(TieredCheckpointIO):
                     finalize()
         return called
 
-    def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        map_location: Callable[..., Any] | Any | None = None,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """As :meth:`TieredCheckpointIO.load_checkpoint`."""
-        with _omegaconf_is_safe():
-            return super().load_checkpoint(path, map_location, weights_only)
-
-    def load_alone(self, path: str | os.PathLike[str]) -> Any:
-        """As :meth:`TieredCheckpointIO.load_alone`."""
-        with _omegaconf_is_safe():
-            return super().load_alone(path)
-
     def teardown(self) -> None:
-        """As :meth:`TieredCheckpointIO.teardown`; calls what is left of ``finalize_fn`` before."""
+        """As :meth:`TieredCheckpointIO.teardown`; before, calls each ``finalize_fn`` that is due."""
         self.maybe_finalize_save_checkpoint(blocking=True)
         self._to_finalize.clear()
         super().teardown()
@@ -118,7 +117,7 @@ class S3CheckpointIO(NeMoCheckpointIO):
 
     def __init__(
         self,
-        dirpath: str | os.PathLike[str],
+        dirpath: str | os.PathLike[str] | TieredCheckpointConfig,
         chunk_size_MB: int | None = None,  # noqa: N803 - NeMo's
         max_read_concurrency: int | Literal["auto"] | None = None,
         max_write_concurrency: int | Literal["auto"] | None = None,
@@ -128,19 +127,20 @@ class S3CheckpointIO(NeMoCheckpointIO):
         """Takes NeMo's arguments, in NeMo's order; asks nothing of S3.
 
         Args:
-            dirpath: ``s3://bucket/prefix``.
+            dirpath: ``s3://bucket/prefix``, or a configuration with one.
             chunk_size_MB: Size of one part of an upload, MiB; None for 64.
             max_read_concurrency: Ranges in flight at once; None for ``auto``.
             max_write_concurrency: Parts in flight at once; None for ``auto``.
-            async_checkpointing: Whether a save returns once the snapshot stands in node memory.
+            async_checkpointing: Whether a save returns once the checkpoint is in node memory.
             options: Any other key of :class:`TieredCheckpointConfig`, such as ``namespace``.
 
         Raises:
             ConfigError: dirpath is not an S3 URL, or another value is not allowed.
         """
-        if not ids.is_s3_url(dirpath):
+        given_path = dirpath.dirpath if isinstance(dirpath, TieredCheckpointConfig) else dirpath
+        if not ids.is_s3_url(given_path):
             raise ConfigError(
-                f"S3CheckpointIO with dirpath {os.fspath(dirpath)!r}",
+                f"S3CheckpointIO with dirpath {os.fspath(given_path)!r}",
                 hint="give an S3 URL; for other folders use tiered_checkpoint_io.TieredCheckpointIO",
             )
         given = {
@@ -149,11 +149,11 @@ class S3CheckpointIO(NeMoCheckpointIO):
             "max_write_concurrency": max_write_concurrency,
         }
         options |= {key: value for key, value in given.items() if value is not None}
-        super().__init__(os.fspath(dirpath), async_checkpointing=bool(async_checkpointing), **options)
+        super().__init__(dirpath, async_checkpointing=bool(async_checkpointing), **options)
 
 
 def _split(state: dict[str, Any], options: Any) -> tuple[Any, Callable[[], object] | None, dict[str, Any]]:
-    """What of storage_options is ours, ``finalize_fn``, and the state that is to be saved."""
+    """The storage_options without NeMo's, ``finalize_fn``, and the state to save."""
     if not isinstance(options, Mapping):
         return options, None, state
     ours = {key: value for key, value in options.items() if key not in ("finalize_fn", "include_optimizer")}
@@ -165,18 +165,3 @@ def _split(state: dict[str, Any], options: Any) -> tuple[Any, Callable[[], objec
     if not options.get("include_optimizer", True):
         state = {key: value for key, value in state.items() if key not in _FULL_STATE}
     return ours or None, finalize, state
-
-
-@contextlib.contextmanager
-def _omegaconf_is_safe() -> Iterator[None]:
-    """Lets torch load what NeMo's hyper-parameters are made of: containers of OmegaConf, which run no code."""
-    from collections import defaultdict
-
-    from omegaconf import DictConfig, ListConfig, base, nodes
-
-    values = [each for each in vars(nodes).values() if isinstance(each, type) and issubclass(each, base.Node)]
-    builtin: list[Any] = [dict, list, tuple, set, int, float, str, bool, bytes, defaultdict, Any]
-    with torch.serialization.safe_globals(
-        [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, *values, *builtin]
-    ):
-        yield

@@ -1,4 +1,4 @@
-"""NeMo's layouts of checkpoints: which files make one, and which of them is the newest (pure).
+"""Which files make a checkpoint in NeMo's layouts, and which of them to resume from (pure).
 
 ::
 
@@ -13,127 +13,181 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
 
-EXTENSION = ".ckpt"
-#: Beside a checkpoint that NeMo had not finished when it died.
-UNFINISHED = "-unfinished"
+#: The end of the name of the file with averaged weights, beside each checkpoint.
 EMA = "-EMA"
 
+_EXTENSION = ".ckpt"
+#: NeMo's marker beside a checkpoint that was not finished.
+_UNFINISHED = "-unfinished"
 _RANK_FOLDER = re.compile(
     r"(?:mp_rank_\d+(?:_fsdp_shard_\d+)?|tp_rank_\d+_pp_rank_\d+(?:_fsdp_shard_\d+)?|fsdp_shard_\d+)\Z"
 )
-_NUMBER = re.compile(r"\d+")
-#: What tells that a folder is a distributed checkpoint: the last that Megatron, or torch, writes of one.
+#: The last file that Megatron, or torch, writes into the folder of a distributed checkpoint.
 _FOLDER_MARKS = ("metadata.json", ".metadata")
 _END = re.compile(r"(?:^|[/_-])end(?:\.ckpt)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """One checkpoint.
+class Rules:
+    """What a configuration says of resuming, by NeMo's names.
 
     Attributes:
-        path: Relative to dirpath, without the folder of any rank.
-        shards: The folders of the ranks that saved it; ``("",)`` for a full one or a folder.
-        modified: When the last of it was written, seconds since the epoch.
-        is_folder: Whether it is a distributed checkpoint.
+        resume_past_end: Whether to continue a training that has completed.
+        resume_ignore_no_checkpoint: Whether to start from scratch where there is no checkpoint.
+        resume_from_checkpoint: What to start from where this run has no checkpoint.
     """
 
-    path: str
-    shards: tuple[str, ...]
-    modified: float = 0.0
-    is_folder: bool = False
-
-    @property
-    def stem(self) -> str:
-        """The path without its extension."""
-        return self.path.removesuffix(EXTENSION)
-
-    @property
-    def step(self) -> int:
-        """The step that the name tells; -1 where it tells none."""
-        step = ids.step_in_name(self.path)
-        return -1 if step is None else step
-
-    @property
-    def is_last(self) -> bool:
-        """Whether NeMo would resume from it."""
-        return ids.is_last(self.path)
-
-    @property
-    def is_end(self) -> bool:
-        """Whether it marks the end of a training."""
-        return is_end(self.path)
-
-
-def is_end(path: str) -> bool:
-    """Whether a checkpoint is one that NeMo writes at the end of a training: ``x-end.ckpt``."""
-    return _END.search(path) is not None
+    resume_past_end: bool = False
+    resume_ignore_no_checkpoint: bool = False
+    resume_from_checkpoint: str | None = None
 
 
 def rank_folder_of(path: str) -> str | None:
-    """The folder of the rank that a path belongs to: ``mp_rank_01`` and its kin; None where there is none."""
+    """The folder of the rank that a path belongs to, such as ``mp_rank_01``; None where there is none."""
     parent = path.rstrip("/").rpartition("/")[0].rpartition("/")[2]
     return parent if _RANK_FOLDER.match(parent) else None
 
 
 def without_rank(path: str) -> str:
     """The path that all ranks share: ``dir/name.ckpt`` for ``dir/mp_rank_01/name.ckpt``."""
-    if rank_folder_of(path) is None:
+    folder = rank_folder_of(path)
+    if folder is None:
         return path
-    folder, _, name = path.rpartition("/")
-    parent = folder.rpartition("/")[0]
-    return f"{parent}/{name}" if parent else name
+    parent, _, name = path.rpartition("/")
+    return parent.removesuffix(folder) + name
 
 
-def group(keys: Iterable[tuple[str, float]], *, expected_shards: int | None = None) -> list[Saved]:
-    """The checkpoints that keys make up, those that are whole alone.
+def complete_checkpoints(keys: Iterable[tuple[str, float]], *, shards: int = 1) -> list[str]:
+    """The paths of complete checkpoints, without the folder of any rank.
 
-    A checkpoint of several ranks is whole where all shards are there: as many as expected, or else each
-    rank folder in which any checkpoint lies. One beside which NeMo left its mark is unfinished, and no
-    checkpoint. An EMA copy is none by itself.
+    A checkpoint of several ranks is complete with as many shards as ranks, or, where that is not known,
+    with one for each rank folder in which any checkpoint lies. One with NeMo's marker is not complete, and a
+    file of averaged weights is no checkpoint by itself.
 
     Args:
         keys: Relative to dirpath, and when they were written, seconds since the epoch.
-        expected_shards: How many ranks save a part, where that is known.
+        shards: How many ranks save a part of each checkpoint; 1 where that is not known.
 
     Returns:
-        By step, in numeric order, the newest last.
+        By step, in numeric order; of the same step, or where names tell none, by time.
     """
     listed = [(key, modified) for key, modified in keys if not key.startswith(ids.META_PREFIX)]
-    unfinished = {key.removesuffix(UNFINISHED) for key, _ in listed if key.endswith(UNFINISHED)}
+    unfinished = {key.removesuffix(_UNFINISHED) for key, _ in listed if key.endswith(_UNFINISHED)}
     folders = {key.rpartition("/")[0] for key, _ in listed if key.rpartition("/")[2] in _FOLDER_MARKS} - {""}
-    shards: dict[str, dict[str, float]] = {}
+    #: By path: the rank folders that hold a shard, none for a full checkpoint or a folder; and the last write.
+    ranks: dict[str, set[str]] = {}
+    written: dict[str, float] = {}
     for key, modified in listed:
-        if not key.endswith(EXTENSION) or ids.is_companion(key, EMA) or _is_inside(key, folders):
-            continue
-        shards.setdefault(without_rank(key), {})[rank_folder_of(key) or ""] = modified
-    for folder in folders:
-        inside = [modified for key, modified in listed if key.startswith(folder + "/")]
-        shards[folder] = {"": max(inside)}
-    every = {name for parts in shards.values() for name in parts} - {""}
-    found = []
-    for path, parts in shards.items():
-        names = tuple(sorted(parts, key=_numbers))
-        saved = Saved(path, names, max(parts.values()), path in folders)
-        needed = (expected_shards or len(every)) if names != ("",) else 1
-        if saved.stem not in unfinished and len(set(names) - {""} or {""}) >= needed:
-            found.append(saved)
-    return sorted(found, key=lambda each: (each.step, each.modified, each.path))
+        paths = [folder for folder in folders if key.startswith(folder + "/")]
+        if not paths and key.endswith(_EXTENSION) and not ids.is_companion(key, EMA):
+            paths = [without_rank(key)]
+            ranks.setdefault(paths[0], set()).update({rank_folder_of(key) or ""} - {""})
+        for path in paths:
+            written[path] = max(modified, written.get(path, modified))
+    needed = shards if shards > 1 else len(set().union(*ranks.values()))
+    complete = [
+        path
+        for path in written
+        if path.removesuffix(_EXTENSION) not in unfinished and (not ranks.get(path) or len(ranks[path]) >= needed)
+    ]
+    return sorted(complete, key=lambda path: (_step(path), written[path], path))
 
 
-def newest(checkpoints: Sequence[Saved]) -> Saved | None:
-    """The one of the greatest step; of equals, and where names tell no step, the one written last."""
-    return max(checkpoints, key=lambda each: (each.step, each.modified, each.path), default=None)
+def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str, shards: int = 1) -> str | None:
+    """The path of the checkpoint to resume from, by NeMo's rules.
+
+    Where several are called "last", as after a crash, the one of the greatest step; a completed training
+    continues from its end.
+
+    Args:
+        keys: Objects, or names of checkpoints, relative to dirpath, and when they were written.
+        rules: What the configuration says.
+        dirpath: For errors.
+        shards: How many ranks save a part of each checkpoint.
+
+    Returns:
+        None where there is none.
+
+    Raises:
+        ConfigError: The training has completed.
+        CheckpointNotFoundError: There are some, and none of them is complete.
+    """
+    listed = list(keys)
+    complete = complete_checkpoints(listed, shards=shards)
+    check_not_completed(complete, rules, dirpath=dirpath)
+    wanted = [path for path in complete if _is_end(path)] or [path for path in complete if ids.is_last(path)]
+    if wanted:
+        return wanted[-1]
+    broken = sorted(key for key, _ in listed if _would_resume(key))
+    if broken:
+        raise CheckpointNotFoundError(
+            f"{broken[-1]} is unfinished, or lacks the shards of some ranks, and there is no other to resume from",
+            operation="resume",
+            tier="durable",
+            key=dirpath,
+            hint="remove it to start from scratch",
+        )
+    return None
 
 
-def _is_inside(key: str, folders: set[str]) -> bool:
-    return any(key.startswith(folder + "/") for folder in folders)
+def check_not_completed(names: Collection[str], rules: Rules, *, dirpath: str) -> None:
+    """Refuses to continue a training that has completed.
+
+    Args:
+        names: All checkpoints of the run.
+        rules: What the configuration says.
+        dirpath: For the error.
+
+    Raises:
+        ConfigError: One of the names marks an end, and ``resume_past_end`` is not set.
+    """
+    ended = sorted(name for name in names if _is_end(name))
+    if ended and not rules.resume_past_end:
+        raise ConfigError(
+            f"{dirpath}/{ended[-1]} shows that this training has completed",
+            operation="resume",
+            tier="durable",
+            key=dirpath,
+            hint="set exp_manager.resume_past_end: true to continue from there, or give another dirpath",
+        )
 
 
-def _numbers(name: str) -> list[int]:
-    return [int(text) for text in _NUMBER.findall(name)]
+def start_without(rules: Rules, *, dirpath: str) -> str | None:
+    """What to start from where this run has no checkpoint.
+
+    Returns:
+        ``resume_from_checkpoint``, or None: from scratch.
+
+    Raises:
+        CheckpointNotFoundError: ``resume_ignore_no_checkpoint`` is not set.
+    """
+    if not rules.resume_ignore_no_checkpoint:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint at {dirpath} to resume from",
+            operation="resume",
+            tier="durable",
+            key=dirpath,
+            hint="set exp_manager.resume_ignore_no_checkpoint: true to start from scratch where there is none",
+        )
+    return rules.resume_from_checkpoint
+
+
+def _is_end(path: str) -> bool:
+    """Whether NeMo wrote it at the end of a training: ``x-end.ckpt``."""
+    return _END.search(path) is not None
+
+
+def _would_resume(key: str) -> bool:
+    name = without_rank(key)
+    return name.endswith(_EXTENSION) and not name.startswith(ids.META_PREFIX) and (ids.is_last(name) or _is_end(name))
+
+
+def _step(path: str) -> int:
+    step = ids.step_in_name(path)
+    return -1 if step is None else step

@@ -15,6 +15,7 @@ from tiered_checkpoint_io.engine.durable.fetch import fetch_unverified
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo import s3_dirpath_utils
+from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 DEFAULT_CHUNK_SIZE_MB = 64
@@ -50,7 +51,7 @@ class S3Utils:
             match_directory: Whether objects below ``key/`` will do as well.
             options: See the class.
         """
-        bucket, key = _parse(s3_path)
+        bucket, key = ids.parse_s3_url(s3_path)
         if not key:
             return False
         with _store(bucket, **options) as store:
@@ -63,8 +64,7 @@ class S3Utils:
     @staticmethod
     def remove_object(s3_path: StrPath, **options: Any) -> None:
         """Removes an object; succeeds where there is none."""
-        bucket, key = _parse_object(s3_path)
-        with _store(bucket, **options) as store:
+        with _object(s3_path, **options) as (store, key):
             store.delete(key)
 
     @staticmethod
@@ -74,14 +74,13 @@ class S3Utils:
         max_concurrency: int | None = None,
         **options: Any,
     ) -> BytesIO:
-        """The content of an object, in a stream that stands at its beginning.
+        """The content of an object, in a stream at its beginning.
 
         Raises:
             StoreNotFoundError: There is no such object.
         """
-        bucket, key = _parse_object(s3_path)
         concurrency = max_concurrency or DEFAULT_MAX_READ_CONCURRENCY
-        with _store(bucket, read_concurrency=concurrency, **options) as store:
+        with _object(s3_path, read_concurrency=concurrency, **options) as (store, key):
             data = bytearray(store.size(key))
             with memoryview(data) as view:
                 fetch_unverified(store, key, view, concurrency=concurrency)
@@ -95,16 +94,15 @@ class S3Utils:
         max_concurrency: int | None = None,
         **options: Any,
     ) -> None:
-        """Writes an object to a local file, which appears, or changes, as a whole.
+        """Writes an object to a local file, atomically.
 
         Raises:
             StoreNotFoundError: There is no such object.
             OSError: The file can't be written.
         """
-        bucket, key = _parse_object(s3_path)
         concurrency = max_concurrency or DEFAULT_MAX_READ_CONCURRENCY
         target = os.path.abspath(file_path)
-        with _store(bucket, read_concurrency=concurrency, **options) as store:
+        with _object(s3_path, read_concurrency=concurrency, **options) as (store, key):
             size = store.size(key)
             descriptor, name = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".download-")
             try:
@@ -129,8 +127,9 @@ class S3Utils:
         **options: Any,
     ) -> None:
         """Writes the whole of a stream to an object, atomically."""
-        with bytes_buffer.getbuffer() as view:
-            _upload(view, s3_path, chunk_size_MB, max_concurrency, options)
+        sizes = _upload_options(chunk_size_MB, max_concurrency)
+        with bytes_buffer.getbuffer() as view, _object(s3_path, **sizes, **options) as (store, key):
+            store.upload(key, view)
 
     @staticmethod
     def upload_file(
@@ -154,11 +153,10 @@ class S3Utils:
         Raises:
             UsageError: The file is empty.
         """
-        with open(file_path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise UsageError(f"{os.fspath(file_path)} is empty", operation="upload", key=str(s3_path))
-            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
-                _upload(view, s3_path, chunk_size_MB, max_concurrency, options)
+        if not os.path.getsize(file_path):
+            raise UsageError(f"{os.fspath(file_path)} is empty", operation="upload", key=str(s3_path))
+        with _object(s3_path, **_upload_options(chunk_size_MB, max_concurrency), **options) as (store, key):
+            upload_file(store, key, file_path)
         if remove_file:
             os.remove(file_path)
 
@@ -187,7 +185,7 @@ class S3Utils:
         """
         if profile is not None and creds is not None:
             raise ConfigError("both profile and creds are given", hint="give one of them, or neither")
-        bucket, key = _parse(base_path)
+        bucket, key = ids.parse_s3_url(base_path)
         prefix = key if not key or key.endswith(("/", "-")) else key + "/"
         with _store(bucket, profile=profile, creds=creds, **options) as store:
             keys = sorted(entry.key for entry in store.list(prefix) if entry.key.endswith(suffix or ""))
@@ -201,15 +199,8 @@ class S3Utils:
         except InvalidNameError:
             return None, None
 
-    @staticmethod
-    def build_s3_url(bucket: str, key: str) -> str:
-        """See :func:`s3_dirpath_utils.build_s3_url`."""
-        return s3_dirpath_utils.build_s3_url(bucket, key)
-
-    @staticmethod
-    def is_s3_url(path: StrPath | None) -> bool:
-        """See :func:`s3_dirpath_utils.is_s3_url`."""
-        return s3_dirpath_utils.is_s3_url(path)
+    build_s3_url = staticmethod(s3_dirpath_utils.build_s3_url)
+    is_s3_url = staticmethod(s3_dirpath_utils.is_s3_url)
 
     @staticmethod
     def parse_prefix_with_step(path: str) -> str:
@@ -218,20 +209,19 @@ class S3Utils:
         return match[1] if match else path
 
 
-def _parse(path: StrPath) -> tuple[str, str]:
-    return ids.parse_s3_url(path)
-
-
-def _parse_object(path: StrPath) -> tuple[str, str]:
-    bucket, key = ids.parse_s3_url(path)
-    if not key or key.endswith("/"):
-        raise InvalidNameError(f"{os.fspath(path)!r} names no object", hint="it must look like s3://bucket/key")
-    return bucket, key
+def upload_file(store: Store, key: str, path: StrPath) -> None:
+    """Writes a local file, which must not be empty, to an object, atomically."""
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping,
+        memoryview(mapping) as view,
+    ):
+        store.upload(key, view)
 
 
 @contextlib.contextmanager
 def _store(bucket: str, *, creds: Mapping[str, str] | None = None, **options: Any) -> Iterator[S3Store]:
-    # A client for each call, as NeMo has it: one that is kept would keep credentials that expire.
+    # A client for each call, as NeMo does it: one that is kept would keep credentials that expire.
     credentials = {_CREDENTIALS[name]: value for name, value in (creds or {}).items() if name in _CREDENTIALS}
     store = S3Store(ids.build_s3_url(bucket), credentials=credentials or None, **options)
     try:
@@ -240,11 +230,17 @@ def _store(bucket: str, *, creds: Mapping[str, str] | None = None, **options: An
         store.close()
 
 
-def _upload(
-    view: memoryview, path: StrPath, chunk_size_mb: int | None, concurrency: int | None, options: Mapping[str, Any]
-) -> None:
-    bucket, key = _parse_object(path)
-    part_size = (chunk_size_mb or DEFAULT_CHUNK_SIZE_MB) * MIB
-    writers = concurrency or DEFAULT_MAX_WRITE_CONCURRENCY
-    with _store(bucket, part_size=part_size, write_concurrency=writers, **options) as store:
-        store.upload(key, view)
+@contextlib.contextmanager
+def _object(path: StrPath, **options: Any) -> Iterator[tuple[S3Store, str]]:
+    bucket, key = ids.parse_s3_url(path)
+    if not key or key.endswith("/"):
+        raise InvalidNameError(f"{os.fspath(path)!r} names no object", hint="it must look like s3://bucket/key")
+    with _store(bucket, **options) as store:
+        yield store, key
+
+
+def _upload_options(chunk_size_mb: int | None, concurrency: int | None) -> dict[str, int]:
+    return {
+        "part_size": (chunk_size_mb or DEFAULT_CHUNK_SIZE_MB) * MIB,
+        "write_concurrency": concurrency or DEFAULT_MAX_WRITE_CONCURRENCY,
+    }
