@@ -1,4 +1,4 @@
-"""Subclasses of NeMo's own callbacks, for checkpoints that are no local files."""
+"""NeMo's EMA and preemption callbacks, for checkpoints that are not local files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiered_checkpoint_io.nemo.layouts import EMA as SUFFIX
 
 
 class TieredEMA(EMA):  # type: ignore[misc]
-    """NeMo's EMA, which finds its averages beside the checkpoint, on whichever tier."""
+    """NeMo's EMA; loads its averages from the file beside the checkpoint, from any tier."""
 
     @classmethod
     def like(cls, other: EMA) -> TieredEMA:
@@ -29,10 +29,10 @@ class TieredEMA(EMA):  # type: ignore[misc]
         )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Takes the averages from the file beside the checkpoint; on all ranks.
+        """Loads the averages; on all ranks.
 
         Raises:
-            CheckpointNotFoundError: There is none.
+            CheckpointNotFoundError: The file is missing.
             RestoreError: It is of another step.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
@@ -40,14 +40,13 @@ class TieredEMA(EMA):  # type: ignore[misc]
         if io is None or restored is None:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
             return
-        path = str(trainer.ckpt_path)
-        if ids.is_companion(path, SUFFIX):
-            # As NeMo has it: the averages are the weights to train on from here.
+        if ids.is_companion(str(trainer.ckpt_path), SUFFIX):
+            # As NeMo does it: training continues with the averages as weights.
             return
-        # By the name of what was loaded; a path of one rank names its own.
+        # From the name that was loaded: with files of each rank, each has averages of its own.
         beside = ids.companion_of(ids.join_url(io.config.dirpath, restored.name), SUFFIX)
         found = io.load_checkpoint(beside)
-        # What the run resumed from is the checkpoint, not what lies beside it.
+        # The run resumed from the checkpoint, not from its averages.
         io.checkpointer.restored = restored
         if found.get("global_step") != checkpoint.get("global_step"):
             raise RestoreError(
@@ -61,16 +60,16 @@ class TieredEMA(EMA):  # type: ignore[misc]
 
 
 class TieredPreemption(PreemptionCallback):  # type: ignore[misc]
-    """NeMo's PreemptionCallback, on whichever device the model is."""
+    """NeMo's PreemptionCallback, which needs CUDA, for any device."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> Any:
-        """Takes the signal."""
+        """Installs the signal handler."""
         self._device = pl_module.device
         return super().on_train_start(trainer, pl_module)
 
     @property
     def interrupted(self) -> bool:
-        """Whether rank 0 was told to stop; asked of it by all ranks at each batch."""
-        told = torch.tensor(self._interrupted, device=self._device, dtype=torch.int32)
-        torch.distributed.broadcast(told, 0)
-        return bool(told.item())
+        """Whether rank 0 got the signal; all ranks ask at each batch."""
+        interrupted = torch.tensor(self._interrupted, device=self._device, dtype=torch.int32)
+        torch.distributed.broadcast(interrupted, 0)
+        return bool(interrupted.item())

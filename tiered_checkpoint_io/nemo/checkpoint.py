@@ -1,4 +1,4 @@
-"""What NeMo's NeMoModelCheckpoint does, over the tiers."""
+"""The checkpoint callback in place of NeMo's NeMoModelCheckpoint."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
 class TieredNeMoCheckpoint(TieredModelCheckpoint):
     """A TieredModelCheckpoint with what NeMo's callback adds.
 
-    - ``-last`` names that tell step and metric: each an alias, the one before it goes.
-    - A checkpoint at the end of training, and ``.nemo`` files at the durable tier.
+    - ``-last`` names with step and metric. Each is an alias and replaces the one before.
+    - A checkpoint at the end of training, and ``.nemo`` files on the durable tier.
     - With NeMo's EMA, each checkpoint is two files, and counts only if both are there: ``x-EMA.ckpt`` is
-      saved first, and ``x.ckpt`` is the commit of both.
-    - States of NeMo's own callback are taken over, and the reverse.
+      saved first, and ``x.ckpt`` commits both.
+    - It loads the state of NeMo's own callback, and NeMo's loads its state.
     """
 
     def __init__(
@@ -57,8 +57,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             postfix: Its extension.
             save_last_n_optim_states: How many of the newest checkpoints keep their optimizer states, at least
                 one; -1 for all.
-            shards: Tells, once a run begins, how many ranks save a part of each checkpoint, in folders of
-                their own.
+            shards: Called when a run begins: how many ranks save a file of their own of each checkpoint.
             model_checkpoint_args: Anything that TieredModelCheckpoint takes.
         """
         super().__init__(dirpath, **model_checkpoint_args)
@@ -68,7 +67,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         self.prefix = prefix or "default"
         self.postfix = postfix
         self.save_last_n_optim_states = save_last_n_optim_states
-        #: Names of those that are without them already.
+        #: Names of checkpoints that have no optimizer states any more.
         self._slim: set[str] = set()
         self._ask_shards = shards
         self._shards = 1
@@ -78,7 +77,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """That of NeMo's own callback, so that either takes over what the other has saved."""
+        """That of NeMo's own callback, so that each loads the other's state."""
         return "NeMoModelCheckpoint" + super().state_key.removeprefix(type(self).__qualname__)
 
     # ------------------------------------------------------------------------------------ hooks
@@ -88,14 +87,17 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         assert self._io is not None
         self._shards = self._ask_shards()
         if self._shards > 1 and isinstance(self._io, NeMoCheckpointIO) and self._io.async_checkpointing:
-            rank_zero_warn("saves are synchronous: each rank's old part may go only when all new parts are durable")
+            rank_zero_warn("saves are synchronous: old files may be deleted only when all ranks' new ones are durable")
             self._io.async_checkpointing = False
         self._io.companion = EMA if self._ema(trainer) is not None else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self.save_last and self._engine.restored is not None:
-            self._adopt_last(trainer)
+            # One "last" of earlier runs stays until the next is good; the others go with it.
+            names = on_rank_0(trainer, self._last_checkpoints)
+            self.last_model_path = names[-1] if names else ""
+            self._withheld += [path for path in names[:-1] if path not in self._withheld]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -106,7 +108,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.save_last and self._last_global_step_saved != trainer.global_step:
-            # Validation, by which most saves come, need not have run at the last step.
+            # Most saves come from validation, which need not have run at the last step.
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         super().on_train_end(trainer, pl_module)
         if self.save_best_model:
@@ -120,7 +122,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     # ------------------------------------------------------------------------------------- saves
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if self._shards > 1:
-            # An alias stands for one file; here each rank has its own.
+            # An alias names one file; here each rank has its own.
             self._durable_save = (-1, "")
         before = self._durable_save
         super()._save_checkpoint(trainer, filepath)
@@ -149,12 +151,12 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         ema = self._ema(trainer)
         if ema is None:
             return self._save_one(trainer, filepath, options, weights_only=weights_only)
-        # NeMo saves at the end of a validation, where there are no gradients; here it may be any step.
+        # NeMo saves after a validation, without gradients; here it may be any step.
         with torch.no_grad(), ema.save_ema_model(trainer):
-            beside = self._save_one(trainer, ids.companion_of(filepath, EMA), options, weights_only=weights_only)
-        tiers = trainer.strategy.broadcast(sorted(beside.tiers) if beside is not None else [])
+            averages = self._save_one(trainer, ids.companion_of(filepath, EMA), options, weights_only=weights_only)
+        tiers = trainer.strategy.broadcast(sorted(averages.tiers) if averages is not None else [])
         if not tiers:
-            # What is not whole is not to look whole.
+            # Without its averages, the checkpoint must not look complete.
             return None
         with ema.save_original_optimizer_state(trainer):
             return self._save_one(trainer, filepath, {**options, "tiers": tiers}, weights_only=weights_only)
@@ -168,7 +170,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         before, failed = session.last_save, session.counts["failed"]
         report = super()._save(trainer, filepath, options, weights_only=weights_only)
         mine = session.last_save
-        # Ranks that hold a copy of another's part save none of their own.
+        # Data-parallel copies of a rank save nothing.
         reached = mine is before or mine is None or mine.tiers >= set(options["tiers"])
         good = trainer.strategy.reduce_boolean_decision(reached and session.counts["failed"] == failed)
         return report if good else None
@@ -183,18 +185,14 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def _delete(self, trainer: Trainer, path: str) -> None:
         super()._delete(trainer, path)
-        if self._ema(trainer) is not None:
+        if self._io is not None and self._io.companion:
             super()._delete(trainer, ids.companion_of(path, EMA))
 
-    def _adopt_last(self, trainer: Trainer) -> None:
-        """Takes over the "last" checkpoints of earlier runs: one is to stay, until the next is good."""
-        names = on_rank_0(trainer, self._last_checkpoints)
-        self.last_model_path = names[-1] if names else ""
-        self._withheld += [path for path in names[:-1] if path not in self._withheld]
-
     def _last_checkpoints(self) -> list[str]:
-        # The callback's state knows only the one before its own, a crash may have left two, and those that
-        # NeMo wrote have no manifest.
+        """The paths of all "last" checkpoints, the newest last.
+
+        The callback's state does not suffice: a crash may have left two, and NeMo's own have no manifest.
+        """
         engine = self._engine
         pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
         known = {without_rank(name) for name in engine.session.known.all()}
@@ -210,7 +208,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _ema(trainer: Trainer) -> Any:
         """NeMo's EMA callback; None where there is none."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            # Known by name: without NeMo there is none, and none to import.
+            # By name: without NeMo there is no class to import.
             if any(kind.__name__ == "EMA" and hasattr(kind, "save_ema_model") for kind in type(callback).__mro__):
                 return callback
         return None

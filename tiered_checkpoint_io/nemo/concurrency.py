@@ -1,4 +1,4 @@
-"""NeMo's advice on concurrency, as code: how many requests each writer and reader may have in flight (pure)."""
+"""NeMo's advice on concurrency: how many requests each writer and reader may have in flight (pure)."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Topology(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What to do with a configuration.
+    """A configuration with figures in place of ``auto``, and a warning for each figure of the user's that is too high.
 
     Attributes:
-        config: The same, with figures in place of ``auto``.
-        warnings: What the user's own figures exceed.
+        config: The configuration.
+        warnings: The warnings.
     """
 
     config: TieredCheckpointConfig
@@ -65,16 +65,12 @@ def advise(config: TieredCheckpointConfig, topology: Topology) -> Advice:
     warnings = []
     for key, per_second in (("max_write_concurrency", PUTS_PER_SECOND), ("max_read_concurrency", GETS_PER_SECOND)):
         value = getattr(config, key)
-        demand = 0.0 if value == "auto" else value * sharers * HEADROOM
-        if demand > per_second:
+        if value != "auto" and value * sharers * HEADROOM > per_second:
             warnings.append(
                 f"{key} is {value}: with tensor parallel size {topology.tensor} and pipeline parallel size"
-                f" {topology.pipeline} that is up to {demand:,.0f} requests a second, of {per_second:,} that S3 serves"
-                f" for one prefix; use at most {max(1, int(per_second / HEADROOM / sharers))}, or 'auto'"
+                f" {topology.pipeline} that is up to {value * sharers * HEADROOM:,.0f} requests a second, of"
+                f" {per_second:,} that S3 serves for one prefix; use at most"
+                f" {max(1, int(per_second / HEADROOM / sharers))}, or 'auto'"
             )
-    figures = replace(
-        config,
-        max_write_concurrency=config.write_concurrency(sharers),
-        max_read_concurrency=config.read_concurrency(sharers),
-    )
-    return Advice(figures, tuple(warnings))
+    write, read = config.write_concurrency(sharers), config.read_concurrency(sharers)
+    return Advice(replace(config, max_write_concurrency=write, max_read_concurrency=read), tuple(warnings))

@@ -1,14 +1,14 @@
 """NeMo's ``exp_manager`` for trainers whose checkpoint IO is ours.
 
-NeMo looks for checkpoints, and makes its checkpoint callback, in two functions of its module
-``nemo.utils.exp_manager``. :func:`take_over` puts ours before them. They pass on to NeMo's whatever
-is not about a trainer with our checkpoint IO; all else of exp_manager (folders, loggers, timers, EMA,
-versions) stays NeMo's own.
+NeMo looks for checkpoints, and makes its checkpoint callback, in two functions of ``nemo.utils.exp_manager``.
+:func:`take_over` replaces both. For trainers with another checkpoint IO the replacements call NeMo's own; all else
+of exp_manager (folders, loggers, timers, versions) stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,16 @@ from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
 from tiered_checkpoint_io.nemo.layouts import Rules
 
-_BLOCK = "s3_checkpointing"
-#: Of NeMo's block; what is not Lightning's and ours.
+#: Keys of NeMo's ``checkpoint_callback_params`` that are no arguments of our callback.
 _NOT_OURS = ("filepath", "model_parallel_size", "async_save")
 
 
 def take_over() -> None:
-    """Makes NeMo's exp_manager ask us, for trainers that are ours. May be called any number of times."""
+    """Replaces the two functions of NeMo's exp_manager. May be called any number of times."""
     for name, ours in (("check_resume", _check_resume), ("configure_checkpointing", _configure_checkpointing)):
         theirs = getattr(upstream, name)
-        if getattr(theirs, "asks_tiers", False):
-            continue
-        setattr(upstream, name, _before(theirs, ours))
+        if not getattr(theirs, "asks_tiers", False):
+            setattr(upstream, name, _for_our_trainers(theirs, ours))
 
 
 def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
@@ -52,19 +50,19 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
         trainer: With a stock checkpoint IO, or one of ours.
         cfg: The whole configuration: ``exp_manager`` as NeMo has it, and beside it ``s3_checkpointing``,
             with NeMo's keys and all of ours. ``dirpath`` is that of ``checkpoint_callback_params``, or
-            else that of ``s3_checkpointing``. ``model`` is asked for its parallel sizes.
+            else that of ``s3_checkpointing``. The parallel sizes are read from ``model``.
 
     Returns:
-        What exp_manager returns: the folder of its logs.
+        The folder of exp_manager's logs.
 
     Raises:
-        ConfigError: A key or value is not allowed, or the two dirpaths contradict each other.
+        ConfigError: A key or value is not allowed.
         UsageError: The trainer has a checkpoint IO that is neither stock nor ours.
     """
     take_over()
-    whole: dict[str, Any] = _plain(cfg)
-    block: dict[str, Any] = dict(whole.get(_BLOCK) or {})
-    manager: dict[str, Any] = dict(whole.get("exp_manager") or {})
+    plain = _plain(cfg)
+    block = dict(plain.get("s3_checkpointing") or {})
+    manager = dict(plain.get("exp_manager") or {})
     params = dict(manager.get("checkpoint_callback_params") or {})
     io = tiered_io_of(trainer.strategy.checkpoint_io)
     dirpath = params.get("dirpath") or block.get("dirpath") or (io.config.dirpath if io is not None else None)
@@ -79,14 +77,14 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
         config = TieredCheckpointConfig.from_any({**block, "dirpath": dirpath})
         io = S3CheckpointIO(config) if ids.is_s3_url(config.dirpath) else NeMoCheckpointIO(config)
         trainer.strategy.checkpoint_io = io
-    _advise(io, _topology(trainer, whole.get("model")))
+    _advise(io, _topology(trainer, plain.get("model")))
     manager["checkpoint_callback_params"] = {**params, "dirpath": dirpath}
     log_dir: Path | None = upstream.exp_manager(trainer, OmegaConf.create(manager))
     return log_dir
 
 
-# ----------------------------------------------------------------------------- before NeMo's own
-def _before(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+# ------------------------------------------------------------------------ in place of NeMo's own
+def _for_our_trainers(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def ask(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
         io = tiered_io_of(trainer.strategy.checkpoint_io)
@@ -109,7 +107,7 @@ def _check_resume(
     dirpath: Any = None,  # noqa: ARG001 - the IO has it
     resume_from_checkpoint: str | None = None,
 ) -> None:
-    # NeMo's own still moves old log files aside, and sets the path that was given.
+    # NeMo's own still moves old log files aside, and sets a given path.
     theirs(trainer, log_dir, resume_if_exists=False, resume_from_checkpoint=resume_from_checkpoint)
     connector = NeMoCheckpointConnector.of(trainer)
     _advise(io, _topology(trainer, None))
@@ -147,7 +145,9 @@ def _configure_checkpointing(
     for index in averages:
         callbacks[index] = TieredEMA.like(callbacks[index])
     if averages:
-        _make_room_for_two(io)
+        # Each checkpoint is two saves.
+        keep, pending = 2 * io.config.memory_keep_last, 2 * io.config.max_pending
+        io.config = replace(io.config, memory_keep_last=keep, max_pending=pending)
     callback = TieredNeMoCheckpoint(shards=_shards, **_callback_arguments(params, io.config))
     callbacks.append(callback)
     if create_preemption_callback:
@@ -155,7 +155,7 @@ def _configure_checkpointing(
 
 
 def _fill_in(params: DictConfig, name: str, dirpath: str) -> None:
-    """NeMo's defaults, set where NeMo sets them: others read them in ``app_state``."""
+    """Sets NeMo's defaults in NeMo's own block: other code reads them in ``app_state``."""
     with open_dict(params):
         if params.get("filepath") is not None:
             raise ConfigError("checkpoint_callback_params.filepath is set", hint="set dirpath and filename instead")
@@ -170,7 +170,7 @@ def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> d
     arguments = {key: value for key, value in _plain(params).items() if key not in _NOT_OURS}
     arguments["memory_every_n_train_steps"] = config.memory_every_n_train_steps
     if config.s3_every_n_train_steps is not None and arguments.get("every_n_train_steps") is None:
-        # NeMo's schema says "each epoch" where nobody said anything.
+        # NeMo's schema says "each epoch" by default.
         arguments |= {"s3_every_n_train_steps": config.s3_every_n_train_steps, "every_n_epochs": None}
     elif arguments.get("every_n_train_steps") is not None or arguments.get("train_time_interval") is not None:
         arguments["every_n_epochs"] = None
@@ -185,25 +185,16 @@ def _advise(io: TieredCheckpointIO, topology: Topology) -> None:
     io.config = advice.config
 
 
-def _make_room_for_two(io: TieredCheckpointIO) -> None:
-    """Each checkpoint is two saves."""
-    from dataclasses import replace
-
-    io.config = replace(
-        io.config, memory_keep_last=2 * io.config.memory_keep_last, max_pending=2 * io.config.max_pending
-    )
-
-
 def _shards() -> int:
-    """How many ranks save a part of each checkpoint: known once the model is made."""
+    """How many ranks save a file of their own of each checkpoint; known once the model is made."""
     return int(AppState().model_parallel_size or 1)
 
 
 def _topology(trainer: Trainer, model: Any) -> Topology:
     state = AppState()
-    told: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
-    tensor = told.get("tensor_model_parallel_size") or state.tensor_model_parallel_size or 1
-    pipeline = told.get("pipeline_model_parallel_size") or state.pipeline_model_parallel_size or 1
+    given: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
+    tensor = given.get("tensor_model_parallel_size") or state.tensor_model_parallel_size or 1
+    pipeline = given.get("pipeline_model_parallel_size") or state.pipeline_model_parallel_size or 1
     return Topology(max(trainer.world_size, 1), int(tensor), int(pipeline))
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.errors import ConfigError, DrainError, UsageError
-from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.nemo.layouts import rank_folder_of
@@ -38,18 +37,15 @@ class NeMoCheckpointIO(TieredCheckpointIO):
     load without ``weights_only=False``. A path in a folder such as ``mp_rank_00/`` belongs to one rank.
     """
 
-    def __init__(
-        self, dirpath: Any = None, *, async_checkpointing: bool = False, logger: Logger | None = None, **options: Any
-    ) -> None:
+    def __init__(self, dirpath: Any = None, *, async_checkpointing: bool | None = False, **options: Any) -> None:
         """As :class:`TieredCheckpointIO`.
 
         Args:
             dirpath: The durable tier, or a configuration.
             async_checkpointing: Whether a save returns once the checkpoint is in node memory.
-            logger: Where to log.
-            options: Any other key of :class:`TieredCheckpointConfig`.
+            options: ``logger``, and any other key of :class:`TieredCheckpointConfig`.
         """
-        super().__init__(dirpath, logger=logger, **options)
+        super().__init__(dirpath, **options)
         trusted = dict.fromkeys((*self.config.safe_globals, *_OMEGACONF))
         self.config = replace(self.config, safe_globals=tuple(trusted))
         #: Whether a save returns once the checkpoint is in node memory.
@@ -67,10 +63,11 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         self._save(state, path, options, wait=not self.async_checkpointing)
         report = session.last_save
         if finalize is not None and report is not None and report is not before:
-            self._to_finalize[report.save_id] = finalize
-            if not self.async_checkpointing or report.tiers != {"memory", "durable"}:
+            if self.async_checkpointing and report.tiers == {"memory", "durable"}:
+                self._to_finalize[report.save_id] = finalize
+            else:
                 # Every tier of this save has it already.
-                self._to_finalize.pop(report.save_id)()
+                finalize()
         self.maybe_finalize_save_checkpoint()
 
     def maybe_finalize_save_checkpoint(self, blocking: bool = False) -> bool:
@@ -149,7 +146,7 @@ class S3CheckpointIO(NeMoCheckpointIO):
             "max_write_concurrency": max_write_concurrency,
         }
         options |= {key: value for key, value in given.items() if value is not None}
-        super().__init__(dirpath, async_checkpointing=bool(async_checkpointing), **options)
+        super().__init__(dirpath, async_checkpointing=async_checkpointing, **options)
 
 
 def _split(state: dict[str, Any], options: Any) -> tuple[Any, Callable[[], object] | None, dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""NeMo's ``S3Utils`` over this package's own storage layer."""
+"""NeMo's ``S3Utils`` over this package's own stores."""
+
+# ruff: noqa: N803 - the names of arguments are NeMo's
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ DEFAULT_MAX_READ_CONCURRENCY = 15
 DEFAULT_MAX_WRITE_CONCURRENCY = 10
 
 _STEP_PREFIX = re.compile(r"(.*step=\d+-)")
-#: By which names NeMo takes credentials, and boto3 does.
+#: NeMo's names of credentials, and boto3's.
 _CREDENTIALS = {
     "AccessKeyId": "aws_access_key_id",
     "SecretAccessKey": "aws_secret_access_key",
@@ -37,9 +39,9 @@ class S3Utils:
     """Single objects on S3, by NeMo's static functions.
 
     Each takes ``endpoint_url``, ``region`` and ``profile`` as further keywords; without them, boto3's
-    ordinary chain holds (``AWS_ENDPOINT_URL`` and so on). Paths may be text or ``Path``. Each request
-    is repeated for up to two minutes where S3 throttles or fails, listings included. Errors are
-    those of :mod:`tiered_checkpoint_io.errors`.
+    ordinary chain holds (``AWS_ENDPOINT_URL`` and so on). ``chunk_size_MB`` is the size of one part of an upload,
+    ``max_concurrency`` the number of requests in flight. Paths may be text or ``Path``. Each request, listings
+    included, is retried for up to two minutes. Errors are those of :mod:`tiered_checkpoint_io.errors`.
     """
 
     @staticmethod
@@ -48,7 +50,7 @@ class S3Utils:
 
         Args:
             s3_path: ``s3://bucket/key``; for the bucket alone the answer is no.
-            match_directory: Whether objects below ``key/`` will do as well.
+            match_directory: Whether objects below ``key/`` count too.
             options: See the class.
         """
         bucket, key = ids.parse_s3_url(s3_path)
@@ -69,28 +71,24 @@ class S3Utils:
 
     @staticmethod
     def download_s3_file_to_stream(
-        s3_path: StrPath,
-        chunk_size_MB: int | None = None,  # noqa: ARG004, N803 - NeMo's; ranges are chosen by the object's size here
-        max_concurrency: int | None = None,
-        **options: Any,
+        s3_path: StrPath, chunk_size_MB: int | None = None, max_concurrency: int | None = None, **options: Any
     ) -> BytesIO:
         """The content of an object, in a stream at its beginning.
 
         Raises:
             StoreNotFoundError: There is no such object.
         """
-        concurrency = max_concurrency or DEFAULT_MAX_READ_CONCURRENCY
-        with _object(s3_path, read_concurrency=concurrency, **options) as (store, key):
+        with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
             data = bytearray(store.size(key))
             with memoryview(data) as view:
-                fetch_unverified(store, key, view, concurrency=concurrency)
+                fetch_unverified(store, key, view, concurrency=max_concurrency or DEFAULT_MAX_READ_CONCURRENCY)
         return BytesIO(data)
 
     @staticmethod
     def download_s3_file_to_path(
         s3_path: StrPath,
         file_path: StrPath,
-        chunk_size_MB: int | None = None,  # noqa: ARG004, N803 - see above
+        chunk_size_MB: int | None = None,
         max_concurrency: int | None = None,
         **options: Any,
     ) -> None:
@@ -102,7 +100,7 @@ class S3Utils:
         """
         concurrency = max_concurrency or DEFAULT_MAX_READ_CONCURRENCY
         target = os.path.abspath(file_path)
-        with _object(s3_path, read_concurrency=concurrency, **options) as (store, key):
+        with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
             size = store.size(key)
             descriptor, name = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".download-")
             try:
@@ -122,20 +120,22 @@ class S3Utils:
     def upload_file_stream_to_s3(
         bytes_buffer: BytesIO,
         s3_path: StrPath,
-        chunk_size_MB: int | None = None,  # noqa: N803 - NeMo's
+        chunk_size_MB: int | None = None,
         max_concurrency: int | None = None,
         **options: Any,
     ) -> None:
         """Writes the whole of a stream to an object, atomically."""
-        sizes = _upload_options(chunk_size_MB, max_concurrency)
-        with bytes_buffer.getbuffer() as view, _object(s3_path, **sizes, **options) as (store, key):
+        with (
+            bytes_buffer.getbuffer() as view,
+            _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key),
+        ):
             store.upload(key, view)
 
     @staticmethod
     def upload_file(
         file_path: StrPath,
         s3_path: StrPath,
-        chunk_size_MB: int | None = None,  # noqa: N803 - NeMo's
+        chunk_size_MB: int | None = None,
         max_concurrency: int | None = None,
         remove_file: bool = False,
         **options: Any,
@@ -143,11 +143,11 @@ class S3Utils:
         """Writes a local file to an object, atomically.
 
         Args:
-            file_path: Which file; an empty one is refused, as NeMo has it.
+            file_path: Which file; NeMo refuses an empty one, too.
             s3_path: Where to.
-            chunk_size_MB: Size of one part, MiB.
-            max_concurrency: Parts in flight at once.
-            remove_file: Whether to remove the file once the object is there.
+            chunk_size_MB: See the class.
+            max_concurrency: See the class.
+            remove_file: Whether to remove the file after the upload.
             options: See the class.
 
         Raises:
@@ -155,7 +155,7 @@ class S3Utils:
         """
         if not os.path.getsize(file_path):
             raise UsageError(f"{os.fspath(file_path)} is empty", operation="upload", key=str(s3_path))
-        with _object(s3_path, **_upload_options(chunk_size_MB, max_concurrency), **options) as (store, key):
+        with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
             upload_file(store, key, file_path)
         if remove_file:
             os.remove(file_path)
@@ -172,8 +172,8 @@ class S3Utils:
         """All objects below a folder whose key ends with ``suffix``.
 
         Args:
-            base_path: The folder: ``s3://b/run`` does not find what lies below ``s3://b/run-2``. Only one
-                that ends with ``-``, as :meth:`parse_prefix_with_step` gives it, is taken as a prefix.
+            base_path: The folder: ``s3://b/run`` finds nothing below ``s3://b/run-2``. One that ends with
+                ``-``, as from :meth:`parse_prefix_with_step`, is a prefix.
             suffix: None for all.
             return_key_only: Keys in the bucket; else whole URLs.
             profile: Of the AWS configuration files.
@@ -193,7 +193,7 @@ class S3Utils:
 
     @staticmethod
     def parse_s3_url(s3_url: StrPath) -> tuple[str | None, str | None]:
-        """``("b", "x/y")`` for ``s3://b/x/y``; two times None for what is no S3 URL."""
+        """``("b", "x/y")`` for ``s3://b/x/y``; ``(None, None)`` for other paths."""
         try:
             return ids.parse_s3_url(s3_url)
         except InvalidNameError:
@@ -204,7 +204,7 @@ class S3Utils:
 
     @staticmethod
     def parse_prefix_with_step(path: str) -> str:
-        """A path up to and with ``step=900-``; the path itself where it tells no step."""
+        """A path up to and with ``step=900-``; the whole path where its name has no step."""
         match = _STEP_PREFIX.match(path)
         return match[1] if match else path
 
@@ -231,16 +231,14 @@ def _store(bucket: str, *, creds: Mapping[str, str] | None = None, **options: An
 
 
 @contextlib.contextmanager
-def _object(path: StrPath, **options: Any) -> Iterator[tuple[S3Store, str]]:
+def _object(
+    path: StrPath, chunk_size_mb: int | None = None, concurrency: int | None = None, **options: Any
+) -> Iterator[tuple[S3Store, str]]:
     bucket, key = ids.parse_s3_url(path)
     if not key or key.endswith("/"):
         raise InvalidNameError(f"{os.fspath(path)!r} names no object", hint="it must look like s3://bucket/key")
+    options["part_size"] = (chunk_size_mb or DEFAULT_CHUNK_SIZE_MB) * MIB
+    options["write_concurrency"] = concurrency or DEFAULT_MAX_WRITE_CONCURRENCY
+    options["read_concurrency"] = concurrency or DEFAULT_MAX_READ_CONCURRENCY
     with _store(bucket, **options) as store:
         yield store, key
-
-
-def _upload_options(chunk_size_mb: int | None, concurrency: int | None) -> dict[str, int]:
-    return {
-        "part_size": (chunk_size_mb or DEFAULT_CHUNK_SIZE_MB) * MIB,
-        "write_concurrency": concurrency or DEFAULT_MAX_WRITE_CONCURRENCY,
-    }
