@@ -85,10 +85,10 @@ class NeMoCheckpointConnector(_CheckpointConnector):
 def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) -> str | None:
     """What to load where the engine restored nothing; checks the rules where it did."""
     dirpath, session = io.config.dirpath, io.checkpointer.session
-    path = None
     if restored:
         check_not_completed(session.known.all(), rules, dirpath=dirpath)
         return None
+    path = None
     if shards > 1:
         # Each rank's file is a checkpoint of its own to the engine, so the choice among them is made here.
         path = choose(((name, 0.0) for name in session.known.all()), rules, dirpath=dirpath, shards=shards)

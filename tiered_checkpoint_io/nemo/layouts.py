@@ -80,7 +80,7 @@ def complete_checkpoints(keys: Iterable[tuple[str, float]], *, shards: int = 1) 
     listed = [(key, modified) for key, modified in keys if not key.startswith(ids.META_PREFIX)]
     unfinished = {key.removesuffix(_UNFINISHED) for key, _ in listed if key.endswith(_UNFINISHED)}
     folders = {key.rpartition("/")[0] for key, _ in listed if key.rpartition("/")[2] in _FOLDER_MARKS} - {""}
-    #: By path: the rank folders that hold a shard, none for a full checkpoint or a folder; and the last write.
+    # By path: the rank folders that hold a shard, none for a full checkpoint or a folder; and the last write.
     ranks: dict[str, set[str]] = {}
     written: dict[str, float] = {}
     for key, modified in listed:
