@@ -132,9 +132,7 @@ def fork_drains(order, counter):
     from tiered_checkpoint_io.engine.drain import client
 
     ForkedDrain.order, ForkedDrain.counter = order, counter
-    client.subprocess = types.SimpleNamespace(
-        Popen=ForkedDrain, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    client.subprocess = types.SimpleNamespace(Popen=ForkedDrain, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
     client._RESPAWN_WAIT_S = 0.02
 
 
