@@ -15,7 +15,7 @@ import typer
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import held_back, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.engine.leasing.tenancy import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import (
@@ -219,7 +219,7 @@ def clean(
         return
     if not any((root / folder).is_dir() for folder in FOLDERS):
         raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
-    locks = [try_lock(root / name) for name in (LOCK_FILE, TRAINERS_FILE, JOB_FILE)]
+    locks = [try_lock(root / name) for name in (LOCK_FILE, TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE)]
     try:
         pending = _undone(root)
         if not force and (None in locks or pending):

@@ -59,6 +59,27 @@ class Timing:
         outcome_poll_s: How often the model checkpoint callback looks what became of saves.
         future_slack_s: How much longer than ``wait_timeout_s`` to wait for the future of an asynchronous save: it
             ends by that bound itself, and reports afterwards.
+        log_lock_s: A writer of the operation log holds its lock for less than a millisecond, unless it is stopped.
+        log_lock_poll_s: How often a writer that waits for that lock tries.
+        lock_poll_s: How often who waits for another file lock tries.
+        full_look_s: Without a change of the log, parts in memory are looked at this often: a trainer may have been
+            killed between a part and its ring.
+        drain_rest_s: How often a drain with nothing to do looks at the log.
+        drain_lock_s: Who asks whether a drain runs holds its lock for a moment; so long a new drain tries.
+        drain_give_up_s: How long a drain without trainers tries on without any success.
+        drain_trouble_s: What keeps the drain from its queue for longer is published to those who wait.
+        heartbeat_s: How often the drain writes its progress.
+        retry_first_s: From the first failure of an operation to its next attempt; doubled at each further one.
+        retry_max_s: The longest such time.
+        retry_permanent_s: The time for errors that do not go away by retrying.
+        gather_first_s: From the first look for other nodes' parts to the next; doubled at each further one.
+        gather_max_s: The longest such time.
+        wait_poll_s: How often a trainer that waits for the drain looks at the log.
+        trainers_lock_s: How long a trainer waits for a drain that is about to leave.
+        respawn_s: The shortest time between two starts of a drain that dies; doubled at each.
+        respawn_max_s: The longest such time.
+        stalled_s: A drain that moves nothing for so long is not waited for: its store's own deadline has passed.
+        reap_s: How long a closing trainer waits for a drain with nothing to do to leave.
     """
 
     retry_deadline_s: float = 120.0
@@ -96,6 +117,26 @@ class Timing:
     requeue_s: float = 10.0
     outcome_poll_s: float = 1.0
     future_slack_s: float = 5.0
+    log_lock_s: float = 30.0
+    log_lock_poll_s: float = 0.0005
+    lock_poll_s: float = 0.02
+    full_look_s: float = 2.0
+    drain_rest_s: float = 0.05
+    drain_lock_s: float = 0.1
+    drain_give_up_s: float = 900.0
+    drain_trouble_s: float = 3.0
+    heartbeat_s: float = 0.25
+    retry_first_s: float = 1.0
+    retry_max_s: float = 30.0
+    retry_permanent_s: float = 60.0
+    gather_first_s: float = 0.1
+    gather_max_s: float = 2.0
+    wait_poll_s: float = 0.02
+    trainers_lock_s: float = 30.0
+    respawn_s: float = 1.0
+    respawn_max_s: float = 30.0
+    stalled_s: float = 300.0
+    reap_s: float = 2.0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from support.fault_proxy import (
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.drain import ledger
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -41,11 +40,9 @@ def proxy(s3_server):
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
+def impatient():
     """Bounds of minutes as bounds of seconds; that they are bounds is what is tested."""
-    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.05)
-    monkeypatch.setattr(ledger, "_MAX_BACKOFF_S", 0.2)
-    bounds = {"retry_deadline_s": 2.0, "retry_first_wait_s": 0.05, "retry_max_wait_s": 0.2}
+    bounds = {"retry_deadline_s": 2.0, "retry_first_wait_s": 0.05, "retry_max_wait_s": 0.2} | {"redo_first_s": 0.05, "redo_max_s": 0.2}
     with hurried(**bounds, s3_read_s=1.0, s3_connect_s=1.0):
         yield
 

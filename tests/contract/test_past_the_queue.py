@@ -13,7 +13,6 @@ from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
-from tiered_checkpoint_io.engine.drain import ledger
 from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.ids import MANIFEST_PREFIX, name_from_manifest_key
@@ -24,10 +23,8 @@ SMALL, LARGE = 1000, 6 << 20
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.05)
-    monkeypatch.setattr(ledger, "_MAX_BACKOFF_S", 0.2)
-    with hurried(retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2):
+def impatient():
+    with hurried(retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2, redo_first_s=0.05, redo_max_s=0.2):
         yield
 
 

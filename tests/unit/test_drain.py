@@ -12,8 +12,7 @@ import pytest
 from support.draining import Node, names, objects, readable
 from support.story import op_id
 
-from tiered_checkpoint_io.engine.drain import client as supervise
-from tiered_checkpoint_io.engine.drain import ledger
+from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
@@ -172,12 +171,11 @@ def test_a_failing_save_is_told_at_once_and_tried_again_when_something_new_comes
         thread.join()
 
 
-def test_what_may_pass_is_retried_by_itself(node, store, monkeypatch):
-    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.01)
+def test_what_may_pass_is_retried_by_itself(node, store):
     failures = iter([Injected("1"), Injected("2"), Injected("3")])
     broken = Broken(store, lambda key: next(failures, None))
     first = node.save("a.ckpt", b"A")
-    assert drain(node, broken).run()
+    assert drain(node, broken, clock=Clock(Timing(retry_first_s=0.01))).run()
     assert node.queue.outcome(first).attempts == 4
     assert readable(store, "a.ckpt") == b"A"
 
@@ -204,6 +202,7 @@ def test_a_cancelled_save_is_given_up_and_holds_deletes_back(node, store):
 
 def test_a_request_of_another_release_fails_and_is_out_of_the_way(node, store):
     torn = op_id(0)
+    (node.root / "requests").mkdir()
     (node.root / "requests" / f"{torn}.json").write_bytes(b'{"op_id":')
     first = node.save("a.ckpt", b"A")
     drain(node).run(once=True)
@@ -260,7 +259,9 @@ def test_it_stays_while_a_trainer_lives_and_leaves_with_the_last(node, store):
 def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(node, store, caplog):
     node.save("a.ckpt", b"A")
     started = time.monotonic()
-    assert drain(node, Broken(store, lambda key: Injected("unreachable")), give_up_s=0.5).run()
+    assert drain(
+        node, Broken(store, lambda key: Injected("unreachable")), clock=Clock(Timing(drain_give_up_s=0.5))
+    ).run()
     assert 0.5 < time.monotonic() - started < 20
     assert "unreachable" in caplog.text
     drain(node).run()
@@ -346,9 +347,8 @@ def next_request(node, action, name):
     return Request(op_id(node.number), action, name, node.dirpath)
 
 
-def test_a_killed_drain_is_started_again(node, store, handle_of, monkeypatch):
-    monkeypatch.setattr(supervise, "_RESPAWN_WAIT_S", 0.05)
-    handle = handle_of(node)
+def test_a_killed_drain_is_started_again(node, store, handle_of):
+    handle = handle_of(node, clock=Clock(Timing(respawn_s=0.05)))
     handle.start()
     handle.wait(node.save("a.ckpt", b"A"), 60)
     pid = handle.progress().pid

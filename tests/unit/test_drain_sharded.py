@@ -11,7 +11,7 @@ from support.draining import Node, names
 from support.sharded import FlatStore, readable
 from support.story import op_id
 
-from tiered_checkpoint_io.engine.drain import gathering
+from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
@@ -280,9 +280,8 @@ def test_a_part_that_no_store_takes_is_superseded_by_that_of_the_next_save(nodes
     assert left(store) == []
 
 
-def test_looks_become_rare_and_ask_for_one_list_each(nodes, store, monkeypatch):
+def test_looks_become_rare_and_ask_for_one_list_each(nodes, store):
     first, _ = nodes
-    monkeypatch.setattr(gathering, "_FIRST_LOOK_S", 0.1)
     for number in (1, 2, 3):
         first.part(f"{number}.ckpt", number, 0)
     with working(first):
@@ -341,7 +340,7 @@ def test_a_trainer_waits_for_its_rank_s_part_and_for_the_save(nodes, store):
 def test_a_drain_stays_for_a_save_that_waits_and_leaves_it_to_the_next_in_the_end(nodes, store, caplog):
     first, second = nodes
     first.part("1.ckpt", 1, 0)
-    assert drain(first, give_up_s=0.3).run()
+    assert drain(first, clock=Clock(Timing(drain_give_up_s=0.3))).run()
     assert "leaving 1 operations" in caplog.text
     second.part("1.ckpt", 1, 1)
     trainer = try_lock(second.root / TRAINERS_FILE, shared=True)

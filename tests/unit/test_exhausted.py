@@ -13,11 +13,8 @@ from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, refuse
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
-from tiered_checkpoint_io.engine.drain import client as supervise
-from tiered_checkpoint_io.engine.drain import ledger
-from tiered_checkpoint_io.engine.drain import worker as drain
+from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.errors import MemoryTierError, SaveError, TieredCheckpointError
-from tiered_checkpoint_io.memory import spares
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 MIB = 1 << 20
@@ -81,28 +78,6 @@ def test_a_tmpfs_that_is_full_from_any_point_of_a_save_on(tiers, kept, monkeypat
     assert loads(io, 99)
     for path in Path(kept.options["memory_dir"]).rglob("*.new"):
         raise AssertionError(f"left behind: {path}")
-
-
-@pytest.mark.timeout(120)
-def test_without_a_spare_file_a_save_ends_with_one_error_and_soon(kept, monkeypatch):
-    monkeypatch.setattr(spares, "_COUNT", 0)
-    monkeypatch.setattr(supervise, "_HALF_ENDED_S", 0.5)
-    full = Watch(kept.options["memory_dir"], monkeypatch, refuse)
-    told = []
-    for number in points(full):
-        io = kept.io(drain="thread", wait_timeout_s=600, memory_keep_last=100)
-        io.load_checkpoint("tiered:latest")
-        for spare in Path(kept.options["memory_dir"]).rglob("spares/*"):
-            spare.unlink()
-        with full.from_the(number):
-            try:
-                io.save_checkpoint(state(number + 1), f"{number + 1}.ckpt")
-            except SaveError as error:
-                told.append(str(error))
-        io.teardown()
-        assert loads(kept.io(), number + 1)
-    assert told
-    assert all("no space in memory_dir to note what became of it" in text for text in told)
 
 
 @pytest.fixture(params=["space", "files"])
@@ -259,13 +234,12 @@ def test_a_process_out_of_descriptors_at_any_point(kept):
 
 
 @pytest.mark.timeout(120)
-def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept, monkeypatch):
+def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
     """From its first look at a tier on; nothing is said of memory that is not so."""
-    monkeypatch.setattr(drain, "_TROUBLE_S", 0.5)
-    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.1)
     refused = []
     for spare in range(16):
         io = kept.io(drain="thread", wait_timeout_s=600, memory_keep_last=100)
+        io.checkpointer.session.clock = Clock(Timing(drain_trouble_s=0.5, retry_first_s=0.1))
         with descriptors_to_spare(spare):
             try:
                 io.save_checkpoint(state(spare + 2), f"{spare + 2}.ckpt")

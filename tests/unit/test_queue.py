@@ -1,7 +1,7 @@
-"""The order of the work, against a model, and the files by which trainer and drain talk."""
+"""The order of the work, against a model, and what trainer and drain tell each other by the log."""
 
 import json
-import os
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -11,21 +11,19 @@ from support.story import op_id
 from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     Request,
-    behind,
+    blocked_by_failures,
     held_back,
     in_order,
     next_operation,
     superseded,
     unreplaced,
 )
-from tiered_checkpoint_io.engine.drain.queue import DrainProgress, FileJournal, Queue
+from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.model import ids
 
 
 @pytest.fixture
 def queue(tmp_path):
-    (tmp_path / "requests").mkdir()
-    (tmp_path / "status").mkdir()
     return Queue(tmp_path)
 
 
@@ -76,13 +74,22 @@ def test_what_concerns_one_name_stays_in_order():
     assert next_operation([old, new], {old.op_id}) is None
 
 
+def test_an_alias_does_not_overtake_a_save_of_its_own_name():
+    """Or else that save would come later, and make older content current."""
+    first, newer, last = save(1, "last"), save(2, "2.ckpt"), alias(3, "last", "2.ckpt")
+    assert next_operation([first, last], {first.op_id}) is None
+    assert next_operation([first, newer, last], {first.op_id}) == newer
+    assert blocked_by_failures([first, last], {first.op_id}) == {last.op_id}
+    assert next_operation([save(1, "last", "other"), last], {first.op_id}) == last
+
+
 def test_what_waits_behind_failed_saves_is_what_would_not_be_taken_up():
     first, last, old, second = save(1), alias(2, "last", "1.ckpt"), delete(3, "0.ckpt"), save(4)
     other, moved = delete(5, "0.ckpt", "other"), alias(6, "last", "4.ckpt")
     operations = [first, last, old, second, other, moved]
-    assert behind(operations, {first.op_id}) == {last.op_id, old.op_id, moved.op_id}
-    assert behind(operations, {second.op_id}) == {moved.op_id}
-    assert behind(operations, ()) == set()
+    assert blocked_by_failures(operations, {first.op_id}) == {last.op_id, old.op_id, moved.op_id}
+    assert blocked_by_failures(operations, {second.op_id}) == {moved.op_id}
+    assert blocked_by_failures(operations, ()) == set()
 
 
 def test_a_delete_is_held_until_something_newer_than_the_lost_save_is_committed():
@@ -187,7 +194,7 @@ def test_whatever_fails_no_delete_passes_a_save_that_is_neither_committed_nor_re
         assert not any(operation.action == "save" for operation in left)
 
 
-# ------------------------------------------------------------------------------------------ files
+# ---------------------------------------------------------------------------------------- the log
 def test_requests_come_back_in_order_and_leave_with_their_outcome(queue):
     second, first = delete(2, "a/b=1.ckpt"), alias(1, "last.ckpt", "ä.ckpt")
     queue.submit(second)
@@ -208,7 +215,6 @@ def test_requests_come_back_in_order_and_leave_with_their_outcome(queue):
         b'{"op_id": "2026',
         b"[1]",
         b"\xff\xfe",
-        b"null",
         json.dumps({"op_id": op_id(1), "action": "delete", "name": "../up", "dirpath": "d"}).encode(),
         json.dumps({"op_id": op_id(1), "action": "delete", "name": 5, "dirpath": "d"}).encode(),
         json.dumps({"op_id": op_id(1), "action": "burn", "name": "a", "dirpath": "d"}).encode(),
@@ -217,35 +223,39 @@ def test_requests_come_back_in_order_and_leave_with_their_outcome(queue):
     ],
 )
 def test_what_is_no_request_of_this_release_is_told_apart(queue, tmp_path, content):
+    """Here from the files of a release without a log, which are taken over once."""
+    (tmp_path / "requests").mkdir()
     (tmp_path / "requests" / f"{op_id(1)}.json").write_bytes(content)
-    (tmp_path / "requests" / "2nonsense.json").write_bytes(content)
+    queue.take_over([])
+    assert not list((tmp_path / "requests").iterdir())
     queue.submit(delete(3, "a.ckpt"))
     assert [request.op_id for request in queue.requests()] == [op_id(3)]
     assert queue.unreadable() == [op_id(1)]
 
 
-def test_torn_outcomes_and_progress_are_as_if_not_there(queue, tmp_path):
-    (tmp_path / "status" / f"{op_id(1)}.json").write_bytes(b'{"op')
-    (tmp_path / "status" / "drain.json").write_bytes(b"")
-    assert queue.outcome(op_id(1)) is None
-    assert queue.outcomes() == []
-    assert queue.progress() == DrainProgress()
+def test_what_a_release_without_a_log_left_is_taken_over(queue, tmp_path):
+    (tmp_path / "requests").mkdir()
+    (tmp_path / "status").mkdir()
+    held, lost = delete(2, "a.ckpt"), ended(1, "failed")
+    (tmp_path / "requests" / f"{held.op_id}.json").write_text(json.dumps(asdict(held)))
+    (tmp_path / "requests" / f"{held.op_id}.journal").write_text('{"objects": ["x"]}')
+    (tmp_path / "status" / f"{lost.op_id}.json").write_text(json.dumps(asdict(lost)))
+    assert queue.outcome_in_file(lost.op_id) == lost
+    queue.take_over([])
+    queue.take_over([])
+    assert (queue.requests(), queue.outcomes()) == ([held], [lost])
+    assert queue.journal(held.op_id).read() == {"objects": ["x"]}
+    assert not list(tmp_path.glob("*/*"))
 
 
-def test_outcomes_are_seen_as_they_change_and_only_the_newest_are_kept(queue):
-    other = Queue(queue._status.parent)
+def test_outcomes_are_seen_as_they_change_and_only_the_newest_are_kept(queue, tmp_path):
+    other = Queue(tmp_path)
     for number in range(300):
         queue.finish(ended(number, "failed"))
     assert [outcome.state for outcome in other.outcomes()] == ["failed"] * 300
     queue.finish(ended(299, "committed"))
     assert other.outcomes()[-1].state == "committed"
-    half = queue._requests / ".left-by-the-dead.json.1.2"
-    new = queue._requests / ".being-written.json.1.2"
-    half.touch()
-    new.touch()
-    os.utime(half, (1, 1))
     queue.prune()
-    assert (half.exists(), new.exists()) == (False, True)
     assert [outcome.op_id for outcome in other.outcomes()] == [op_id(number) for number in range(44, 300)]
 
 
@@ -261,15 +271,32 @@ def test_outcomes_of_the_parts_of_one_save_are_kept_and_dropped_together(queue):
     assert queue.outcome(part(5, 1).op_id).action == "part"
 
 
-def test_a_reader_sees_old_or_new_whoever_writes(queue, tmp_path):
-    queue.write_progress(DrainProgress(pid=1, counters={"committed": 3}))
-    assert queue.progress().counters == {"committed": 3}
-    assert os.listdir(tmp_path / "status") == ["drain.json"]
-    journal = FileJournal(tmp_path / "upload.json", queue.spares)
+def test_a_reader_sees_what_the_drain_last_said_and_waits_wake_for_operations_alone(queue, tmp_path):
+    reader = Queue(tmp_path)
+    assert reader.progress() == DrainProgress()
+    queue.open()
+    before = reader.version()
+    queue.write_progress(DrainProgress(pid=1, counters={"committed": 3}, last_error="x" * 10_000))
+    assert reader.progress().counters == {"committed": 3}
+    assert reader.version() == before
+    queue.ring()
+    assert reader.version() != before
+
+
+def test_notes_of_work_in_progress_outlive_their_writer(queue, tmp_path):
+    journal = queue.journal(op_id(1))
     assert journal.read() is None
     journal.write({"upload_id": "x", "parts": [1, 2]})
-    assert FileJournal(tmp_path / "upload.json", queue.spares).read() == {"upload_id": "x", "parts": [1, 2]}
-    (tmp_path / "upload.json").write_bytes(b"{")
-    assert journal.read() is None
+    assert Queue(tmp_path).journal(op_id(1)).read() == {"upload_id": "x", "parts": [1, 2]}
     journal.clear()
     journal.clear()
+    assert Queue(tmp_path).journal(op_id(1)).read() is None
+    # One that would fill the log stays in this process.
+    journal.write({"objects": ["x" * 1000] * 1000})
+    assert len(queue.journal(op_id(1)).read()["objects"]) == 1000
+    assert Queue(tmp_path).journal(op_id(1)).read() is None
+    journal.write({"few": 1})
+    queue.forget_notes([op_id(1)])
+    assert Queue(tmp_path).journal(op_id(1)).read() == {"few": 1}
+    queue.forget_notes([])
+    assert Queue(tmp_path).journal(op_id(1)).read() is None

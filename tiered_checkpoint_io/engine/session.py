@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.behind import Behind
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.hearing import Heard
+from tiered_checkpoint_io.engine.drain.inbox import OutcomeInbox
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
@@ -53,6 +53,7 @@ class Session:
         last_save: The newest save of this process.
         newest_seen: The newest save id that a restore saw in any tier; new ids sort behind it.
         known: Which names the durable tier has.
+        clock: Time, and the engine's bounds and intervals.
     """
 
     def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None, clock: Clock = SYSTEM) -> None:
@@ -72,7 +73,7 @@ class Session:
         self._run_id: str | None = None
         self._counter = 0
         self._asked: Counter[str] = Counter()
-        self._heard = Heard(config.dirpath)
+        self._inbox = OutcomeInbox(config.dirpath)
         self._lease: LeaseKeeper | None = None
         self._tenancy: Tenancy | None = None
         self._behind = Behind(float(config.wait_timeout_s))
@@ -99,7 +100,7 @@ class Session:
             )
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
             saver = Saver(tier, keep_last=config.memory_keep_last, pins=self._pins)
-            self._opened = Opened(tier, saver, DrainHandle(tier, config, self.log))
+            self._opened = Opened(tier, saver, DrainHandle(tier, config, self.log, clock=self.clock))
             self._opened.drain.leave_by = self._leave_by
         return self._opened
 
@@ -264,8 +265,8 @@ class Session:
         """Background operations that ended since the last call, each once."""
         if self._opened is None:
             return []
-        self._heard.add(self._looking(self._opened.drain.new_outcomes, list[Outcome]()))
-        return self._heard.polled()
+        self._inbox.report(self._looking(self._opened.drain.new_outcomes, list[Outcome]()))
+        return self._inbox.publish()
 
     @property
     def asked(self) -> dict[str, int]:
@@ -374,9 +375,9 @@ class Session:
         """
         if self._opened is None:
             return
-        self._heard.add(self._looking(self._opened.drain.new_outcomes, list[Outcome]()))
+        self._inbox.report(self._looking(self._opened.drain.new_outcomes, list[Outcome]()))
         raised: list[SaveError] = []
-        for outcome, error in self._heard.failures():
+        for outcome, error in self._inbox.failures():
             try:
                 self.failed(outcome.name, outcome.step, error)
             except SaveError as first:

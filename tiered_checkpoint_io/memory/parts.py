@@ -1,6 +1,7 @@
 """Committed parts, as they lie in one folder of the memory tier: looked for, read, and cleared of what is half made.
 
-A part's folder holds its files, ``part.json``, and markers: empty files whose names say what has become of it.
+A part's folder holds its files, ``part.json``, and markers: empty files whose names say what has become of it. They
+are made with the part, under hidden names, so that a mark takes neither space, nor an inode, nor a descriptor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ManifestError
-from tiered_checkpoint_io.memory.spares import Spares
+from tiered_checkpoint_io.memory.private import write_private
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 
@@ -26,6 +27,7 @@ PART_FILE = "part.json"
 DRAINED = "drained"
 PINNED = "pinned"
 REPLICATED = "replicated"
+MARKERS = (DRAINED, PINNED, REPLICATED)
 #: How the name of a folder ends that is still being made.
 NEW = ".new"
 
@@ -116,13 +118,32 @@ class Shelf:
         return part
 
 
+def prepare_markers(folder: Path, *, drained: bool) -> None:
+    """Makes the markers of a part that is being made; only ``drained`` may already be visible."""
+    for name in MARKERS:
+        write_private(folder / (name if drained and name == DRAINED else f".{name}"), b"")
+
+
+def mark(folder: Path, name: str) -> None:
+    """Shows a marker of a part.
+
+    Raises:
+        FileNotFoundError: The part is gone.
+        MemoryFullError: It was made by a release that prepared no markers, and there is no space for one.
+    """
+    try:
+        os.rename(folder / f".{name}", folder / name)
+    except FileNotFoundError:
+        if not (folder / name).exists():
+            write_private(folder / name, b"")
+
+
 @contextlib.contextmanager
-def reading(stored: StoredPart, spares: Spares, *, keep: bool = False) -> Iterator[dict[str, memoryview]]:
+def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, memoryview]]:
     """Maps a part's files for reading; while the block runs, nobody reuses them.
 
     Args:
         stored: The part.
-        spares: For the marker that ``keep`` leaves.
         keep: Whether mappings of the same files may outlive the block (tensors loaded with
             ``mmap=True``): the files are then never reused, only unlinked.
 
@@ -168,7 +189,7 @@ def reading(stored: StoredPart, spares: Spares, *, keep: bool = False) -> Iterat
         # folder that is still in place now will not be reused behind our back.
         try:
             if keep:
-                spares.mark(stored.folder / PINNED)
+                mark(stored.folder, PINNED)
             elif not (stored.folder / PART_FILE).exists():
                 raise gone(stored)
         except FileNotFoundError as error:

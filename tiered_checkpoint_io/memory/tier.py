@@ -8,7 +8,8 @@
                                  pinned                marker: mapped by a reader, never recycled
                                  replicated            marker: all parts of the save are on other nodes too
       replicas/<save_id>/...     the same, of other nodes' parts: never uploaded from here
-      slots/  trash/  quarantine/  requests/  status/  spares/
+      slots/  trash/  quarantine/  status/
+      operations.log  drain.json  *.lock              what trainers and the drain tell each other
 
 No checkpoint's name becomes a folder here, only the last component of its path, as a file.
 """
@@ -24,7 +25,6 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
-from tiered_checkpoint_io.memory import spares
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, node_budget
 from tiered_checkpoint_io.memory.parts import (
     DRAINED,
@@ -38,6 +38,8 @@ from tiered_checkpoint_io.memory.parts import (
     StoredPart,
     clear_half_made,
     gone,
+    mark,
+    prepare_markers,
     reading,
 )
 from tiered_checkpoint_io.memory.private import private_folder, write_private
@@ -57,7 +59,7 @@ __all__ = [
     "node_budget",
 ]
 
-FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "requests", "status", spares.FOLDER)
+FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "status")
 
 
 def namespace_root(memory_dir: str, namespace: str) -> Path:
@@ -98,7 +100,8 @@ class MemoryTier:
         #: Told of each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
         self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
-        self._spares = spares.Spares(root)
+        #: Rung when there is something new for the drain.
+        self.bell: Callable[[], None] = lambda: None
 
     @classmethod
     def open(
@@ -243,8 +246,7 @@ class MemoryTier:
                 os.rename(slot.path, target)
                 slot.path = str(target)
                 self._pool.committed(slot, entry.size)
-            if drained:
-                write_private(fresh / DRAINED, b"")
+            prepare_markers(fresh, drained=drained)
             write_private(fresh / PART_FILE, part.to_json())
         except OSError as error:
             if not isinstance(error, MemoryFullError) and error.errno not in NO_SPACE:
@@ -261,6 +263,8 @@ class MemoryTier:
             ) from error
         os.rename(fresh, folder)
         stored = StoredPart(part, folder, drained)
+        if stored.pending:
+            self.bell()
         if saved and not drained and self.on_commit is not None:
             self.on_commit(stored)
         return stored
@@ -279,23 +283,24 @@ class MemoryTier:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         try:
             if drained:
-                self._spares.mark(copy.folder / DRAINED)
+                mark(copy.folder, DRAINED)
             os.rename(copy.folder, folder)
         except FileNotFoundError as error:
             raise gone(copy) from error
         with contextlib.suppress(OSError):
             os.rmdir(copy.folder.parent)
+        self.bell()
         return StoredPart(copy.part, folder, drained, copy.replicated)
 
     def mark_drained(self, stored: StoredPart) -> None:
         """Notes that the durable tier needs nothing more of a part."""
         with contextlib.suppress(FileNotFoundError):
-            self._spares.mark(stored.folder / DRAINED)
+            mark(stored.folder, DRAINED)
 
     def mark_replicated(self, stored: StoredPart) -> None:
         """Notes that all parts of this part's save are in the memory of other nodes as well."""
         with contextlib.suppress(FileNotFoundError):
-            self._spares.mark(stored.folder / REPLICATED)
+            mark(stored.folder, REPLICATED)
 
     def remove(self, stored: StoredPart) -> None:
         """Removes a part; its files become free slots where this process filled them."""
@@ -326,7 +331,7 @@ class MemoryTier:
         with contextlib.suppress(FileNotFoundError, MemoryFullError):
             os.rename(folder, target)
             # For who looks at it later; the log has it too.
-            self._spares.write(target / "reason.txt", reason.encode())
+            write_private(target / "reason.txt", reason.encode())
         with contextlib.suppress(OSError):
             os.rmdir(folder.parent)
         return target
@@ -342,7 +347,7 @@ class MemoryTier:
         self, stored: StoredPart, *, keep: bool = False
     ) -> contextlib.AbstractContextManager[dict[str, memoryview]]:
         """Maps a part's files for reading; see :func:`reading`."""
-        return reading(stored, self._spares, keep=keep)
+        return reading(stored, keep=keep)
 
     # ------------------------------------------------------------------------------ clearing
     def clean(self) -> None:

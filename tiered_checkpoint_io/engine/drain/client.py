@@ -7,38 +7,31 @@ import os
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     Request,
-    behind,
+    blocked_by_failures,
+    conflicting_operations,
     held_back,
-    in_order,
-    in_the_way,
     unreplaced,
 )
-from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
+from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue, operations_of
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.errors import DrainError, MemoryFullError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.private import write_atomic, write_over
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-_POLL_S = 0.02
-_LOCK_WAIT_S = 30.0
-_RESPAWN_WAIT_S = 1.0
-_MAX_RESPAWN_WAIT_S = 30.0
-#: A drain that moves nothing for so long is not waited for: its store's own deadline has passed.
-_STALLED_S = 300.0
 _LOG_TAIL_BYTES = 2000
-#: Between an outcome and its part's mark lie milliseconds; longer, and there was no space for one of them.
-_HALF_ENDED_S = 3.0
 
 #: Drains that outlived the handle which started them; reaped when they have ended.
 _left_working: list[subprocess.Popen[bytes]] = []
@@ -47,12 +40,15 @@ _left_working: list[subprocess.Popen[bytes]] = []
 class DrainHandle:
     """One process' connection to the drain of its node."""
 
-    def __init__(self, tier: MemoryTier, config: TieredCheckpointConfig, logger: Logger) -> None:
+    def __init__(
+        self, tier: MemoryTier, config: TieredCheckpointConfig, logger: Logger, *, clock: Clock = SYSTEM
+    ) -> None:
         self._tier = tier
         self._root = tier.root
         self._config = config
         self._log = logger
-        self.queue = Queue(tier.root)
+        self._clock = clock
+        self.queue = Queue(tier.root, clock=clock)
         self._pid = os.getpid()
         self._trainer_lock: int | None = None
         #: Whether the drain will find what it needs; where memory was full, not yet.
@@ -64,11 +60,12 @@ class DrainHandle:
         #: Nothing is waited for beyond this, by the monotonic clock: the process is told to end.
         self.leave_by: float | None = None
         self._spawned_at = 0.0
-        self._respawn_wait = _RESPAWN_WAIT_S
+        self._respawn_wait = clock.timing.respawn_s
         outcomes = self.queue.outcomes()
         self._seen = {(outcome.op_id, outcome.state) for outcome in outcomes}
         #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
         self._earlier = {outcome.op_id: outcome.finished for outcome in outcomes if outcome.state == "failed"}
+        tier.bell = self._ring
 
     # ----------------------------------------------------------------------------------- life
     def start(self) -> None:
@@ -83,14 +80,21 @@ class DrainHandle:
         if self._trainer_lock is None:
             self._trainer_lock = self._shared_lock(self._root / TRAINERS_FILE)
         if not self._is_prepared:
-            text = self._config.to_json().encode()
-            path = self._root / CONFIG_FILE
-            self.queue.spares.fill()
-            self.queue.begin_progress()
-            if not path.exists() or path.read_bytes() != text:
-                self.queue.spares.write(path, text)
+            self.queue.open()
+            self._write_config()
             self._is_prepared = True
         self.ensure()
+
+    def _write_config(self) -> None:
+        path, text = self._root / CONFIG_FILE, self._config.to_json().encode()
+        if not path.exists() or path.read_bytes() != text:
+            try:
+                write_atomic(path, text)
+            except MemoryFullError:
+                if not path.exists():
+                    raise
+                # It has a page of its own.
+                write_over(path, text)
 
     @property
     def has_worked(self) -> bool:
@@ -101,16 +105,16 @@ class DrainHandle:
         """Starts a drain where none runs; one that dies again and again is started ever more rarely."""
         if self._foreign() or self._running():
             return
-        now = time.monotonic()
+        now, timing = self._clock.monotonic(), self._clock.timing
         if self._spawned_at and now - self._spawned_at < self._respawn_wait:
             return
         if self._spawned_at:
-            self._respawn_wait = min(_MAX_RESPAWN_WAIT_S, self._respawn_wait * 2)
+            self._respawn_wait = min(timing.respawn_max_s, self._respawn_wait * 2)
             self._log.warning("the drain is not running; starting it again")
         self._spawned_at = now
         if self._config.drain == "thread":
             self._stop = threading.Event()
-            self._drain = Drain(self._root, logger=self._log, stop=self._stop, stay=True)
+            self._drain = Drain(self._root, logger=self._log, stop=self._stop, stay=True, clock=self._clock)
             self._thread = threading.Thread(target=self._run, args=(self._drain,), name="tiered-drain", daemon=True)
             self._thread.start()
             return
@@ -143,12 +147,13 @@ class DrainHandle:
                 self.flush(timeout_s)
             self._stop.set()
             if self.leave_by is not None:
-                timeout_s = min(timeout_s, max(0.0, self.leave_by - time.monotonic()))
+                timeout_s = min(timeout_s, max(0.0, self.leave_by - self._clock.monotonic()))
             self._thread.join(timeout_s)
             self._thread = self._drain = None
         if self._trainer_lock is not None:
             release(self._trainer_lock)
             self._trainer_lock = None
+            self.queue.ring()
         self._is_prepared = False
         if self._child is not None:
             # Reaps a drain that has left; one that still works is adopted by init when we end. One
@@ -156,7 +161,7 @@ class DrainHandle:
             left = self._doable()
             if self._child.poll() is None and (not left or self._stuck_by(left) is not None):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._child.wait(2.0)
+                    self._child.wait(self._clock.timing.reap_s)
             if self._child.poll() is None:
                 _left_working.append(self._child)
             self._child = None
@@ -189,22 +194,18 @@ class DrainHandle:
             cancel_id: The id of the request to cancel it.
             besides: The save that is to be queued, of which other ranks of this node may have parts in it.
         """
-        deadline = time.monotonic() + self._config.wait_timeout_s
-        moved, moved_at = self._moved(), time.monotonic()
-        warned = False
-        while True:
+        clock, max_pending = self._clock, self._config.max_pending
+        moved, moved_at, warned = self._moved(), clock.monotonic(), False
+        for _ in self._looks(self._config.wait_timeout_s):
             requests = self.queue.requests()
             cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
-            pending_saves = [save_id for save_id in self.pending_saves() if save_id != besides]
-            waiting = [save_id for save_id in pending_saves if save_id not in cancelled]
-            if len(waiting) < self._config.max_pending:
+            waiting = [each for each in self.pending_saves() if each != besides and each not in cancelled]
+            if len(waiting) < max_pending:
                 return True
-            self.ensure()
-            pending = self.pending() if waiting else []
-            lost = {ids.save_id_of_op(op_id) for op_id in pending if self._failure(op_id) is not None}
+            lost = {ids.save_id_of_op(op_id) for op_id in self.pending() if self._failure(op_id) is not None}
             failed = [save_id for save_id in waiting if save_id in lost]
             # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
-            if failed and len(cancelled) < self._config.max_pending:
+            if failed and len(cancelled) < max_pending:
                 self._log.error("the durable tier fails; giving up an older save: %s", self.progress().last_error)
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
                 return True
@@ -213,35 +214,29 @@ class DrainHandle:
             if not warned:
                 self._log.warning("waiting: %d saves are on their way to the durable tier", len(waiting))
                 warned = True
-            now = time.monotonic()
             if self._moved() != moved:
-                moved, moved_at = self._moved(), now
-            if self._is_late(deadline) or now - moved_at > _STALLED_S:
+                moved, moved_at = self._moved(), clock.monotonic()
+            if clock.monotonic() - moved_at > clock.timing.stalled_s:
                 return False
-            time.sleep(_POLL_S)
+        return False
 
     def wait(self, op_id: str, timeout_s: float) -> Outcome:
         """The outcome of an operation: its commit, or its first failure.
 
         Raises:
-            DrainError: It had none within ``timeout_s`` seconds.
+            DrainError: It had none within ``timeout_s`` seconds, or how it ended is not known.
         """
-        deadline, half_ended_at = time.monotonic() + timeout_s, None
-        while True:
-            waits = op_id in self.pending()
+        for _ in self._looks(timeout_s):
+            is_pending = op_id in self.pending()
             outcome = self.queue.outcome(op_id)
             # The outcome is written first; what waits for it may then look at the memory tier.
-            if outcome is not None and not (outcome.state == "committed" and waits):
+            if outcome is None and not is_pending:
+                outcome = self.queue.outcome_in_file(op_id) or self._unknown(op_id)
+            if outcome is not None and not (outcome.state == "committed" and is_pending):
                 self._seen.add((op_id, outcome.state))
                 return outcome
-            if outcome is not None or not waits or op_id in self.progress().untold:
-                half_ended_at = half_ended_at or time.monotonic()
-                if time.monotonic() - half_ended_at > _HALF_ENDED_S:
-                    return outcome or self._untold(op_id)
-            self._ensure_it_can()
-            if self._is_late(deadline):
-                raise self._too_slow(f"operation {op_id}", timeout_s)
-            time.sleep(_POLL_S)
+            self._check_drain()
+        raise self._too_slow(f"operation {op_id}", timeout_s)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until nothing is queued that can be done.
@@ -251,48 +246,35 @@ class DrainHandle:
         Raises:
             DrainError: Something still was after ``timeout_s`` seconds, or fails.
         """
-        deadline = time.monotonic() + timeout_s
-        while left := self._doable():
-            self._ensure_it_can()
+        left: list[Request] = []
+        for _ in self._looks(timeout_s):
+            left = self._doable()
+            if not left:
+                return
+            self._check_drain()
             first = self._stuck_by(left)
             if first is not None:
-                raise DrainError(
-                    f"{len(left)} operations did not reach the durable tier: {first.error}",
-                    operation="drain",
-                    tier="durable",
-                    key=first.name,
-                    hint="they stay in node memory and are tried again",
-                )
-            if self._is_late(deadline):
-                raise self._too_slow(f"{len(left)} operations", timeout_s)
-            time.sleep(_POLL_S)
+                raise self._fails(f"{len(left)} operations did not reach the durable tier: {first.error}", first.name)
+        raise self._too_slow(f"{len(left)} operations", timeout_s)
 
     def make_way(self, name: str, timeout_s: float) -> None:
-        """Waits until the drain does nothing with a name, and will not: somebody is about to write to it directly.
+        """Waits until the drain does nothing with a name, and will not: the caller is about to write to it directly.
 
         Raises:
             DrainError: It still did after ``timeout_s`` seconds, or what it has to do first fails.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
+        for _ in self._looks(timeout_s):
             operations, outcomes = self._operations(), self.queue.outcomes()
-            first = in_the_way(operations, unreplaced(outcomes), self._config.dirpath, name)
+            first = conflicting_operations(operations, unreplaced(outcomes), self._config.dirpath, name)
             if not first:
                 return
-            self._ensure_it_can()
+            self._check_drain()
             failed = {each.op_id: outcome for each in operations if (outcome := self._failure(each.op_id))}
-            stuck = failed.keys() | behind(operations, failed)
+            stuck = failed.keys() | blocked_by_failures(operations, failed)
             if any(each.op_id in stuck for each in first):
-                raise DrainError(
-                    f"earlier work on {name} has not reached the durable tier: {next(iter(failed.values())).error}",
-                    operation="drain",
-                    tier="durable",
-                    key=ids.join_url(self._config.dirpath, name),
-                    hint="it stays in node memory and is tried again",
-                )
-            if self._is_late(deadline):
-                raise self._too_slow(f"earlier work on {name}", timeout_s)
-            time.sleep(_POLL_S)
+                error = next(iter(failed.values())).error
+                raise self._fails(f"earlier work on {name} has not reached the durable tier: {error}", name)
+        raise self._too_slow(f"earlier work on {name}", timeout_s)
 
     def new_outcomes(self) -> list[Outcome]:
         """Outcomes that were not yet given to anybody here."""
@@ -305,9 +287,23 @@ class DrainHandle:
         return self.queue.progress()
 
     # ---------------------------------------------------------------------------------- inside
-    def _ensure_it_can(self) -> None:
-        self.ensure()
-        trouble = self._drain.trouble if self._drain is not None else ""
+    def _looks(self, timeout_s: float) -> Iterator[None]:
+        """Has a waiting caller look at once, and whenever something has changed, until it is late."""
+        clock, timing = self._clock, self._clock.timing
+        deadline = clock.monotonic() + timeout_s
+        is_late = False
+        while not is_late:
+            version, looked_at = self.queue.version(), clock.monotonic()
+            yield
+            while version == self.queue.version() and clock.monotonic() - looked_at < timing.full_look_s:
+                self.ensure()
+                is_late = clock.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
+                if is_late:
+                    break
+                clock.sleep(timing.wait_poll_s)
+
+    def _check_drain(self) -> None:
+        trouble = self._drain.trouble if self._drain is not None else self.progress().trouble
         if trouble:
             raise DrainError(
                 f"the drain can't get at its queue: {trouble}",
@@ -324,8 +320,9 @@ class DrainHandle:
             # Whoever waits for it starts it again.
             self._log.error("the drain has ended: %s", error)
 
-    def _is_late(self, deadline: float) -> bool:
-        return time.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
+    def _ring(self) -> None:
+        if not self._foreign():
+            self.queue.ring()
 
     def _doable(self) -> list[Request]:
         """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
@@ -336,17 +333,12 @@ class DrainHandle:
 
     def _operations(self) -> list[Request]:
         """All that waits for the drain, in order."""
-        saves = [
-            Request(stored.op_id, "save" if stored.part.commits else "part", stored.part.name, stored.part.dirpath)
-            for stored in self._tier.parts()
-            if stored.pending
-        ]
-        return in_order([*saves, *self.queue.requests()])
+        return operations_of(self._tier.parts(), self.queue.requests())
 
     def _stuck_by(self, left: list[Request]) -> Outcome | None:
         """The first failure where all that is left has failed, or waits for what has."""
         failed = {operation.op_id: outcome for operation in left if (outcome := self._failure(operation.op_id))}
-        stuck = failed.keys() | behind(left, failed)
+        stuck = failed.keys() | blocked_by_failures(left, failed)
         return next(iter(failed.values())) if failed and all(each.op_id in stuck for each in left) else None
 
     def _moved(self) -> tuple[object, ...]:
@@ -361,11 +353,19 @@ class DrainHandle:
             return None
         return outcome
 
-    @staticmethod
-    def _untold(op_id: str) -> Outcome:
-        """For an operation that has ended, and of which the drain could not tell how."""
-        error = "the drain had no space in memory_dir to note what became of it: see its log, and the durable tier"
-        return Outcome(op_id, "save", "?", -1, "failed", error, "MemoryFullError", finished=time.time())
+    def _unknown(self, op_id: str) -> Outcome:
+        """For an operation that has ended, but of which the log does not say how."""
+        error = "the operation log was lost, so how it ended is not known: see the durable tier"
+        return Outcome(op_id, "save", "?", -1, "failed", error, "DrainError", finished=self._clock.wall())
+
+    def _fails(self, text: str, name: str) -> DrainError:
+        return DrainError(
+            text,
+            operation="drain",
+            tier="durable",
+            key=ids.join_url(self._config.dirpath, name),
+            hint="it stays in node memory and is tried again",
+        )
 
     def _too_slow(self, what: str, timeout_s: float) -> DrainError:
         progress = self.progress()
@@ -399,7 +399,7 @@ class DrainHandle:
         return os.getpid() != self._pid
 
     def _shared_lock(self, path: Path) -> int:
-        descriptor = try_lock(path, shared=True, patience_s=_LOCK_WAIT_S)
+        descriptor = try_lock(path, shared=True, patience_s=self._clock.timing.trainers_lock_s, clock=self._clock)
         if descriptor is None:
             raise DrainError(
                 "a drain that should have left holds the trainers' lock",

@@ -6,11 +6,11 @@ more and more rarely, until a bound. One look is one list, and tells of all save
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable import commit_sharded
 from tiered_checkpoint_io.engine.durable.commit_sharded import Arrived
 from tiered_checkpoint_io.errors import DrainError
@@ -19,8 +19,6 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
-_FIRST_LOOK_S = 0.1
-_MAX_LOOK_S = 2.0
 #: So many ranks are named in an error.
 _NAMED = 16
 
@@ -32,7 +30,7 @@ class _Wait:
     part: Part
     since: float
     due: float
-    interval: float = _FIRST_LOOK_S
+    interval: float
     complete: bool = False
     overtaken: bool = False
     failed: bool = False
@@ -41,8 +39,9 @@ class _Wait:
 class Gathering:
     """The saves of one drain that wait for parts of other nodes."""
 
-    def __init__(self, logger: Logger) -> None:
+    def __init__(self, logger: Logger, clock: Clock = SYSTEM) -> None:
         self._log = logger
+        self._clock = clock
         self._waits: dict[str, _Wait] = {}
 
     def hopeful(self) -> bool:
@@ -57,10 +56,10 @@ class Gathering:
         """Ends the waits of all but these: the others have left the queue, however."""
         self._waits = {op_id: wait for op_id, wait in self._waits.items() if op_id in op_ids}
 
-    def not_due(self, now: float) -> set[str]:
-        """Ids of those that need not be looked at yet. When to try a failed one again is the drain's to say."""
+    def not_due(self, now: float) -> dict[str, float]:
+        """Those that need not be looked at yet, and until when. When a failed one is due is the drain's to say."""
         waits = self._waits.items()
-        return {op_id for op_id, wait in waits if not (wait.complete or wait.failed) and wait.due > now}
+        return {op_id: wait.due for op_id, wait in waits if not (wait.complete or wait.failed) and wait.due > now}
 
     def complete(self) -> set[str]:
         """Ids of those whose parts had all arrived at the last look."""
@@ -125,13 +124,13 @@ class Gathering:
 
     def _has_all(self, part: Part, parts: list[Arrived], timeout_s: float) -> bool:
         """Whether it is this save's turn; takes note of what ``parts`` tell of all that wait here."""
-        now = time.monotonic()
-        mine = self._waits.setdefault(part.save_id, _Wait(part, now, now))
+        now, timing = self._clock.monotonic(), self._clock.timing
+        mine = self._waits.setdefault(part.save_id, _Wait(part, now, now, timing.gather_first_s))
         for wait in self._waits.values():
             if wait.part.dirpath == part.dirpath:
                 wait.complete = not commit_sharded.missing_ranks(wait.part, parts)
                 wait.due = now + wait.interval
-        mine.interval = min(_MAX_LOOK_S, 2 * mine.interval)
+        mine.interval = min(timing.gather_max_s, 2 * mine.interval)
         if mine.complete:
             # Parts arrive in the order of their saves, so one that was looked at before may be whole by now.
             return not any(wait.complete and self._is_older(wait, part) for wait in self._waits.values())

@@ -5,23 +5,23 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-import time
 from pathlib import Path
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.memory.space import needs_space
 
-_POLL_S = 0.02
 _held: set[int] = set()
 _guard = threading.Lock()
 
 
-def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> int | None:
+def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock: Clock = SYSTEM) -> int | None:
     """Takes a lock on a file, made where it is missing.
 
     Args:
         path: The file.
         shared: Whether others may hold it too, each shared.
         patience_s: How long to try, seconds.
+        clock: For that.
 
     Returns:
         A descriptor for :func:`release`; None where another holds the lock.
@@ -30,15 +30,15 @@ def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> in
         MemoryFullError: The file is missing, and there is no space for it.
     """
     descriptor = _open(path)
-    deadline = time.monotonic() + patience_s
+    deadline = clock.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() >= deadline:
+            if clock.monotonic() >= deadline:
                 os.close(descriptor)
                 return None
-            time.sleep(_POLL_S)
+            clock.sleep(clock.timing.lock_poll_s)
         else:
             with _guard:
                 _held.add(descriptor)

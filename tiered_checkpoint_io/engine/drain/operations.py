@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,8 +75,8 @@ def next_operation(
     Operations go in the order in which they were made, with these exceptions. A cancel goes first.
     A save that waits for its next attempt does not hold up later saves. A delete waits for all
     saves before it, and where one of them came to nothing, for a later one: what was good stays
-    until what replaces it is good. An alias waits for its target's save. What concerns the same
-    name stays in order.
+    until what replaces it is good. An alias waits for the saves of its target and of its own name.
+    What concerns the same name stays in order.
 
     Args:
         operations: All that is queued, in order.
@@ -86,26 +86,30 @@ def next_operation(
     for operation in operations:
         if operation.action == "cancel":
             return operation
-    held = {operation.op_id for operation in held_back(operations, unreplaced)}
-    undone: list[Request] = []
+    not_now = {*waiting, *(operation.op_id for operation in held_back(operations, unreplaced))}
+    for operation, is_blocked in _in_turn(operations, not_now):
+        if not is_blocked and operation.op_id not in not_now:
+            return operation
+    return None
+
+
+def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator[tuple[Request, bool]]:
+    """Each operation, and whether earlier ones block it, where these, and those that they block, are not done."""
     busy: set[tuple[str, str]] = set()
+    saving: set[tuple[str, str]] = set()
     for operation in operations:
         names = {(operation.dirpath, name) for name in (operation.name, operation.target) if name}
-        ready = operation.op_id not in waiting
+        is_blocked = False
         if operation.action == "delete":
-            ready = ready and operation.op_id not in held and not names & busy
-            ready = ready and not any(save.dirpath == operation.dirpath for save in undone)
+            is_blocked = bool(names & busy) or any(dirpath == operation.dirpath for dirpath, _ in saving)
         elif operation.action == "alias":
-            target = (operation.dirpath, operation.target)
-            ready = ready and not names & busy
-            ready = ready and not any((save.dirpath, save.name) == target for save in undone)
-        if ready:
-            return operation
-        if operation.action in SAVES:
-            undone.append(operation)
-        else:
+            # Of a save of the alias' own name as well: it would come later, and replace what is newer.
+            is_blocked = bool(names & (busy | saving))
+        yield operation, is_blocked
+        if operation.action in SAVES and operation.op_id in undone:
+            saving |= names
+        elif operation.action not in SAVES and (is_blocked or operation.op_id in undone):
             busy |= names
-    return None
 
 
 def in_order(operations: Iterable[Request]) -> list[Request]:
@@ -144,33 +148,20 @@ def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> l
     ]
 
 
-def behind(operations: Iterable[Request], failed: Collection[str]) -> set[str]:
-    """Ids of deletes and aliases that can't be carried out before saves which failed are: see :func:`next_operation`.
+def blocked_by_failures(operations: Iterable[Request], failed: Collection[str]) -> set[str]:
+    """Ids of deletes and aliases that wait for operations which failed: see :func:`next_operation`.
 
     Args:
         operations: All that is queued, in order.
         failed: Ids of those whose last attempt failed.
     """
-    found: set[str] = set()
-    undone: list[Request] = []
-    busy: set[tuple[str, str]] = set()
-    for operation in operations:
-        names = {(operation.dirpath, name) for name in (operation.name, operation.target) if name}
-        waits = operation.action in ("alias", "delete") and bool(names & busy)
-        if operation.action == "delete":
-            waits = waits or any(save.dirpath == operation.dirpath for save in undone)
-        elif operation.action == "alias":
-            waits = waits or any((save.dirpath, save.name) == (operation.dirpath, operation.target) for save in undone)
-        elif operation.op_id in failed:
-            undone.append(operation)
-        if waits:
-            found.add(operation.op_id)
-            busy |= names
-    return found
+    return {operation.op_id for operation, is_blocked in _in_turn(operations, failed) if is_blocked}
 
 
-def in_the_way(operations: Sequence[Request], unreplaced: Iterable[Outcome], dirpath: str, name: str) -> list[Request]:
-    """What has to be done before anybody may write to a name of the durable tier past the queue.
+def conflicting_operations(
+    operations: Sequence[Request], unreplaced: Iterable[Outcome], dirpath: str, name: str
+) -> list[Request]:
+    """What has to be done before anything may write to a name of the durable tier past the queue.
 
     A delete that is held back may stay: it is of an earlier save. But a save that is queued may set it free, and it
     would then go on while the name is written to.

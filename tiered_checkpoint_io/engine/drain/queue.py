@@ -1,35 +1,37 @@
-"""The files by which a trainer and the drain of its node talk.
+"""What trainers and the drain of a node tell each other, over the operation log.
 
-A committed part that is marked durable is itself the request to upload it. Aliases, deletes and
-cancels are small files in ``requests/``. Operations are numbered by one counter a run, and as text
-their ids sort in the order in which they were made. What became of each lies in ``status/``.
+A committed part that is marked durable is itself the request to upload it. Aliases, deletes and cancels are records
+of the log. Operations are numbered by one counter a run, and as text their ids sort in the order in which they were
+made. What became of each is a record, too, and so are the notes of work in progress.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tiered_checkpoint_io.engine.drain.operations import Outcome, Request, unreplaced
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.drain.log import OperationLog
+from tiered_checkpoint_io.engine.drain.operations import Outcome, Request, in_order, unreplaced
 from tiered_checkpoint_io.errors import InvalidNameError, MemoryFullError
-from tiered_checkpoint_io.memory.private import write_atomic, write_over
-from tiered_checkpoint_io.memory.spares import Spares
+from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
 
+LOG_FILE = "operations.log"
 _ACTIONS = ("alias", "delete", "cancel")
-_KEEP_OUTCOMES = 256
-#: More than may be on their way at once, mostly; who waits has looked at older ones by then.
+_REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
+#: Saves whose outcomes are kept; where the log is too full for them, these few and all failures.
+_KEEP_SAVES = 256
 _KEEP_WHEN_FULL = 16
-#: Characters of an error for which a spare file has room.
-_SHORT = 400
-#: Writing one takes milliseconds.
-_HALF_WRITTEN_S = 60.0
-_T = TypeVar("_T")
+#: Characters of an error that are kept.
+_SHORT = 2000
+#: Bytes of a note that fit into the log beside all else.
+_NOTE_SIZE = 1 << 18
+_T = TypeVar("_T", Request, Outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class DrainProgress:
         rate: Bytes a second of the current, or else of the last, upload.
         counters: Store counters (requests, bytes, retries) and ``committed``, ``failed``, ``skipped``.
         last_error: The newest failure, as text.
-        untold: Operations that have ended, and for whose outcome there was no space.
+        trouble: Why it has not been able to look at its queue for a while; mostly "".
     """
 
     pid: int = 0
@@ -58,193 +60,206 @@ class DrainProgress:
     rate: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     last_error: str = ""
-    untold: list[str] = field(default_factory=list)
+    trouble: str = ""
 
 
 class Queue:
-    """Requests, outcomes and progress below the memory tier's root."""
+    """Requests, outcomes, notes and progress, in the operation log below the memory tier's root."""
 
-    def __init__(self, root: Path) -> None:
-        self._requests = root / "requests"
-        self._status = root / "status"
-        self._known: dict[str, tuple[int, Outcome]] = {}
-        #: For what must be written although the file system is full.
-        self.spares = Spares(root)
+    def __init__(self, root: Path, *, clock: Clock = SYSTEM) -> None:
+        """Takes the root; its log is made by :meth:`open`, or by the first that writes."""
+        self._root = root
+        self._clock = clock
+        self._log = OperationLog(root / LOG_FILE, expendable=_expendable, clock=clock)
+        self._outcomes: tuple[tuple[int, int], list[Outcome]] | None = None
+        self._large_notes: dict[str, dict[str, object]] = {}
+        self._last = DrainProgress()
 
+    def open(self) -> None:
+        """Makes the log where it is missing.
+
+        Raises:
+            MemoryFullError: There is no space for it.
+        """
+        self._log.open()
+
+    def version(self) -> tuple[int, int]:
+        """What differs from the last call where there is anything new: a cheap look, for those who wait."""
+        return self._log.poll()
+
+    def ring(self) -> None:
+        """Has those who wait look again: something has changed that is not in the log.
+
+        They look by themselves every few seconds, so a bell that can't be rung is no error.
+        """
+        with contextlib.suppress(OSError):
+            if self._log.poll() != (0, 0):
+                self._log.write({})
+
+    # ---------------------------------------------------------------------------------- requests
     def submit(self, request: Request) -> None:
         """Queues an alias, delete or cancel.
 
         Raises:
-            MemoryFullError: There is no space for it, not even in a spare file.
+            MemoryFullError: There is no space for the log.
         """
         ids.validate_save_id(request.op_id)
-        self.spares.write(self._requests / f"{request.op_id}.json", json.dumps(asdict(request)).encode())
+        self._log.write({_REQUEST + request.op_id: asdict(request)})
 
     def requests(self) -> list[Request]:
         """What is queued, in order."""
-        return [request for path in self._request_files() if (request := _request(path)) is not None]
+        return [request for _, request in self._read_requests() if request is not None]
 
     def unreadable(self) -> list[str]:
-        """Ids of requests that this release can't understand: torn, or of another release."""
-        return [path.stem for path in self._request_files() if _request(path) is None and path.exists()]
+        """Ids of requests that this release does not understand."""
+        return [op_id for op_id, request in self._read_requests() if request is None]
 
-    def _request_files(self) -> list[Path]:
-        return [path for path in sorted(self._requests.glob("[0-9]*.json")) if _is_id(path.stem)]
+    def _read_requests(self) -> list[tuple[str, Request | None]]:
+        entries = sorted(self._log.entries(_REQUEST).items())
+        return [(op_id, _request(op_id, raw)) for op_id, raw in entries]
 
+    # ---------------------------------------------------------------------------------- outcomes
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
-        """Notes an outcome; a final one takes its request off the queue.
-
-        Raises:
-            MemoryFullError: There is no space for it, although older outcomes were given up.
-        """
-        path, request = self._status / f"{outcome.op_id}.json", self._requests / f"{outcome.op_id}.json"
-        try:
-            self.spares.write(path, json.dumps(asdict(outcome)).encode())
-        except MemoryFullError:
-            self._give_room()
-            if final:
-                # Done is done: what the request took is room for what became of it.
-                request.unlink(missing_ok=True)
-            self.spares.fill()
-            short = replace(outcome, error=outcome.error[:_SHORT])
-            self.spares.write(path, json.dumps(asdict(short)).encode())
-        if final:
-            request.unlink(missing_ok=True)
+        """Notes an outcome; a final one takes its request off the queue, in the same record."""
+        changes: dict[str, Any] = {_OUTCOME + outcome.op_id: asdict(replace(outcome, error=outcome.error[:_SHORT]))}
+        self._log.write({**changes, _REQUEST + outcome.op_id: None} if final else changes)
 
     def note_past(self, save_id: str, name: str, step: int, size: int, dirpath: str) -> None:
-        """Notes, where deletes may wait for one, that a save got to the durable tier past the queue.
-
-        Raises:
-            MemoryFullError: There is no space for the note.
-        """
-        if not unreplaced(self.outcomes()):
-            # Memory is short of space, and this would take some for nobody.
-            return
-        now = time.time()
-        self.finish(Outcome(save_id, "save", name, step, "committed", bytes=size, finished=now, dirpath=dirpath))
-        self.prune()
+        """Notes, where deletes may wait for one, that a save got to the durable tier past the queue."""
+        if unreplaced(self.outcomes()):
+            now = self._clock.wall()
+            self.finish(Outcome(save_id, "save", name, step, "committed", bytes=size, finished=now, dirpath=dirpath))
+            self.prune()
 
     def outcome(self, op_id: str) -> Outcome | None:
-        """What became of an operation; None where it is still to be done."""
-        return _read(self._status / f"{ids.validate_op_id(op_id)}.json", Outcome)
+        """What became of an operation; None where it is still to be done, or too long ago."""
+        return _parsed(Outcome, self._log.get(_OUTCOME + ids.validate_op_id(op_id)))
 
     def outcomes(self) -> list[Outcome]:
-        """All outcomes that are still kept, in order. Reads what changed since the last call."""
-        known: dict[str, tuple[int, Outcome]] = {}
-        with os.scandir(self._status) as entries:
-            for entry in entries:
-                if not entry.name[0].isdigit() or not entry.name.endswith(".json"):
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    # Every write is a new file: its number tells what its time may not.
-                    facts = entry.stat(follow_symlinks=False)
-                    stamp = hash((facts.st_ino, facts.st_mtime_ns))
-                    last = self._known.get(entry.name)
-                    outcome = last[1] if last and last[0] == stamp else _read(Path(entry.path), Outcome)
-                    if outcome is not None:
-                        known[entry.name] = (stamp, outcome)
-        self._known = known
-        return [known[name][1] for name in sorted(known)]
-
-    def _give_room(self) -> None:
-        """Drops the outcomes that tell least: what is committed is there to be seen."""
-        for outcome in self.outcomes()[:-_KEEP_WHEN_FULL]:
-            if outcome.state == "committed":
-                (self._status / f"{outcome.op_id}.json").unlink(missing_ok=True)
+        """All outcomes that are still kept, in order."""
+        version = self._log.poll()
+        if self._outcomes is None or self._outcomes[0] != version:
+            entries = sorted(self._log.entries(_OUTCOME).items())
+            self._outcomes = (version, [each for _, raw in entries if (each := _parsed(Outcome, raw)) is not None])
+        return self._outcomes[1]
 
     def prune(self) -> None:
-        """Drops all but the newest outcomes, those of one save together, and files left half written by the dead."""
-        outcomes = sorted(self._status.glob("[0-9]*.json"))
-        kept = set(sorted({ids.save_id_of_op(path.stem) for path in outcomes})[-_KEEP_OUTCOMES:])
-        for path in outcomes:
-            if ids.save_id_of_op(path.stem) not in kept:
-                path.unlink(missing_ok=True)
-        for path in (*self._status.glob(".*"), *self._requests.glob(".*")):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _HALF_WRITTEN_S:
-                    path.unlink()
+        """Drops all but the newest outcomes, those of one save together."""
+        op_ids = self._log.entries(_OUTCOME)
+        if len(op_ids) > _KEEP_SAVES:
+            kept = set(sorted({ids.save_id_of_op(op_id) for op_id in op_ids})[-_KEEP_SAVES:])
+            old = [_OUTCOME + op_id for op_id in op_ids if ids.save_id_of_op(op_id) not in kept]
+            if old:
+                self._log.write(dict.fromkeys(old))
 
+    # ------------------------------------------------------------------------------------- notes
+    def journal(self, op_id: str) -> Note:
+        """Where the drain notes what of an operation is done."""
+        return Note(self._log, op_id, self._large_notes)
+
+    def forget_notes(self, queued: Iterable[str]) -> None:
+        """Drops the notes of all operations but these."""
+        old = self._log.entries(_NOTE).keys() - set(queued)
+        if old:
+            self._log.write({_NOTE + op_id: None for op_id in old})
+
+    # ----------------------------------------------------------------------------- earlier files
+    def take_over(self, parts: Iterable[StoredPart]) -> None:
+        """Takes over what a release without this log left in small files."""
+        files = [(_OUTCOME + path.stem, path) for path in (self._root / "status").glob("[0-9]*.json")]
+        files += [(_REQUEST + path.stem, path) for path in (self._root / "requests").glob("[0-9]*.json")]
+        files += [(_NOTE + path.stem, path) for path in (self._root / "requests").glob("[0-9]*.journal")]
+        files += [(_NOTE + stored.op_id, path) for stored in parts if (path := stored.file("upload.json")).exists()]
+        if files:
+            self._log.write({key: _from_file(path) for key, path in files})
+        for _, path in files:
+            path.unlink()
+
+    def outcome_in_file(self, op_id: str) -> Outcome | None:
+        """What a drain of such a release, which still lives, says of an operation."""
+        path = self._root / "status" / f"{ids.validate_op_id(op_id)}.json"
+        return _parsed(Outcome, _from_file(path)) if path.exists() else None
+
+    # ---------------------------------------------------------------------------------- progress
     def write_progress(self, progress: DrainProgress) -> None:
-        """Says what the drain is doing; where there is no space, over what it said before."""
-        path, data = self._status / "drain.json", json.dumps(asdict(progress)).encode()
-        try:
-            write_atomic(path, data)
-        except MemoryFullError:
-            # Not from a spare file: several times a second, that would leave none.
-            write_over(path, data)
-
-    def begin_progress(self) -> None:
-        """Makes the file in which a drain says what it does; what it has to say later has space there.
-
-        Raises:
-            MemoryFullError: There is none for it now.
-        """
-        path = self._status / "drain.json"
-        if not path.exists():
-            self.spares.write(path, json.dumps(asdict(DrainProgress())).encode())
+        """Says what the drain is doing."""
+        short = replace(progress, last_error=progress.last_error[:_SHORT], trouble=progress.trouble[: _SHORT // 4])
+        self._log.beat(json.dumps(asdict(short), ensure_ascii=False).encode())
 
     def progress(self) -> DrainProgress:
         """What the drain last said of itself."""
-        return _read(self._status / "drain.json", DrainProgress) or DrainProgress()
+        try:
+            self._last = DrainProgress(**json.loads(self._log.heartbeat() or b"{}"))
+        except (ValueError, TypeError):
+            # Of another release.
+            self._last = DrainProgress()
+        return self._last
 
-    def journal(self, op_id: str) -> FileJournal:
-        """Where a delete notes what is still to be removed."""
-        return FileJournal(self._requests / f"{op_id}.journal", self.spares)
 
+class Note:
+    """A note of work in progress: see :class:`UploadJournal`. A very large one is kept in this process alone.
 
-class FileJournal:
-    """A store's note of work in progress, as a small file; in memory alone where there is no space for it.
-
-    Without a file, what a later process does not find is done again, or left for it to clear up; the work goes on.
+    Without it, what a later process does not find is done again, or left for it to clear up.
     """
 
-    def __init__(self, path: Path, spares: Spares) -> None:
-        self._path = path
-        self._spares = spares
-        self._unwritten: dict[str, object] | None = None
+    def __init__(self, log: OperationLog, op_id: str, large: dict[str, dict[str, object]]) -> None:
+        self._log = log
+        self._op_id = op_id
+        self._large = large
 
     def read(self) -> dict[str, object] | None:
-        if self._unwritten is not None:
-            return dict(self._unwritten)
-        try:
-            state = json.loads(self._path.read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None
-        return state if isinstance(state, dict) else None
+        state = self._large.get(self._op_id, self._log.get(_NOTE + self._op_id))
+        return dict(state) if isinstance(state, dict) else None
 
     def write(self, state: dict[str, object]) -> None:
-        try:
-            self._spares.write(self._path, json.dumps(state).encode())
-            self._unwritten = None
-        except MemoryFullError:
-            self._unwritten = dict(state)
+        self._large[self._op_id] = dict(state)
+        if len(json.dumps(state)) <= _NOTE_SIZE:
+            with contextlib.suppress(MemoryFullError):
+                self._log.write({_NOTE + self._op_id: state})
+                del self._large[self._op_id]
 
     def clear(self) -> None:
-        self._unwritten = None
-        self._path.unlink(missing_ok=True)
+        self._large.pop(self._op_id, None)
+        if self._log.get(_NOTE + self._op_id) is not None:
+            self._log.write({_NOTE + self._op_id: None})
 
 
-def _request(path: Path) -> Request | None:
-    request = _read(path, Request)
-    return request if request is not None and request.op_id == path.stem and request.action in _ACTIONS else None
+def operations_of(parts: Iterable[StoredPart], requests: Iterable[Request]) -> list[Request]:
+    """All that waits for the drain, in order."""
+    saves = [
+        Request(stored.op_id, "save" if stored.part.commits else "part", stored.part.name, stored.part.dirpath)
+        for stored in parts
+        if stored.pending
+    ]
+    return in_order([*saves, *requests])
 
 
-def _is_id(text: str) -> bool:
+def _expendable(state: Mapping[str, Any]) -> list[str]:
+    """Outcomes in the order in which the log may drop them: what is committed can be seen on the durable tier."""
+    keys = sorted(key for key in state if key.startswith(_OUTCOME))
+    committed = [key for key in keys[:-_KEEP_WHEN_FULL] if state[key].get("state") == "committed"]
+    return [*committed, *(key for key in keys if key not in set(committed))]
+
+
+def _from_file(path: Path) -> Any:
     try:
-        ids.validate_save_id(text)
-    except InvalidNameError:
-        return False
-    return True
+        return json.loads(path.read_bytes())
+    except ValueError:
+        # Torn: refused as what this release does not understand.
+        return {}
 
 
-def _read(path: Path, kind: type[_T]) -> _T | None:
+def _request(op_id: str, raw: Any) -> Request | None:
+    request = _parsed(Request, raw)
+    return request if request is not None and request.op_id == op_id and request.action in _ACTIONS else None
+
+
+def _parsed(kind: type[_T], raw: Any) -> _T | None:
     try:
-        raw: Any = json.loads(path.read_bytes())
         made = kind(**raw)
-        if isinstance(made, Request | Outcome):
-            ids.validate_op_id(made.op_id)
-            ids.validate_name(made.name)
-    except (FileNotFoundError, ValueError, TypeError, AttributeError):
-        # Not there, torn by a crash of the machine, or of another release: nobody waits for it.
+        ids.validate_op_id(made.op_id)
+        ids.validate_name(made.name)
+    except (InvalidNameError, TypeError, ValueError, AttributeError):
+        # Of another release: nobody waits for it.
         return None
     return made

@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
-
-_HEARTBEAT_S = 0.25
 
 
 class Reporter:
     """Collects a drain's figures, and writes them where the trainer reads them."""
 
-    def __init__(self, queue: Queue, requests: Callable[[], Iterable[Mapping[str, int]]]) -> None:
+    def __init__(self, queue: Queue, requests: Callable[[], Iterable[Mapping[str, int]]], clock: Clock) -> None:
         """Takes the queue to write to, and what gives the counters of all stores."""
         self._queue = queue
+        self._clock = clock
         self._requests = requests
         self._lock = threading.Lock()
         self._current: tuple[str, int] = ("", 0)
@@ -29,10 +28,9 @@ class Reporter:
         self.counts: Counter[str] = Counter()
         self.pending = 0
         self.last_error = ""
-        #: See :class:`DrainProgress`. Replaced, never changed: it is read by the thread that writes.
-        self.untold: frozenset[str] = frozenset()
+        self.trouble = ""
         #: When something last went well, by the monotonic clock.
-        self.last_success = time.monotonic()
+        self.last_success = clock.monotonic()
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
@@ -40,7 +38,7 @@ class Reporter:
         ended = threading.Event()
 
         def beat() -> None:
-            while not ended.wait(_HEARTBEAT_S):
+            while not self._clock.wait(ended, self._clock.timing.heartbeat_s):
                 self.write()
 
         thread = threading.Thread(target=beat, name="tiered-heartbeat", daemon=True)
@@ -57,7 +55,7 @@ class Reporter:
         """Says that a checkpoint of ``size`` bytes is in work while the block runs."""
         with self._lock:
             self._current = (name, size)
-            self._done, self._started = 0, time.monotonic()
+            self._done, self._started = 0, self._clock.monotonic()
         self.write()
         try:
             yield
@@ -69,13 +67,12 @@ class Reporter:
         """Counts bytes that reached the durable tier."""
         with self._lock:
             self._done += count
-            self.last_success = time.monotonic()
+            self.last_success = self._clock.monotonic()
 
-    def succeeded(self, size: int, seconds: float, what: str = "committed") -> None:
-        """Counts an operation as ``what``; ``size`` is 0 for those that upload nothing."""
+    def succeeded(self, size: int, seconds: float) -> None:
+        """Takes the rate of an operation; ``size`` is 0 for those that upload nothing."""
         with self._lock:
-            self.counts[what] += 1
-            self.last_success = time.monotonic()
+            self.last_success = self._clock.monotonic()
             if size:
                 self._rate = size / max(seconds, 1e-9)
 
@@ -86,10 +83,10 @@ class Reporter:
             counters.update(requests)
         with self._lock:
             name, total = self._current
-            elapsed = time.monotonic() - self._started
+            elapsed = self._clock.monotonic() - self._started
             progress = DrainProgress(
                 os.getpid(),
-                time.time(),
+                self._clock.wall(),
                 self.pending,
                 name,
                 self._done if name else 0,
@@ -97,8 +94,8 @@ class Reporter:
                 self._done / max(elapsed, 1e-9) if name else self._rate,
                 dict(counters),
                 self.last_error,
-                sorted(self.untold),
+                self.trouble,
             )
-        # A full tmpfs must not end the drain that frees it.
+        # Without a log, or a descriptor to open it, there is nothing to say it by.
         with contextlib.suppress(OSError):
             self._queue.write_progress(progress)

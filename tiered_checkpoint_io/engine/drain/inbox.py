@@ -1,4 +1,4 @@
-"""What a process heard of its background operations: for who polls, and for who is to be shown failures."""
+"""Results of background operations, for who polls and for who is to be shown failures."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.model import ids
 
-#: More have ended where nobody polls.
-_UNPOLLED = 256
+#: Kept for a caller that does not poll.
+_UNREAD = 256
 
 
-class Heard:
-    """Outcomes, each given once to who polls; and failures, each shown once, whoever polls."""
+class OutcomeInbox:
+    """Outcomes, each published once to who polls; and failures, each once, whether anything polls or not."""
 
     def __init__(self, dirpath: str) -> None:
         """Takes the durable tier, for the text of failures."""
         self._dirpath = dirpath
-        self._unpolled: deque[Outcome] = deque(maxlen=_UNPOLLED)
-        self._unshown: list[Outcome] = []
+        self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
+        self._failed: list[Outcome] = []
 
-    def add(self, fresh: Iterable[Outcome]) -> None:
+    def report(self, fresh: Iterable[Outcome]) -> None:
         """Takes what has just ended."""
         for outcome in fresh:
-            self._unpolled.append(outcome)
+            self._unread.append(outcome)
             if outcome.state == "failed" and outcome.action != "cancel":
-                self._unshown.append(outcome)
+                self._failed.append(outcome)
 
-    def polled(self) -> list[Outcome]:
+    def publish(self) -> list[Outcome]:
         """What ended since the last call."""
-        fresh = [*self._unpolled]
-        self._unpolled.clear()
+        fresh = [*self._unread]
+        self._unread.clear()
         return fresh
 
     def failures(self) -> list[tuple[Outcome, SaveError]]:
-        """What failed since the last call, and how that is told."""
-        unshown, self._unshown = self._unshown, []
-        return [(outcome, self._error(outcome)) for outcome in unshown]
+        """What failed since the last call, each with its error."""
+        failed, self._failed = self._failed, []
+        return [(outcome, self._error(outcome)) for outcome in failed]
 
     def _error(self, outcome: Outcome) -> SaveError:
         return SaveError(

@@ -1,0 +1,223 @@
+"""The operation log: killed writers, damage, forks, a full file system, a process without descriptors."""
+
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support.tenants import Tenant, descriptors_to_spare, mounted_tmpfs
+
+from tiered_checkpoint_io.engine.drain import log as module
+from tiered_checkpoint_io.engine.drain.log import OperationLog
+from tiered_checkpoint_io.errors import MemoryFullError
+
+BODY = "y" * 300
+
+
+def opened(path):
+    return OperationLog(path, expendable=lambda state: sorted(key for key in state if key.startswith("old/")))
+
+
+@pytest.fixture
+def path(memory_dir):
+    return f"{memory_dir}/log"
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Halves that are full after some 200 records."""
+    monkeypatch.setattr(module, "_HALF", 1 << 16)
+
+
+def numbers(log, prefix):
+    return sorted(int(number) for number in log.entries(prefix))
+
+
+# ------------------------------------------------------------------------------------ two writers
+def test_writers_see_each_other_through_many_changes_of_half(path, small):
+    one, other = opened(path), opened(path)
+    for number in range(2000):
+        (one, other)[number % 2].write({f"now/{number}": BODY, f"now/{number - 20}": None})
+        assert numbers((other, one)[number % 2], "now/")[-1] == number
+    for log in (one, other, opened(path)):
+        assert numbers(log, "now/") == list(range(1980, 2000))
+    assert one.poll() == other.poll()
+
+
+def test_threads_of_one_process_exclude_each_other(path, small):
+    """Also with one log each, of the same file: what is closed by one gives up no lock of the other."""
+    shared = opened(path)
+
+    def count(log, name):
+        for number in range(300):
+            log.write({name: number})
+            opened(path).get(name)
+
+    threads = [
+        threading.Thread(target=count, args=(log, name))
+        for log, name in ((shared, "a"), (shared, "b"), (opened(path), "c"))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert opened(path).entries("") == {"a": 299, "b": 299, "c": 299}
+
+
+def worker(path, name, ack):
+    """Writes number after number; ``ack`` holds how many were begun, and how many are acknowledged."""
+    log, told = opened(path), memoryview(ack).cast("q")
+    number = told[1]
+    while True:
+        number += 1
+        told[0] = number
+        log.write({f"{name}/{number}": BODY, f"{name}/{number - 10}": None})
+        told[1] = number
+        log.beat(BODY.encode())
+
+
+def forked(path, name, ack):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            worker(path, name, ack)
+        finally:
+            os._exit(1)
+    return pid
+
+
+@pytest.mark.timeout(60)
+def test_whatever_was_acknowledged_outlives_two_writers_that_are_killed_at_random(path, small):
+    chance = random.Random(5)
+    acks = {name: mmap.mmap(-1, 16) for name in "ab"}
+    writers = {name: forked(path, name, ack) for name, ack in acks.items()}
+    for kill in range(100):
+        time.sleep(chance.uniform(0.001, 0.008))
+        victims = "ab" if kill % 5 == 4 else chance.choice("ab")
+        for name in victims:
+            os.kill(writers[name], signal.SIGKILL)
+            os.waitpid(writers[name], 0)
+        before = {name: memoryview(ack).cast("q")[1] for name, ack in acks.items()}
+        fresh = opened(path)
+        for name, ack in acks.items():
+            found = numbers(fresh, f"{name}/")
+            last = max(found, default=0)
+            assert before[name] <= last <= memoryview(ack).cast("q")[0], f"kill {kill}"
+            assert found == list(range(max(1, last - 9), last + 1)), "each record whole, or not there"
+        fresh.close()
+        for name in victims:
+            # What was begun and not acknowledged may be there: go on behind it.
+            told = memoryview(acks[name]).cast("q")
+            told[1] = told[0] = max(numbers(opened(path), f"{name}/"), default=0)
+            writers[name] = forked(path, name, acks[name])
+    for pid in writers.values():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert min(memoryview(ack).cast("q")[1] for ack in acks.values()) > 200
+
+
+def test_two_pid_namespaces_share_one(path):
+    count = (
+        "import sys; sys.path.insert(0, 'tests/unit')\n"
+        "from tiered_checkpoint_io.engine.drain.log import OperationLog\n"
+        "log = OperationLog(sys.argv[1], expendable=lambda state: ())\n"
+        "for n in range(500): log.write({f'{sys.argv[2]}{n}': n})\n"
+    )
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", count, path]
+    children = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "ab"]
+    told = [child.communicate(timeout=60)[1] for child in children]
+    if any("unshare" in text for text in told):
+        pytest.skip(f"no namespaces here: {told}")
+    assert [child.returncode for child in children] == [0, 0], told
+    assert len(opened(path).entries("")) == 1000
+
+
+def test_a_forked_child_keeps_no_lock_alive_and_may_read(path):
+    log = opened(path)
+    log.write({"a": 1})
+    ready, go = os.pipe()
+    with log._guard, log._locked():
+        child = os.fork()
+        if child == 0:
+            os.close(go)
+            os.read(ready, 1)
+            os._exit(0 if log.get("a") == 1 else 1)
+        os.close(ready)
+    other = opened(path)
+    other.write({"b": 2})
+    os.close(go)
+    assert os.waitpid(child, 0)[1] == 0
+    assert log.get("b") == 2
+
+
+# --------------------------------------------------------------------------------------- scarcity
+@pytest.mark.parametrize("what", ["space", "files", "descriptors"])
+def test_it_goes_on_for_ever_where_nothing_is_left(what, tmp_path, small):
+    with mounted_tmpfs(tmp_path / "tight", 4 << 20, inodes=40) as folder:
+        log, tenant = opened(folder / "log"), Tenant(folder)
+        log.open()
+        {"space": tenant.fills, "files": tenant.takes_all_inodes, "descriptors": lambda: None}[what]()
+        with descriptors_to_spare(0 if what == "descriptors" else 10):
+            for number in range(1000):
+                log.write({f"now/{number}": BODY, f"now/{number - 20}": None})
+                log.beat(str(number).encode())
+            assert log.heartbeat() == b"999"
+        assert numbers(opened(folder / "log"), "now/") == list(range(980, 1000))
+
+
+def test_where_there_is_no_space_for_the_file_it_is_an_error_and_reads_as_empty(tmp_path):
+    with mounted_tmpfs(tmp_path / "tight", 1 << 20) as folder:
+        log = opened(folder / "log")
+        assert (log.poll(), log.get("a"), log.heartbeat()) == ((0, 0), None, b"")
+        with pytest.raises(MemoryFullError, match="no space for the operation log"):
+            log.write({"a": 1})
+        assert log.get("a") is None
+
+
+def test_what_may_be_dropped_is_and_what_may_not_is_an_error(path, small):
+    log = opened(path)
+    for number in range(1000):
+        log.write({f"old/{number:04}": BODY, "kept": number})
+    assert log.get("kept") == 999
+    left = numbers(log, "old/")
+    assert left == list(range(left[0], 1000))
+    assert 100 < len(left) < 250
+    with pytest.raises(MemoryFullError, match="too much is queued"):
+        for number in range(1000):
+            log.write({f"now/{number}": BODY})
+    assert numbers(opened(path), "now/") == list(range(number)), "what was refused changed nothing"
+
+
+# ----------------------------------------------------------------------------------------- damage
+@pytest.mark.parametrize("at", [0, 20, 40, 8192, 8192 + (1 << 16), 8192 + 3000, 8192 + (1 << 16) + 3000])
+def test_damage_costs_records_with_a_warning_and_all_processes_agree_again(at, path, small, caplog):
+    live = opened(path)
+    for number in range(20):
+        live.write({f"now/{number}": BODY})
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(b"\xa5" * 16)
+    fresh = opened(path)
+    fresh.write({"fresh": 1})
+    live.write({"live": 1})
+    late = opened(path)
+    assert fresh.entries("") == live.entries("") == late.entries("")
+    found = numbers(late, "now/")
+    assert found == list(range(len(found))), "up to the damage"
+    assert {"fresh", "live"} <= set(late.entries(""))
+    assert len(found) == 20 or "is damaged" in caplog.text
+
+
+def test_a_file_that_is_lost_is_made_anew(path, caplog):
+    log = opened(path)
+    log.write({"a": 1})
+    os.unlink(path)
+    assert log.get("a") is None
+    assert "was removed" in caplog.text
+    log.write({"b": 2})
+    assert opened(path).entries("") == {"b": 2}
