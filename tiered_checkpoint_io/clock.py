@@ -68,7 +68,8 @@ class Timing:
         drain_lock_s: Who asks whether a drain runs holds its lock for a moment; so long a new drain tries.
         drain_give_up_s: How long a drain without trainers tries on without any success.
         drain_trouble_s: What keeps the drain from its queue for longer is published to those who wait.
-        heartbeat_s: How often the drain writes its progress.
+        heartbeat_s: How often the drain writes its progress while it uploads.
+        idle_heartbeat_s: How often it does so while it does not.
         retry_first_s: From the first failure of an operation to its next attempt; doubled at each further one.
         retry_max_s: The longest such time.
         retry_permanent_s: The time for errors that do not go away by retrying.
@@ -121,11 +122,12 @@ class Timing:
     log_lock_poll_s: float = 0.0005
     lock_poll_s: float = 0.02
     full_look_s: float = 2.0
-    drain_rest_s: float = 0.05
+    drain_rest_s: float = 0.1
     drain_lock_s: float = 0.1
     drain_give_up_s: float = 900.0
     drain_trouble_s: float = 3.0
     heartbeat_s: float = 0.25
+    idle_heartbeat_s: float = 1.0
     retry_first_s: float = 1.0
     retry_max_s: float = 30.0
     retry_permanent_s: float = 60.0

@@ -152,7 +152,7 @@ class World:
         return ("harmless", "") if step == STEPS[-1] else ("undetected", f"step {step}, and nothing was said")
 
     def _fill_memory(self, instead):
-        for folder in ("saves", "slots", "trash", "quarantine", "requests", "status"):
+        for folder in ("saves", "slots", "trash", "quarantine", "status"):
             os.makedirs(namespace_root(self.memory_dir, "default") / folder, mode=0o700)
         for path, data in self.memory.items():
             os.makedirs(path.parent, mode=0o700, exist_ok=True)

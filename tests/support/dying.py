@@ -13,9 +13,12 @@ from pathlib import Path
 
 from support import story
 
+from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 PATIENCE_S = 40
+#: Hundreds of lives would wait for the next look of a drain that has nothing to do.
+SOON = Clock(Timing(drain_rest_s=0.01, respawn_s=0.02, full_look_s=0.1))
 #: What a job does, operation by operation: action, name, and target of an alias or tiers of a save.
 LIVES = {
     # Memory keeps two: the fourth save prunes. One overwrites, one goes whose alias stays, one is the newest and goes.
@@ -47,7 +50,7 @@ def import_all():
     import torch.distributed.checkpoint as torch_dcp
 
     from tiered_checkpoint_io.engine import checkpointer
-    from tiered_checkpoint_io.engine.drain import client, worker  # noqa: F401
+    from tiered_checkpoint_io.engine.drain import client  # noqa: F401
     from tiered_checkpoint_io.stores import directory, s3  # noqa: F401
 
     # The first plan, and the first save and load, of a process import by themselves.
@@ -56,8 +59,6 @@ def import_all():
         warnings.simplefilter("ignore")
         torch_dcp.save(sharded_state(0), storage_writer=torch_dcp.FileSystemWriter(folder), no_dist=True)
         torch_dcp.load(sharded_state(0), storage_reader=torch_dcp.FileSystemReader(folder), no_dist=True)
-    # Hundreds of lives would wait for the next look of a drain that has nothing to do.
-    worker._IDLE_POLL_S = worker._POLL_S = 0.01
     logging.disable(logging.CRITICAL)
 
 
@@ -84,7 +85,7 @@ def run_drain(order, counter):
     from tiered_checkpoint_io.engine.drain.worker import Drain
 
     name_operations(counter)
-    assert Drain(Path(order["root"])).run(once=True)
+    assert Drain(Path(order["root"]), clock=SOON).run(once=True)
 
 
 class ForkedDrain:
@@ -111,7 +112,7 @@ class ForkedDrain:
         counter._lock = threading.Lock()
         counter._own_phase = threading.local()
         try:
-            Drain(root).run()
+            Drain(root, clock=SOON).run()
         except BaseException as error:
             counter.tell(error=repr(error))
         counter.tell_all()
@@ -133,7 +134,6 @@ def fork_drains(order, counter):
 
     ForkedDrain.order, ForkedDrain.counter = order, counter
     client.subprocess = types.SimpleNamespace(Popen=ForkedDrain, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
-    client._RESPAWN_WAIT_S = 0.02
 
 
 # --------------------------------------------------------------------------------------- trainers
@@ -182,6 +182,7 @@ class FullLife:
         from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 
         self.made = Checkpointer(TieredCheckpointConfig.from_any(**options_of(order), drain=order["drain"]))
+        self.made.session.clock = SOON
 
     def save(self, number, name, what):
         tiers = {"memory"} if what == "memory" else {"memory", "durable"}
@@ -209,6 +210,7 @@ class ShardedLife:
         from tiered_checkpoint_io import TieredStorageWriter, dcp
 
         self.writer = TieredStorageWriter(**self.options, save_to_s3=what != "memory", wait="waited" in what)
+        self.writer.session.clock = SOON
         dcp.save(sharded_state(number), checkpoint_id=name, storage_writer=self.writer, no_dist=True, kind=self.kind)
 
     def close(self):

@@ -134,7 +134,7 @@ def install(counter):
         behind(name, name, lambda args, options: _resolved(args[0], options))
     for name, kind in (("fsync", "fsync"), ("ftruncate", "truncate"), ("posix_fallocate", "allocate")):
         behind(name, kind, lambda args, options: _path_of(args[0]))
-    opens, writes, fdopen, maps = os.open, os.write, os.fdopen, mmap.mmap
+    opens, writes, pwrites, fdopen, maps = os.open, os.write, os.pwrite, os.fdopen, mmap.mmap
 
     def open_counted(path, flags, *args, **options):
         new = flags & os.O_CREAT and not os.path.exists(path)
@@ -150,6 +150,13 @@ def install(counter):
         counter.effect("write", path)
         return count
 
+    def pwrite_counted(descriptor, data, offset):
+        path = _path_of(descriptor)
+        counter.effect("write, half", path, lambda: pwrites(descriptor, bytes(data)[: len(data) // 2], offset))
+        count = pwrites(descriptor, data, offset)
+        counter.effect("write", path)
+        return count
+
     def fdopen_counted(descriptor, mode="r", *args, **options):
         if mode == "wb" and counter.counts(_path_of(descriptor)):
             return _Counted(descriptor, counter)
@@ -161,7 +168,8 @@ def install(counter):
             counter.effect("mmap", _path_of(descriptor))
         return mapping
 
-    os.open, os.write, os.fdopen, mmap.mmap = open_counted, write_counted, fdopen_counted, map_counted
+    os.open, os.write, os.pwrite = open_counted, write_counted, pwrite_counted
+    os.fdopen, mmap.mmap = fdopen_counted, map_counted
 
     from botocore.client import BaseClient
 

@@ -63,7 +63,7 @@ class FullDrain:
                 self.moment(store, node)
             place.drain()
             self.finished(store, node)
-            if [stored for stored in node.tier.parts() if stored.pending] or [*(node.root / "requests").glob("[!.]*")]:
+            if [stored for stored in node.tier.parts() if stored.pending] or node.queue.requests():
                 raise Lost("the queue is not empty")
         return found
 

@@ -277,8 +277,9 @@ def test_what_a_callback_asks_out_of_descriptors_stops_no_training(asked, kept, 
     made.save(state(2), "2.ckpt")
     with descriptors_to_spare(0):
         ASKED[asked](made)
-    # What was not done is counted; of what was just looked at, the next look tells.
-    assert made.progress().counters.get("failed", 0) == {"remove": 2, "alias": 1}.get(asked, 0)
+    # Aliases and deletes are queued even so. To look into memory takes a descriptor, which is counted, once.
+    assert made.progress().counters.get("failed", 0) == {"remove": 1}.get(asked, 0)
+    made.wait()
     assert not made.is_pending(KEPT)
     made.close()
 

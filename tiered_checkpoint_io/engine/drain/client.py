@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -65,7 +64,7 @@ class DrainHandle:
         self._seen = {(outcome.op_id, outcome.state) for outcome in outcomes}
         #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
         self._earlier = {outcome.op_id: outcome.finished for outcome in outcomes if outcome.state == "failed"}
-        tier.bell = self._ring
+        tier.bell = self.queue.ring
 
     # ----------------------------------------------------------------------------------- life
     def start(self) -> None:
@@ -78,7 +77,11 @@ class DrainHandle:
             return
         _reap()
         if self._trainer_lock is None:
-            self._trainer_lock = self._shared_lock(self._root / TRAINERS_FILE)
+            path, patience_s = self._root / TRAINERS_FILE, self._clock.timing.trainers_lock_s
+            self._trainer_lock = try_lock(path, shared=True, patience_s=patience_s, clock=self._clock)
+            if self._trainer_lock is None:
+                text = "a drain that should have left holds the trainers' lock"
+                raise DrainError(text, operation="start", tier="memory", key=str(path))
         if not self._is_prepared:
             self.queue.open()
             self._write_config()
@@ -264,7 +267,7 @@ class DrainHandle:
             DrainError: It still did after ``timeout_s`` seconds, or what it has to do first fails.
         """
         for _ in self._looks(timeout_s):
-            operations, outcomes = self._operations(), self.queue.outcomes()
+            operations, outcomes = operations_of(self._tier.parts(), self.queue.requests()), self.queue.outcomes()
             first = conflicting_operations(operations, unreplaced(outcomes), self._config.dirpath, name)
             if not first:
                 return
@@ -295,8 +298,8 @@ class DrainHandle:
         while not is_late:
             version, looked_at = self.queue.version(), clock.monotonic()
             yield
+            self.ensure()
             while version == self.queue.version() and clock.monotonic() - looked_at < timing.full_look_s:
-                self.ensure()
                 is_late = clock.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
                 if is_late:
                     break
@@ -320,20 +323,12 @@ class DrainHandle:
             # Whoever waits for it starts it again.
             self._log.error("the drain has ended: %s", error)
 
-    def _ring(self) -> None:
-        if not self._foreign():
-            self.queue.ring()
-
     def _doable(self) -> list[Request]:
         """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
-        operations = self._operations()
+        operations = operations_of(self._tier.parts(), self.queue.requests())
         held = held_back(operations, unreplaced(self.queue.outcomes()))
         # A save that is under way may set them free as well, and then they are waited for.
         return [operation for operation in operations if operation not in held]
-
-    def _operations(self) -> list[Request]:
-        """All that waits for the drain, in order."""
-        return operations_of(self._tier.parts(), self.queue.requests())
 
     def _stuck_by(self, left: list[Request]) -> Outcome | None:
         """The first failure where all that is left has failed, or waits for what has."""
@@ -397,17 +392,6 @@ class DrainHandle:
     def _foreign(self) -> bool:
         # A forked child (a DataLoader's worker) has our memory, but not our role.
         return os.getpid() != self._pid
-
-    def _shared_lock(self, path: Path) -> int:
-        descriptor = try_lock(path, shared=True, patience_s=self._clock.timing.trainers_lock_s, clock=self._clock)
-        if descriptor is None:
-            raise DrainError(
-                "a drain that should have left holds the trainers' lock",
-                operation="start",
-                tier="memory",
-                key=str(path),
-            )
-        return descriptor
 
 
 def _reap() -> None:

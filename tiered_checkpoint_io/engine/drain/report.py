@@ -38,7 +38,8 @@ class Reporter:
         ended = threading.Event()
 
         def beat() -> None:
-            while not self._clock.wait(ended, self._clock.timing.heartbeat_s):
+            timing = self._clock.timing
+            while not self._clock.wait(ended, timing.heartbeat_s if self._current[0] else timing.idle_heartbeat_s):
                 self.write()
 
         thread = threading.Thread(target=beat, name="tiered-heartbeat", daemon=True)

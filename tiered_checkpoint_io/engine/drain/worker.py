@@ -161,8 +161,12 @@ class Drain:
         version = self._queue.version()
         operations, parts = self.pending()
         self._report.pending = len(operations)
-        self._look_again(operations)
-        self._gathering.keep({operation.op_id for operation in operations})
+        op_ids = {operation.op_id for operation in operations}
+        if op_ids - self._seen:
+            # What fails for good is tried again when there is something new to do.
+            self._seen = op_ids
+            self._retries.retry_permanent_now()
+        self._gathering.keep(op_ids)
         now = self._clock.monotonic()
         complete = self._gathering.complete()
         waiting = {op_id: due for op_id, due in self._retries.not_due(now).items() if op_id not in complete}
@@ -179,6 +183,7 @@ class Drain:
     def _rest(self, version: tuple[int, int], until: float) -> None:
         """Waits for a change of the log, or until something is due; looks by itself now and then all the same."""
         clock = self._clock
+        self._report.write()
         until = min(until, clock.monotonic() + clock.timing.full_look_s)
         while not self._stop.is_set() and clock.monotonic() < until and self._queue.version() == version:
             clock.wait(self._stop, clock.timing.drain_rest_s)
@@ -199,13 +204,6 @@ class Drain:
             self._log.error("%s", error)
             self._finish(Request(op_id, "unknown", op_id, ""), -1, "failed", error=error)
 
-    def _look_again(self, operations: list[Request]) -> None:
-        """What fails for good is tried again when there is something new to do."""
-        op_ids = {operation.op_id for operation in operations}
-        if op_ids - self._seen:
-            self._seen = op_ids
-            self._retries.retry_permanent_now()
-
     def _may_leave(self) -> bool:
         trainers = try_lock(self._root / TRAINERS_FILE)
         if trainers is None:
@@ -216,7 +214,9 @@ class Drain:
         held = held_back(operations, unreplaced(self._queue.outcomes()))
         left = [operation for operation in operations if operation not in held]
         overdue = self._clock.monotonic() - self._report.last_success > self._clock.timing.drain_give_up_s
-        if left and not overdue and not self._is_in_vain(left):
+        # To stay would be in vain for what fails for good: the next start may bring other credentials than ours.
+        permanent = self._retries.all_permanent(operation.op_id for operation in left)
+        if left and not overdue and (not permanent or self._gathering.hopeful()):
             release(trainers)
             return False
         if operations:
@@ -227,11 +227,6 @@ class Drain:
             )
         self._trainers = trainers
         return True
-
-    def _is_in_vain(self, operations: list[Request]) -> bool:
-        """Whether to stay would be in vain: the next start may bring other credentials than ours."""
-        permanent = self._retries.all_permanent(operation.op_id for operation in operations)
-        return permanent and not self._gathering.hopeful()
 
     # ------------------------------------------------------------------------------ operations
     def _execute(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:
@@ -294,13 +289,12 @@ class Drain:
                 journal=journal,
                 progress=self._progress,
                 timeout_s=self._stores.config.wait_timeout_s,
-                busy=lambda: self._names_behind(part.save_id),
+                busy=lambda: self._later_names(part.save_id),
             )
 
-    def _names_behind(self, save_id: str) -> set[str]:
-        """Names of saves that were made after one, and are on their way."""
-        operations, _ = self.pending()
-        return {each.name for each in operations if each.action in SAVES and ids.save_id_of_op(each.op_id) > save_id}
+    def _later_names(self, save_id: str) -> set[str]:
+        """Names of queued saves that were made after one."""
+        return {part.name for part in (stored.part for stored in self.pending()[1].values()) if part.save_id > save_id}
 
     def _progress(self, count: int) -> None:
         if self._stop.is_set():
@@ -375,11 +369,10 @@ class Drain:
         if final:
             self._retries.forget(operation.op_id)
         error_type = type(error).__name__ if isinstance(error, Exception) else ""
-        name, dirpath = operation.name, operation.dirpath
         outcome = Outcome(
             operation.op_id,
             operation.action,
-            name,
+            operation.name,
             step,
             state,
             str(error),
@@ -388,13 +381,13 @@ class Drain:
             seconds,
             self._clock.wall(),
             attempts,
-            dirpath,
+            operation.dirpath,
         )
         try:
             self._queue.finish(outcome, final=final)
         except MemoryFullError as full:
             # No log could be made: memory was full already when this release started. To go on frees it.
-            self._log.error("could not note the outcome of %s: %s", name, full)
+            self._log.error("could not note the outcome of %s: %s", operation.name, full)
 
     def _mark_drained(self, stored: StoredPart) -> None:
         """Notes in memory that the durable tier needs nothing more of a part."""
