@@ -1,5 +1,6 @@
 """The drain, in this process where that suffices, and as the process that a trainer starts."""
 
+import json
 import logging
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 
 import pytest
 from support.draining import Node, names, objects, readable
@@ -16,7 +18,7 @@ from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError, StoreAccessError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
@@ -345,6 +347,25 @@ def test_a_trainer_starts_it_waits_for_it_and_leaves_it(node, store, handle_of):
 def next_request(node, action, name):
     node.number += 1
     return Request(op_id(node.number), action, name, node.dirpath)
+
+
+def test_a_drain_of_a_release_without_a_log_ends_its_work_and_is_followed(node, handle_of):
+    """It is alive at an upgrade: it cannot read the log, but uploads parts, and says so in a file."""
+    earlier = try_lock(node.root / LOCK_FILE)
+    op, last = node.save("a.ckpt", b"A"), node.delete("none.ckpt")
+    handle = handle_of(node)
+    handle.start()
+    its_leave = try_lock(node.root / EARLIER_TRAINERS_FILE)
+    assert its_leave is not None, "no trainer of ours keeps it"
+    outcome = Outcome(op, "save", "a.ckpt", 1, "committed")
+    (node.root / "status" / f"{op}.json").write_text(json.dumps(asdict(outcome)))
+    (stored,) = node.tier.parts()
+    node.tier.mark_drained(stored)
+    assert handle.wait(op, 30) == outcome
+    release(its_leave)
+    release(earlier)
+    handle.flush(60)
+    assert node.states() == {op: "committed", last: "committed"}
 
 
 def test_a_killed_drain_is_started_again(node, store, handle_of):

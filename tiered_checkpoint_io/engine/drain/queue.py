@@ -188,11 +188,10 @@ class Queue:
 
     def progress(self) -> DrainProgress:
         """What the drain last said of itself."""
-        try:
-            self._last = DrainProgress(**json.loads(self._log.heartbeat() or b"{}"))
-        except (ValueError, TypeError):
-            # Of another release.
-            self._last = DrainProgress()
+        said = self._log.heartbeat()
+        with contextlib.suppress(ValueError, TypeError):
+            # Nothing is said where a drain is just writing it, or is of another release.
+            self._last = DrainProgress(**json.loads(said)) if said else self._last
         return self._last
 
 

@@ -174,17 +174,16 @@ class Drain:
         operation = next_operation(operations, waiting, unreplaced(self._queue.outcomes()))
         if operation is not None:
             self._execute(operation, operations, parts)
+            self._report.write()
         elif once or (not self._stay and self._may_leave()):
             return True
         else:
-            self._rest(version, min(waiting.values(), default=now + self._clock.timing.full_look_s))
+            self._rest(version, min([*waiting.values(), now + self._clock.timing.full_look_s]))
         return False
 
     def _rest(self, version: tuple[int, int], until: float) -> None:
         """Waits for a change of the log, or until something is due; looks by itself now and then all the same."""
         clock = self._clock
-        self._report.write()
-        until = min(until, clock.monotonic() + clock.timing.full_look_s)
         while not self._stop.is_set() and clock.monotonic() < until and self._queue.version() == version:
             clock.wait(self._stop, clock.timing.drain_rest_s)
 
