@@ -70,9 +70,9 @@ class Timing:
         drain_trouble_s: What keeps the drain from its queue for longer is published to those who wait.
         heartbeat_s: How often the drain writes its progress while it uploads.
         idle_heartbeat_s: How often it does so while it does not.
-        retry_first_s: From the first failure of an operation to its next attempt; doubled at each further one.
-        retry_max_s: The longest such time.
-        retry_permanent_s: The time for errors that do not go away by retrying.
+        redo_first_s: From the first failure of an operation to its next attempt; doubled at each further one.
+        redo_max_s: The longest such time.
+        redo_permanent_s: The time for errors that do not go away by retrying.
         gather_first_s: From the first look for other nodes' parts to the next; doubled at each further one.
         gather_max_s: The longest such time.
         wait_poll_s: How often a trainer that waits for the drain looks at the log.
@@ -128,9 +128,9 @@ class Timing:
     drain_trouble_s: float = 3.0
     heartbeat_s: float = 0.25
     idle_heartbeat_s: float = 1.0
-    retry_first_s: float = 1.0
-    retry_max_s: float = 30.0
-    retry_permanent_s: float = 60.0
+    redo_first_s: float = 1.0
+    redo_max_s: float = 30.0
+    redo_permanent_s: float = 60.0
     gather_first_s: float = 0.1
     gather_max_s: float = 2.0
     wait_poll_s: float = 0.02

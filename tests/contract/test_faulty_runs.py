@@ -42,7 +42,10 @@ def proxy(s3_server):
 @pytest.fixture(autouse=True)
 def impatient():
     """Bounds of minutes as bounds of seconds; that they are bounds is what is tested."""
-    bounds = {"retry_deadline_s": 2.0, "retry_first_wait_s": 0.05, "retry_max_wait_s": 0.2} | {"redo_first_s": 0.05, "redo_max_s": 0.2}
+    bounds = {"retry_deadline_s": 2.0, "retry_first_wait_s": 0.05, "retry_max_wait_s": 0.2} | {
+        "redo_first_s": 0.05,
+        "redo_max_s": 0.2,
+    }
     with hurried(**bounds, s3_read_s=1.0, s3_connect_s=1.0):
         yield
 

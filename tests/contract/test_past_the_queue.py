@@ -24,7 +24,9 @@ SMALL, LARGE = 1000, 6 << 20
 
 @pytest.fixture(autouse=True)
 def impatient():
-    with hurried(retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2, redo_first_s=0.05, redo_max_s=0.2):
+    with hurried(
+        retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2, redo_first_s=0.05, redo_max_s=0.2
+    ):
         yield
 
 

@@ -177,7 +177,7 @@ def test_what_may_pass_is_retried_by_itself(node, store):
     failures = iter([Injected("1"), Injected("2"), Injected("3")])
     broken = Broken(store, lambda key: next(failures, None))
     first = node.save("a.ckpt", b"A")
-    assert drain(node, broken, clock=Clock(Timing(retry_first_s=0.01))).run()
+    assert drain(node, broken, clock=Clock(Timing(redo_first_s=0.01))).run()
     assert node.queue.outcome(first).attempts == 4
     assert readable(store, "a.ckpt") == b"A"
 

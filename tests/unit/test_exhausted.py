@@ -239,7 +239,7 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
     refused = []
     for spare in range(16):
         io = kept.io(drain="thread", wait_timeout_s=600, memory_keep_last=100)
-        io.checkpointer.session.clock = Clock(Timing(drain_trouble_s=0.5, retry_first_s=0.1))
+        io.checkpointer.session.clock = Clock(Timing(drain_trouble_s=0.5, redo_first_s=0.1))
         with descriptors_to_spare(spare):
             try:
                 io.save_checkpoint(state(spare + 2), f"{spare + 2}.ckpt")

@@ -53,7 +53,6 @@ class Session:
         last_save: The newest save of this process.
         newest_seen: The newest save id that a restore saw in any tier; new ids sort behind it.
         known: Which names the durable tier has.
-        clock: Time, and the engine's bounds and intervals.
     """
 
     def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None, clock: Clock = SYSTEM) -> None:

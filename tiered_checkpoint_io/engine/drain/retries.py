@@ -36,8 +36,8 @@ class Retries:
         """Plans the next attempt of an operation; how many it had."""
         timing, attempts = self._clock.timing, self.attempts(op_id) + 1
         permanent = not (isinstance(error, TieredCheckpointError) and error.retryable) and not is_scarcity(error)
-        backoff = min(timing.retry_max_s, timing.retry_first_s * 2 ** (attempts - 1))
-        due = self._clock.monotonic() + (timing.retry_permanent_s if permanent else backoff)
+        backoff = min(timing.redo_max_s, timing.redo_first_s * 2 ** (attempts - 1))
+        due = self._clock.monotonic() + (timing.redo_permanent_s if permanent else backoff)
         self._retries[op_id] = _Retry(attempts, due, permanent)
         return attempts
 

@@ -78,7 +78,7 @@ class Drain:
         """
         self._root = root
         self._clock = clock
-        self._tier = MemoryTier(root)
+        self._tier = MemoryTier(root, clock=clock)
         self._queue = Queue(root, clock=clock)
         self._log: Logger = logger or logging.getLogger(__name__)
         self._stop = stop or threading.Event()
