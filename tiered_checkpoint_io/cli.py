@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.drain.operations import held_back, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable.commit import read_manifest
-from tiered_checkpoint_io.engine.leasing.tenancy import LOCK_FILE as JOB_FILE
+from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,

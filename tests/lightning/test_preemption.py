@@ -144,7 +144,7 @@ def test_slurm_is_asked_to_queue_the_job_again(job, tmp_path, monkeypatch):
         ({"grace_seconds": 0}, ConfigError, "grace_seconds is 0"),
         ({"grace_seconds": float("nan")}, ConfigError, "grace_seconds is nan"),
         ({"signals": ["SIGHELLO"]}, ConfigError, "there is no signal 'SIGHELLO'"),
-        ({"signals": ["SIGKILL"]}, ConfigError, "nobody can handle SIGKILL"),
+        ({"signals": ["SIGKILL"]}, ConfigError, "SIGKILL cannot be handled"),
         ({"signals": []}, ConfigError, "signals is empty"),
         ({"name": "../up"}, InvalidNameError, "up"),
         ({"requeue": "yes"}, ConfigError, "requeue is 'yes'"),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE
-from tiered_checkpoint_io.engine.leasing.tenancy import LOCK_FILE as JOB_FILE
+from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore

@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.leasing import lease_keeper
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.leases import Lease
-from tiered_checkpoint_io.engine.leasing.tenancy import Tenancy
+from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.ids import LEASE_PREFIX, lease_key
@@ -105,12 +105,12 @@ def test_another_job_in_the_same_memory_of_a_node_is_refused(runs, tmp_path):
 
 
 def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog):
-    first = Tenancy(tmp_path, "one", "first", logging.getLogger(), SYSTEM)
+    first = NamespaceLock(tmp_path, "one", "first", logging.getLogger(), SYSTEM)
     with descriptors_to_spare(1):
-        Tenancy(tmp_path, "two", "second", logging.getLogger(), SYSTEM).close()
-    assert "cannot note whose the memory of this namespace is" in caplog.text
+        NamespaceLock(tmp_path, "two", "second", logging.getLogger(), SYSTEM).close()
+    assert "could not lock this namespace of node memory" in caplog.text
     (tmp_path / "job.json").write_text("damaged")
-    Tenancy(tmp_path, "two", "second", logging.getLogger(), SYSTEM).close()
+    NamespaceLock(tmp_path, "two", "second", logging.getLogger(), SYSTEM).close()
     first.close()
 
 
@@ -169,7 +169,7 @@ def test_a_run_that_was_stopped_finds_that_another_took_over(runs, tmp_path):
         time.sleep(0.1)
     os.kill(first.pid, signal.SIGCONT)
     told = first.until("save c.ckpt", lambda answer: answer != "ok", deadline_s=10)
-    assert "took over while this one was not heard of" in told
+    assert "took over while this run did not renew its lease" in told
     assert second.do("save d.ckpt") == "ok"
 
 

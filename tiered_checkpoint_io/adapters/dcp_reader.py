@@ -19,7 +19,7 @@ from torch.futures import Future
 from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.engine.ranks import coordination
-from tiered_checkpoint_io.engine.ranks.together import Together
+from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
@@ -218,7 +218,7 @@ class TieredStorageReader(StorageReader):
 
     def _exchange(self, reader: PlanReader, plan: LoadPlan, opened: OpenShards, files: ShardFiles) -> None:
         assert self._joined is not None
-        with Together(self._joined) as ranks:
+        with FailTogetherGroup(self._joined) as ranks:
             notes = exchange(ranks, files, reader.spans(plan))
         for note in notes:
             self.session.log.at_step(opened.step).error("%s: not taken, looking further: %s", opened.name, note)
@@ -248,7 +248,7 @@ class TieredStorageReader(StorageReader):
         root = tier.root if tier is not None else Path("/")
         group = self._group(root)
         try:
-            with Together(group) as ranks:
+            with FailTogetherGroup(group) as ranks:
                 coordination.agree(ranks, failed)
                 assert tier is not None
                 restorer = ShardRestorer(config, tier, session.durable, session.log)

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.ranks import coordination
-from tiered_checkpoint_io.engine.ranks.together import Together
+from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, Restorer, open_restored
 from tiered_checkpoint_io.engine.session import Session, current_rank, current_world_size
@@ -278,7 +278,7 @@ class Checkpointer:
             else coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
         )
         try:
-            with Together(group) as ranks:
+            with FailTogetherGroup(group) as ranks:
                 coordination.agree(ranks, error)
                 assert tier is not None
                 return self._restore(tier, ranks, dirpath, selector, read)

@@ -1,8 +1,7 @@
 """The notice that a job is to end: a signal on some rank, and all ranks agreeing on where to stop.
 
-A signal handler does no more than take a note. All ranks exchange their notes at boundaries that all
-of them come to, by one small all-reduce over gloo that runs beside the next batch: nobody waits for
-it but at the boundary after, when it has long been done.
+The signal handler only notes the signal. All ranks exchange their notes at the same boundaries, by one small
+all-reduce over gloo that runs during the next batch: it is waited for at the next boundary, when it has long ended.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
 
-#: Of the grace time, what is kept for the way out: the interpreter's end, the launcher's.
+#: Part of the grace time that is left for the end of the interpreter and of the launcher.
 _MARGIN = 0.1
 
 
@@ -46,7 +45,7 @@ class Notice:
 
         Args:
             signals: By name or number.
-            grace_seconds: How long after the signal whoever sent it kills the process.
+            grace_seconds: How long after the signal the process is killed.
             heard: Called from the handler with ``leave_by``: it must do next to nothing.
             clock: For the time that is left.
 
@@ -77,7 +76,7 @@ class Notice:
                 self._earlier[number] = signal.signal(number, self._handle)
 
     def remove(self) -> None:
-        """Gives the signals back to whoever handled them before."""
+        """Restores the earlier handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._installed = False
@@ -104,7 +103,7 @@ class Notice:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._installed:
-            # Somebody who took the signals in between has put us back since.
+            # Another library that replaced this handler meanwhile has restored it since.
             earlier = self._handler_before(signal.Signals(number))
             signal.signal(number, earlier)
             if callable(earlier):
@@ -192,5 +191,7 @@ def _signal(told: str | int) -> signal.Signals:
     except (KeyError, ValueError) as error:
         raise ConfigError(f"there is no signal {told!r}", hint="such as SIGTERM or SIGUSR1") from error
     if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise ConfigError(f"nobody can handle {number.name}", hint="name one that comes before it, such as SIGTERM")
+        raise ConfigError(
+            f"{number.name} cannot be handled", hint="name a signal that comes before it, such as SIGTERM"
+        )
     return number

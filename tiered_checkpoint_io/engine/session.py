@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.known_names import KnownNames
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, launch_rank, owner_of_process
-from tiered_checkpoint_io.engine.leasing.tenancy import Tenancy
+from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.saver import HostPins, Saver
@@ -74,7 +74,7 @@ class Session:
         self._asked: Counter[str] = Counter()
         self._inbox = OutcomeInbox(config.dirpath)
         self._lease: LeaseKeeper | None = None
-        self._tenancy: Tenancy | None = None
+        self._namespace_lock: NamespaceLock | None = None
         self._behind = Behind(float(config.wait_timeout_s))
         self._warned_small = False
         self._leave_by: float | None = None
@@ -125,9 +125,9 @@ class Session:
             if self._lease is not None:
                 self._lease.close(self._in_time(self.clock.timing.lease_close_s))
                 self._lease = None
-            if self._tenancy is not None:
-                self._tenancy.close()
-                self._tenancy = None
+            if self._namespace_lock is not None:
+                self._namespace_lock.close()
+                self._namespace_lock = None
             for store in self._stores.values():
                 self._asked.update(store.metrics.snapshot())
                 store.close()
@@ -143,7 +143,9 @@ class Session:
                     self.wait()
             except Exception as error:
                 if self._is_leaving and isinstance(error, DrainError):
-                    self.log.warning("what is queued is left to the drain and the next start on this node: %s", error)
+                    self.log.warning(
+                        "queued uploads are left to the drain and to the next start on this node: %s", error
+                    )
                 else:
                     self.failed("queued checkpoints", -1, error)
             self.surface()
@@ -201,18 +203,18 @@ class Session:
             UsageError: Another live run writes to the same dirpath and namespace, or, on this node, another live job
                 to the same namespace.
         """
-        if self._tenancy is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):
-            self._tenancy = self._move_in()
+        if self._namespace_lock is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):
+            self._namespace_lock = self._lock_namespace()
         if self._lease is not None:
             self._lease.check()
 
-    def _move_in(self) -> Tenancy | None:
+    def _lock_namespace(self) -> NamespaceLock | None:
         try:
             root, owner = self.open().tier.root, owner_of_process(self.clock)
         except (OSError, TieredCheckpointError):
-            # What is to be saved now meets the same, and tells of it.
+            # The save that follows fails of the same, and reports it.
             return None
-        return Tenancy(root, self.dirpath, owner, self.log, self.clock)
+        return NamespaceLock(root, self.dirpath, owner, self.log, self.clock)
 
     # ------------------------------------------------------------------------------------- peers
     def meet_peers(self, process_group: Any = None) -> None:
@@ -285,7 +287,7 @@ class Session:
         return self._behind.is_running(name) or self._looking(look, otherwise=True)
 
     def outcome(self, save_id: str) -> Outcome | None:
-        """What became of a save on the durable tier; None while it is on its way, or where nobody remembers."""
+        """What became of a save on the durable tier; None while it is queued, or where that was forgotten."""
         return None if self._opened is None else self._opened.drain.queue.outcome(save_id)
 
     def progress(self) -> Progress:
@@ -302,24 +304,24 @@ class Session:
             return look()
         except OSError as unread:
             # Out of descriptors, for one: training goes on, and the next call looks again.
-            self.log.error("cannot look what became of earlier saves: %s", unread)
+            self.log.error("could not read the outcomes of earlier saves: %s", unread)
             return otherwise
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all queued work is on the durable tier.
 
         Raises:
-            DrainError: It is not, after ``timeout_s`` (by default ``wait_timeout_s``) seconds, or nobody can tell.
+            DrainError: It is not within ``timeout_s`` seconds (``wait_timeout_s``), or the queue is unreadable.
         """
         if self._opened is None:
             return
         try:
             self.open().drain.flush(self.config.wait_timeout_s if timeout_s is None else timeout_s)
         except OSError as unread:
-            raise DrainError(f"cannot look what is queued: {unread}", operation="drain", tier="memory") from unread
+            raise DrainError(f"could not read the queue: {unread}", operation="drain", tier="memory") from unread
 
     def leave_by(self, deadline: float) -> None:
-        """Waits for nothing beyond ``deadline``, by the monotonic clock: the process is told to end.
+        """Waits for nothing beyond ``deadline``, by the monotonic clock: the process has to end by then.
 
         What is queued then is no failure: it stays queued. May be called from a signal handler.
         """

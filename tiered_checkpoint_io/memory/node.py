@@ -38,7 +38,7 @@ def memory_limit(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 
 
 def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that nobody uses now and this process may take, but for a margin for others; maybe below 0.
+    """Bytes of memory that are unused and that this process may take, less a margin for others; maybe below 0.
 
     What others take meanwhile is not in it: who goes beyond it is ended by the kernel.
     """
@@ -121,7 +121,7 @@ def is_tmpfs(path: str) -> bool:
     try:
         mounts = Path("/proc/self/mounts").read_text()
     except FileNotFoundError:
-        # No /proc: nobody can tell.
+        # No /proc: unknown.
         return False
     for line in mounts.splitlines():
         _, mount, name, *_ = line.split(" ")

@@ -1,4 +1,4 @@
-"""Committed parts, as they lie in one folder of the memory tier: looked for, read, and cleared of what is half made.
+"""Committed parts in one folder of the memory tier: found, read, and cleared of what dead processes left.
 
 A part's folder holds its files, ``part.json``, and markers: empty files whose names say what has become of it. They
 are made with the part, under hidden names, so that a mark takes neither space, nor an inode, nor a descriptor.
@@ -54,7 +54,7 @@ class StoredPart:
 
     @property
     def op_id(self) -> str:
-        """The id of the operation that brings it to the durable tier."""
+        """The id of the operation that uploads it."""
         return ids.part_op_id(self.part.save_id, self.part.rank, commits=self.part.commits)
 
     @property
@@ -140,7 +140,7 @@ def mark(folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, memoryview]]:
-    """Maps a part's files for reading; while the block runs, nobody reuses them.
+    """Maps a part's files for reading; while the block runs, they are not reused.
 
     Args:
         stored: The part.
@@ -186,7 +186,7 @@ def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, mem
             mapping = mmap.mmap(descriptor, entry.size, prot=mmap.PROT_READ) if entry.size else b""
             views[entry.basename] = memoryview(mapping)
         # The owner renames the folder away before it looks for locks and this marker, so a
-        # folder that is still in place now will not be reused behind our back.
+        # folder that is still in place now will not be reused while we read it.
         try:
             if keep:
                 mark(stored.folder, PINNED)
@@ -198,7 +198,7 @@ def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, mem
 
 
 def clear_half_made(folder: Path, clock: Clock) -> None:
-    """Removes what dead processes left in a folder of parts before it had become one."""
+    """Removes incomplete parts that dead processes left in a folder of parts."""
     begun = clock.wall() - clock.timing.half_made_s
     for save in os.scandir(folder):
         with contextlib.suppress(OSError):
@@ -213,7 +213,7 @@ def clear_half_made(folder: Path, clock: Clock) -> None:
 def gone(stored: StoredPart) -> CheckpointNotFoundError:
     """What to raise where a part was removed since it was looked up."""
     return CheckpointNotFoundError(
-        "the checkpoint was removed from memory meanwhile",
+        "the checkpoint was removed from memory while it was being read",
         operation="read",
         tier="memory",
         key=str(stored.folder),

@@ -38,7 +38,7 @@ class Slot:
         path: Where the file lies now.
         capacity: Bytes that are mapped. Address space costs nothing, so there are more of them
             than the file has: a state that grows a little keeps its mapping.
-        reserved: Bytes, from the start, whose space is taken. Nothing behind may be touched.
+        reserved: Bytes, from the start, whose space is taken. Nothing beyond may be touched.
         inode: The file's identity, which survives its renames.
     """
 
@@ -133,7 +133,7 @@ class SlotPool:
             fitting = [slot for slot in self._free if slot.capacity >= size]
             slot = min(fitting, key=lambda free: (max(0, size - free.reserved), free.reserved), default=None)
             if slot is None:
-                # What is free but too small only stands in the way of the larger one.
+                # Free slots that are too small only take the space of the larger one.
                 self._discard_free()
                 slot = self._make(size)
             else:
@@ -173,7 +173,7 @@ class SlotPool:
                 self._keep_or_discard(slot)
 
     def committed(self, slot: Slot, size: int) -> None:
-        """Tells that the slot's file was moved into a checkpoint's folder."""
+        """Notes that the slot's file was moved into a checkpoint's folder."""
         slot.cut(size)
         fcntl.flock(slot.descriptor, fcntl.LOCK_UN)
 
@@ -181,7 +181,7 @@ class SlotPool:
         """Takes the file at ``path`` back as a free slot; unlinks it where it can't be reused.
 
         A file that somebody has mapped for reading (who then holds a shared lock on it) is
-        unlinked: its bytes live on for that reader, and nobody writes to them.
+        unlinked: its bytes stay for that reader, unchanged.
         """
         with self._lock:
             slot = self._lent.pop(os.stat(path).st_ino, None)
@@ -280,7 +280,7 @@ class SlotPool:
                 except BlockingIOError:
                     if self._clock.monotonic() > deadline:
                         raise MemoryTierError(
-                            f"another process has been taking space for more than {bound:.0f} s",
+                            f"another process has been reserving memory for more than {bound:.0f} s",
                             operation="stage",
                             tier="memory",
                             key=self._folder,
@@ -298,7 +298,7 @@ class SlotPool:
         return f"slot-{os.getpid()}-{self._clock.token(6)}"
 
     def _drop_unlinked(self) -> None:
-        """Lets go of files that other processes removed: a mapping keeps their pages in memory."""
+        """Unmaps files that other processes removed: a mapping keeps their pages in memory."""
         for inode, slot in list(self._lent.items()):
             if slot.unlinked:
                 del self._lent[inode]

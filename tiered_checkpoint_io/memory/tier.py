@@ -97,7 +97,7 @@ class MemoryTier:
         self._left = left
         self._clock = clock
         self._replicas: MemoryTier | None = None
-        #: Told of each part that is saved here, once it is committed.
+        #: Called with each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
         self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
         #: Rung when there is something new for the drain.
@@ -113,7 +113,7 @@ class MemoryTier:
         unmap: Callable[[memoryview], None] | None = None,
         clock: Clock = SYSTEM,
     ) -> MemoryTier:
-        """Opens the tier, making its folders, and clears what dead processes left half made.
+        """Opens the tier, making its folders, and clears what dead processes left incomplete.
 
         Raises:
             MemoryUnsafeError: A folder is not ours, is open to others, or is a symbolic link.
@@ -208,7 +208,7 @@ class MemoryTier:
         saved: bool = True,
         keep_slots: bool = False,
     ) -> StoredPart:
-        """Makes a filled part exist, at once and whole.
+        """Commits a filled part, atomically.
 
         Args:
             part: Its description; each of its files has a slot, or is here as bytes, by its basename.
@@ -225,7 +225,7 @@ class MemoryTier:
         folder = self._parts / part.save_id / ids.rank_folder(part.rank)
         if folder.exists():
             raise MemoryTierError(
-                "memory holds a part of this save already",
+                "memory already holds this part",
                 operation="commit",
                 tier="memory",
                 key=str(folder),
@@ -251,7 +251,7 @@ class MemoryTier:
         except OSError as error:
             if not isinstance(error, MemoryFullError) and error.errno not in NO_SPACE:
                 raise
-            # The files had their space, their description has none: what can't be whole gives all of it back.
+            # The files had their space, their description has none: give all of it back.
             for slot in slots.values():
                 if not isinstance(slot, bytes) and not keep_slots:
                     self._pool.forget(slot.path)

@@ -160,7 +160,7 @@ class Store(Protocol):
         ...
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
-        """Ends the upload that ``journal`` tells of, freeing what the store holds of it."""
+        """Ends the upload that ``journal`` describes, freeing what the store holds of it."""
         ...
 
     def delete(self, key: str) -> None:

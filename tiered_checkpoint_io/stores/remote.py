@@ -145,7 +145,7 @@ class RemoteStore:
             if _kind(error) is not StoreError or self.size(key) >= end:
                 _translate(error, "read", key)
         if len(data) != len(piece):
-            # fsspec does not tell a short object from an answer that was cut short.
+            # fsspec does not distinguish a short object from an answer that was cut short.
             size = self.size(key)
             if size >= end:
                 raise StoreUnavailableError("the answer was cut short", operation="read", tier="durable", key=key)
@@ -178,7 +178,7 @@ class RemoteStore:
                 self._write_and_move(key, target, data, report)
         self._metrics.add("bytes.up", len(data))
         if journal is not None:
-            # fsspec cannot take up an upload, so we note nothing; others may have.
+            # fsspec cannot resume an upload, so we note nothing; other stores may have.
             journal.clear()
 
     def abandon(self, key: str, journal: UploadJournal) -> None:  # noqa: ARG002 - nothing is kept
@@ -262,7 +262,7 @@ class RemoteStore:
         return found
 
     def _check_bucket(self) -> None:
-        """Tells an empty prefix from a bucket that does not exist."""
+        """Distinguishes an empty prefix from a missing bucket."""
         bucket = self._root.lstrip("/").partition("/")[0]
         try:
             self._fs.info(bucket)
@@ -291,7 +291,7 @@ class RemoteStore:
 
 
 def _say_nothing(_: int) -> None:
-    """Progress that nobody wants to know."""
+    """Progress that is not reported."""
 
 
 def _throw_away(file: Any) -> None:

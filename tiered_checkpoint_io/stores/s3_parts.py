@@ -69,7 +69,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Journaled:
-    """An upload in progress, as its journal tells of it."""
+    """An upload in progress, as its journal describes it."""
 
     url: str
     key: str

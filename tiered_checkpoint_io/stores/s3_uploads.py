@@ -1,4 +1,4 @@
-"""Multipart uploads: begun, taken up, completed, aborted. boto3 is behind ``ask`` here."""
+"""Multipart uploads: begun, resumed, completed, aborted. ``ask`` makes the requests of boto3."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class MultipartUploads:
         )
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
-        """Ends the upload that a journal tells of."""
+        """Ends the upload that a journal describes."""
         upload = Journaled.from_json(journal.read())
         if upload is not None and (upload.url, upload.key) == (self._url, key):
             self._abort(key, upload.upload_id)
@@ -121,7 +121,7 @@ class MultipartUploads:
     def _send(
         self, key: str, data: memoryview, part_size: int, journal: UploadJournal | None, report: Progress
     ) -> bool:
-        """Whether the object stands; False where the upload vanished (a lifecycle rule, for one)."""
+        """Whether the object is complete; False where the upload vanished (a lifecycle rule, for one)."""
         upload, arrived = self._begin(key, len(data), part_size, journal)
         cut = upload.cut
         upload_id = {"UploadId": upload.upload_id}

@@ -1,7 +1,7 @@
 """Keeps this process' lease: claims it, beats, and notices where another run has come. See :mod:`leases`.
 
 All of it happens on a thread of its own, so that training never waits for the store. What is known
-for sure is known with the first look: that nobody else is there, or that a process of this node is.
+for sure is known with the first look: that no other run is there, or that one of this node is alive.
 A lease of another node that is still fresh may be that of a run which has just crashed; it is
 watched, while training goes on, until it beats or has had its time.
 """
@@ -38,7 +38,7 @@ def owner_of_process(clock: Clock) -> str:
     that one of them starts.
 
     Raises:
-        UsageError: That store can't be asked.
+        UsageError: That store does not answer.
     """
     owner = current_run().first("owner", os.environ.get(_OWNER_VARIABLE) or clock.token(8))
     adopt_owner(owner)
@@ -51,7 +51,7 @@ def adopt_owner(owner: str) -> None:
 
 
 def launch_rank() -> int:
-    """This process' rank by what its launcher says, where torch.distributed does not tell yet."""
+    """This process' rank by what its launcher says, where torch.distributed does not know it yet."""
     ranks = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")]
     return max((int(rank) for rank in ranks if rank.isdecimal()), default=0)
 
@@ -123,7 +123,7 @@ class LeaseKeeper:
             raise self._refusal
 
     def show(self) -> None:
-        """Shows what :meth:`check` would, where nobody was told so yet.
+        """As :meth:`check`, where the error was not raised yet.
 
         Raises:
             UsageError: Another live run writes to the same place.
@@ -146,19 +146,19 @@ class LeaseKeeper:
                 pause = self.step()
                 self._is_answered, self._warned = True, False
             except Exception as error:
-                # Not a reason to stop training: what can't be asked can't be written to either. Others
-                # may be in the same plight: for how long they were silent tells nothing.
+                # No reason to stop training: a store that does not answer takes no writes either. Other runs may
+                # be cut off as well, so their silence so far proves nothing.
                 self._watched.clear()
                 self._is_answered = False
                 if not self._warned:
-                    self._log.warning("cannot look whether another run writes here: %s", error)
+                    self._log.warning("could not check whether another run uses this dirpath: %s", error)
                     self._warned = True
             self._looked.set()
             if self._refusal is not None:
                 break
             self._clock.wait(self._stop, pause)
         if self._is_written and self._is_answered:
-            # Where that fails, it runs out.
+            # Where that fails, the lease expires.
             with contextlib.suppress(Exception):
                 self._open().delete(self._key)
 
@@ -180,10 +180,10 @@ class LeaseKeeper:
         self._written = now
         judged = [(seen, leases.is_alive(seen, self._lease, leases.born, self._timing)) for seen in others.values()]
         if self._lease.held:
-            # Whoever holds one now has taken ours for dead; who only looks will find us alive.
+            # A run that holds a lease now took ours for dead; one that only looks will see us alive.
             taken = [(seen, alive) for seen, alive in judged if alive is not False and seen.lease and seen.lease.held]
             if taken:
-                self._refuse(taken[0][0], "took over while this one was not heard of")
+                self._refuse(taken[0][0], "took over while this run did not renew its lease")
             return self._timing.lease_beat_s
         verdict, other = leases.judge(self._lease, judged)
         if verdict == "refused":
@@ -246,7 +246,7 @@ class LeaseKeeper:
             operation="claim",
             tier="durable",
             key=f"{self._open().url}, namespace {self._namespace}",
-            hint="stop one of the two, or give it a dirpath or namespace of its own; the lease of a run that is"
-            f" dead needs nothing, it runs out by itself within {self._timing.lease_ttl_s:.0f} s",
+            hint="stop one of the two, or give it a dirpath or namespace of its own; a dead run's"
+            f" lease expires within {self._timing.lease_ttl_s:.0f} s; no action needed",
         )
         self._log.error("%s", self._refusal)

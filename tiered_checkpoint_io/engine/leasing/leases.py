@@ -1,7 +1,7 @@
 """Who writes to a place on the durable tier, and which of two runs that want to may.
 
 Every process that saves to a dirpath and namespace keeps one small object of its own there, its
-lease, and writes it again every ``lease_beat_s``. Nobody ever writes to the object of another, so
+lease, and writes it again every ``lease_beat_s``. No process writes to the object of another, so
 nothing has to be exclusive: a process first writes its own lease and then looks at all there are.
 Of two that begin at the same time at least one sees the other, on any store that lists what was
 written; conditional writes, which not every server has, would not make it safer.
@@ -55,7 +55,7 @@ class Lease:
 
     @classmethod
     def from_json(cls, data: bytes) -> Lease | None:
-        """The lease; None where it can't be understood: then its beats alone tell that somebody is there."""
+        """The lease; None where it can't be understood: then only its beats show that its process is alive."""
         try:
             raw = json.loads(data)
             raw.pop("format_version")
@@ -96,7 +96,7 @@ class Seen:
 
 
 def is_alive(seen: Seen, mine: Lease, born: Callable[[int], int | None], timing: Timing) -> bool | None:
-    """Whether the process behind a lease lives; None where only time can tell.
+    """Whether the process that holds a lease is alive; None where only time will show.
 
     Args:
         seen: The lease.

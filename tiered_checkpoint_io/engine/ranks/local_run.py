@@ -1,9 +1,9 @@
 """What ranks agree on without waiting for each other: the run, and which checkpoint it begins with.
 
 Ranks that save and load local checkpoints make no collective call. Yet all parts of one checkpoint need one
-save id, and ranks must not resume from different ones. Both need a word that all have in common: whoever
-comes first leaves it in the key-value store that torch.distributed was initialised with, and all others
-find it there. That is one question to that store, answered at once; nobody waits for any other rank.
+save id, and ranks must not resume from different ones. For both, the first rank sets a key in the key-value
+store of torch.distributed, and all others get its value: one request, answered at once, and no wait for
+another rank.
 
 *Save ids.* At its first local save a process learns the id of the run. From it, a save's id follows from
 what each rank knows by itself: the series of the name, the step, and how often the series has gone back to
@@ -18,12 +18,11 @@ a step that it had saved. So
 
 Steps may fall only together: a rank that goes back alone makes parts that no other has a part for.
 
-*Saves that miss a part.* Memory counts a save as whole by what one node holds. A rank that has no room there, or whose
-save fails, leaves word of it; the others look for that word at their next save, before they let older ones go, and
-whoever waits for the parts of all gives up. Where nothing fails, each save but the first asks for one word.
+*Saves that miss a part.* Retention in memory takes a save for complete by what one node holds. A rank that has no
+room there, or whose save fails, sets a key for that save. The others get it at their next save, before they remove
+older ones, and a drain that waits for all parts gives up. Where nothing fails, each save but the first gets one key.
 
-*Loads.* The first to have found an intact file of its own leaves word which save it was. The others take
-theirs of the same save.
+*Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save.
 """
 
 from __future__ import annotations
@@ -33,12 +32,15 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
+
+if TYPE_CHECKING:
+    from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 
 _PREFIX = "tiered-checkpoint"
 _numbers = itertools.count(1)
@@ -58,7 +60,7 @@ class Run:
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
         self._loads: Counter[str] = Counter()
-        #: Saves of which it is settled whether all memory has its parts, and those of them that miss some.
+        #: Saves of which it is known whether memory has all parts, and those of them that miss some.
         self._settled: set[str] = set()
         self._lacking: set[str] = set()
 
@@ -72,7 +74,7 @@ class Run:
             new_run_id: Makes the id of a run, where this rank is the first.
 
         Raises:
-            UsageError: The store could not be asked.
+            UsageError: The store does not answer.
         """
         with self._lock:
             if self._run_id is None:
@@ -86,10 +88,10 @@ class Run:
             return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
 
     def tell_missing(self, save_id: str, where: Where) -> None:
-        """Leaves word that a part of this rank is not in memory, or will not come to the durable tier.
+        """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier.
 
         Raises:
-            UsageError: The store could not be asked.
+            UsageError: The store does not answer.
         """
         if where == "memory":
             self._lacking.add(save_id)
@@ -102,7 +104,7 @@ class Run:
             save_ids: Saves of this run, in order. Of all but the last it is remembered.
 
         Raises:
-            UsageError: The store could not be asked.
+            UsageError: The store does not answer.
         """
         for save_id in save_ids:
             if save_id in self._lacking or save_id in self._settled or self.store is None:
@@ -110,7 +112,7 @@ class Run:
             if self._is_told(_missing_key(save_id, "memory")):
                 self._lacking.add(save_id)
             elif save_id != save_ids[-1]:
-                # No rank is more than one save behind: what it had to say of this one is said.
+                # Ranks are at most one save apart: each has told by now whether it has its part of this one.
                 self._settled.add(save_id)
         return self._lacking.intersection(save_ids)
 
@@ -132,10 +134,10 @@ class Run:
         return self.first(load, mine)
 
     def first(self, key: str, mine: str) -> str:
-        """The word that the first rank to ask for ``key`` has left: ``mine``, where that is this one.
+        """The value that the first rank gave to ``key``: ``mine``, where that is this one.
 
         Raises:
-            UsageError: The store could not be asked.
+            UsageError: The store does not answer.
         """
         if self.store is None:
             return mine
@@ -152,7 +154,7 @@ class Run:
             return answer.decode() if answer is not None else None
         except Exception as error:
             raise UsageError(
-                f"the store of torch.distributed can't be asked: {error}",
+                f"the store of torch.distributed does not answer: {error}",
                 operation="agree",
                 hint="local checkpoints need it to name what ranks save together; is its host alive?",
             ) from error
@@ -167,34 +169,33 @@ class Watch:
         Args:
             run: Of the save.
             save_id: Which.
-            log: Told once that the store can't be asked; nobody is then known to have given up.
-            clock: With the bound of a question, which is asked beside training.
+            log: Warned once where the store does not answer; no save then counts as given up.
+            clock: With the bound of a request, which is made while training runs.
         """
         self._store = run.store
         self._key = _missing_key(save_id, "durable")
         self._log = log
         self._timeout_s = clock.timing.store_answer_s
-        self._line: Any = None
+        self._client: StoreClient | None = None
 
     def __call__(self) -> bool:
         if self._store is None:
             return False
-        from tiered_checkpoint_io.engine.ranks.asking import Line
+        from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 
         try:
-            if self._line is None:
-                self._line = Line(self._store, _PREFIX, timeout_s=self._timeout_s)
-            found: bool = self._line.ask(lambda store: store.check([self._key]))
+            if self._client is None:
+                self._client = StoreClient(self._store, _PREFIX, timeout_s=self._timeout_s)
+            return self._client.get(self._key) is not None
         except Exception as error:
-            self._log.warning("the store of torch.distributed can't be asked whether a save was given up: %s", error)
+            self._log.warning("could not ask the store of torch.distributed whether a save was given up: %s", error)
             self._store = None
             return False
-        return found
 
     def close(self) -> None:
         """Ends its connection."""
-        if self._line is not None:
-            self._line.drop()
+        if self._client is not None:
+            self._client.drop()
 
 
 def _missing_key(save_id: str, where: Where) -> str:

@@ -1,4 +1,4 @@
-"""Parts on their way in: the copies that this node keeps for others, verified before they count."""
+"""The receiving end: replicas that this node keeps for others, verified before they are committed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Keeper:
             logger: Where to log.
             keep_last: Of how many saves a peer's copies are kept.
             timeout_s: Bound of one message, seconds.
-            on_copy: Told of each save that this node now has a copy of.
+            on_copy: Called with the save id of each replica that this node now has.
         """
         self._tier = tier
         self._rank = rank
@@ -60,7 +60,7 @@ class Keeper:
             link.close()
 
     def take(self, offer: Offer) -> None:
-        """Receives one part. A failure concerns its source, which warns of it; here it is only noted."""
+        """Receives one part. Its source warns of a failure; here it is logged for debugging."""
         source = offer.source
         try:
             link = self._links.get(source)
@@ -110,7 +110,7 @@ class Keeper:
         try:
             return kept.acquire(max(1, entry.size))
         except MemoryFullError:
-            # One copy fewer of older saves, where that does not cost the only one that is safe.
+            # Keep one replica fewer, unless that is the only one of a complete save.
             self._prune(part, keep_last=max(1, self._keep_last - 1))
             return kept.acquire(max(1, entry.size))
 

@@ -1,4 +1,4 @@
-"""Parts on their way out: one part to one peer, over a link of the two that is kept for the next one."""
+"""The sending end: one part to one peer, over a link of the two that is kept for the next part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiered_checkpoint_io.model.manifest import Part
 
 
 class RefusedError(PeerError):
-    """The peer lives, but could not keep this part."""
+    """The peer is alive, but could not keep this part."""
 
 
 class Sender:
@@ -27,7 +27,7 @@ class Sender:
         self._board = board
         self._clock = board.clock
         self._timeout_s = timeout_s
-        #: Peers that have not answered, and so are not waited for long.
+        #: Peers that did not answer: the next wait for them is short.
         self._lost: set[int] = set()
         #: Of each peer, how many links there were, and the one that is open.
         self._made: Counter[int] = Counter()
@@ -42,7 +42,7 @@ class Sender:
             views: The bytes of its files.
 
         Raises:
-            PeerError: It does not; where it lives, and only could not keep this part, a ``RefusedError``.
+            PeerError: It does not; a ``RefusedError`` where it is alive and could not keep this part.
         """
         try:
             self._send(target, part, views)
@@ -54,7 +54,7 @@ class Sender:
         self._lost.discard(target)
 
     def close(self) -> None:
-        """Ends the links."""
+        """Closes the links."""
         for target in list(self._links):
             self._close(target)
 
@@ -112,7 +112,7 @@ class Sender:
         deadline = self._clock.monotonic() + bound
         while not self._board.is_accepted(offer):
             if self._board.has_left(target):
-                raise PeerError("it has ended", operation="replicate")
+                raise PeerError("the peer has ended", operation="replicate")
             if self._clock.monotonic() > deadline:
-                raise PeerError(f"it does not answer within {bound:.0f} s", operation="replicate")
+                raise PeerError(f"the peer did not answer within {bound:.0f} s", operation="replicate")
             self._clock.sleep(timing.accept_poll_s)

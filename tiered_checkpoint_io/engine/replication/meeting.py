@@ -1,4 +1,4 @@
-"""Where ranks agree on who keeps copies of whose parts: once a process, before the first save."""
+"""Where ranks agree on who keeps replicas of whose parts: once a process, before the first save."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Peering:
             logger: Where to log.
 
         Raises:
-            PeerError: The store of torch.distributed can't be asked.
+            PeerError: The store of torch.distributed does not answer.
         """
         import torch.distributed as dist
 
@@ -99,7 +99,7 @@ class Peering:
             return
         self._counts["unreplicated"] += 1
         logger.warning(
-            "Step %d: %s stays in this node's memory alone: the ranks have not met on their main threads",
+            "Step %d: %s was not replicated, only this node has it: meet_peers() was not called on the main threads",
             stored.part.content.step,
             stored.part.name,
         )
@@ -110,7 +110,7 @@ class Peering:
         return sum(each.pending for each in self._replicators.values())
 
     def close(self, timeout_s: float) -> None:
-        """Sends what waits, within the bound, and ends; ranks may meet again."""
+        """Sends what is queued, within the bound, and ends; :meth:`meet` may be called again."""
         atexit.unregister(self.close)
         replicators, self._replicators, self._current = list(self._replicators.values()), {}, None
         local, self._local = self._local, None
@@ -121,7 +121,7 @@ class Peering:
 
 
 def key_of(process_group: Any) -> object:
-    """What tells the ranks that save together from others: which they are, in which start of the job."""
+    """Identifies the ranks that save together: which they are, in which start of the job."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -138,7 +138,7 @@ def meet(
     process_group: Any,
     clock: Clock,
 ) -> Replicator:
-    """Brings the ranks together, and starts what makes the copies.
+    """Has the ranks agree on their peers, and starts replication.
 
     Args:
         open_tier: Opens this node's memory.
@@ -159,7 +159,7 @@ def meet(
         peers_of_ranks(["here"], factor=factor, jump=config.replication_jump)
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
-            "ranks can't meet their peers from a thread",
+            "replication was set up from a thread",
             operation="replicate",
             hint="make the first save, or session.meet_peers(), on the main thread of every rank",
         )
@@ -168,7 +168,7 @@ def meet(
         tier = open_tier()
         held = [(each.save_id, each.part.rank) for each in tier.replicas.parts()]
     except Exception as caught:
-        # The others are on their way to the first exchange: they must hear of it there.
+        # The others wait in the first exchange: they get the error there.
         error = caught
     node = node_of(tier.root if tier is not None else Path("/"))
     group: Group

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.asking import Line
+from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.ranks.views import at
 from tiered_checkpoint_io.errors import CorruptCheckpointError, PeerError
 from tiered_checkpoint_io.memory.slots import Slot
@@ -79,7 +79,7 @@ class Board:
         self._sent: Counter[int] = Counter()
         #: Of each source, what was taken last.
         self._taken: dict[int, str] = {}
-        self._line: Line | None = None
+        self._client: StoreClient | None = None
         self._ask(lambda _: None)
 
     def offer(self, target: int, link: int, size: int) -> Offer:
@@ -116,10 +116,10 @@ class Board:
     @property
     def store(self) -> Any:
         """The store, as the last question found it."""
-        line = self._line
-        if line is None:
+        client = self._client
+        if client is None:
             raise PeerError(_UNREACHABLE, operation="replicate", rank=self._rank)
-        return line.store
+        return client.store
 
     def copied(self, save_id: str, parts: int) -> None:
         """Notes that one part of a save, which has so many, is on all peers that are to keep it."""
@@ -174,21 +174,21 @@ class Board:
     def close(self) -> None:
         """Ends the connection."""
         with self._lock:
-            line, self._line = self._line, None
-            if line is not None:
-                line.close()
+            client, self._client = self._client, None
+            if client is not None:
+                client.close()
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         with self._lock:
             try:
-                if self._line is None:
-                    self._line = Line(self._origin, self._prefix, timeout_s=self.clock.timing.store_answer_s)
-                return self._line.ask(question)
+                if self._client is None:
+                    self._client = StoreClient(self._origin, self._prefix, timeout_s=self.clock.timing.store_answer_s)
+                return self._client.call(question)
             except Exception as error:
                 # The answer may still come, and would be taken for that of the next question.
-                if self._line is not None:
-                    self._line.drop()
-                self._line = None
+                if self._client is not None:
+                    self._client.drop()
+                self._client = None
                 raise PeerError(
                     f"{_UNREACHABLE}: {str(error).partition(chr(10))[0]}",
                     operation="replicate",

@@ -1,9 +1,8 @@
-"""Copies of this rank's parts in the memory of peers on other nodes, made behind training's back.
+"""Replicas of this rank's parts in the memory of peers on other nodes, made in the background.
 
-Two threads: one sends parts, one after the other, each to all its peers; the other takes what is offered to
-this rank. Neither takes part in a collective. A copy is committed by whoever receives it once all its hashes
-match. Whatever fails costs a warning and a count, ``unreplicated``: the part stays where it is, and training
-goes on.
+Two threads: one sends parts, one after the other, each to all its peers; the other receives what is offered to
+this rank. Neither takes part in a collective. The receiver commits a replica once all its hashes match. A failure
+costs a warning and a count, ``unreplicated``: the part stays in this node's memory, and training goes on.
 
 A part is marked as replicated once *all* parts of its save are on all their peers: only then is the save
 safe from the loss of a node, and only then may the safe one before it go. Each rank counts its part on the
@@ -27,7 +26,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 
 #: Parts that wait to be sent; of more, the oldest are outdated.
 _MAX_WAITING = 2
-#: Saves of which it is not known yet whether all their parts are copied.
+#: Saves of which it is not known yet whether all parts are replicated.
 _MAX_UNSETTLED = 16
 
 
@@ -104,13 +103,15 @@ class Replicator:
         """Takes a part that has just been committed; returns at once."""
         with self._changed:
             if self._closing:
-                self._failed(stored, "copies are made no longer")
+                self._failed(stored, "replication has ended")
                 return
             self._waiting.append(stored)
             outdated = [self._waiting.popleft() for _ in range(len(self._waiting) - _MAX_WAITING)]
             self._changed.notify_all()
         for each in outdated:
-            self._failed(each, "newer ones came before its turn: peers, or the network, are too slow for so many saves")
+            self._failed(
+                each, "replaced by newer saves before it was sent: peers or network are too slow for this save interval"
+            )
 
     @property
     def pending(self) -> int:
@@ -179,7 +180,7 @@ class Replicator:
         self._counts["replicated"] += 1
         self._unsettle(content.save_id)
         self._log.info(
-            "Step %d: %s is on %d peer(s): %s",
+            "Step %d: replicated %s to %d peer(s): %s",
             content.step,
             stored.part.name,
             len(self._clique.targets),
@@ -189,7 +190,7 @@ class Replicator:
     def _failed(self, stored: StoredPart, why: str) -> None:
         self._counts["unreplicated"] += 1
         self._log.warning(
-            "Step %d: rank %d's part of %s stays in this node's memory alone: %s",
+            "Step %d: rank %d's part of %s was not replicated, only this node has it: %s",
             stored.part.content.step,
             stored.part.rank,
             stored.part.name,
@@ -224,16 +225,16 @@ class Replicator:
                     self._clock.wait(self._changed, timing.offer_retry_s if unreachable else timing.offer_poll_s)
 
     def _tell_of_board(self, unreachable: str) -> None:
-        """Warns once where peers can't be heard of, and tells once when they can again."""
+        """Warns once when the board does not answer, and logs once when it does again."""
         if not unreachable:
             if self._missed > 1:
-                self._log.info("peers can be heard of again")
+                self._log.info("receiving replicas again")
             self._missed = 0
             return
         self._missed += 1
-        # At the end of a job, the store goes with the first rank that does.
+        # At the end of a job, the store ends with the rank that hosts it.
         if self._missed == 2 and not self._closing:
-            self._log.warning("no copies are taken for now: %s", unreachable)
+            self._log.warning("receiving no replicas for now: %s", unreachable)
 
     # ------------------------------------------------------------------------------------ whole saves
     def _unsettle(self, save_id: str) -> None:
@@ -243,7 +244,7 @@ class Replicator:
                 del self._unsettled[next(iter(self._unsettled))]
 
     def _settle(self) -> None:
-        """Marks what this node has of the saves that have become whole on peers."""
+        """Marks this node's parts and replicas of the saves that are complete on all peers."""
         with self._changed:
             unsettled = list(self._unsettled)
         for save_id in unsettled:
@@ -262,9 +263,9 @@ class Replicator:
                 work()
             except PeerError as error:
                 # The store is gone with the rank that holds it: the job is at its end.
-                self._log.debug("replication ends: %s", error)
+                self._log.debug("replication has ended: %s", error)
             except Exception as error:
-                self._log.error("replication ends: %s: %s", type(error).__name__, error)
+                self._log.error("replication has ended: %s: %s", type(error).__name__, error)
             finally:
                 with self._changed:
                     self._sending = False

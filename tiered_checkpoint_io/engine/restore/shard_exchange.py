@@ -105,7 +105,7 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
     """Brings what this node lacks from the memory of others; every rank of ``group`` calls this.
 
     Args:
-        group: The ranks that load together, which hear of it where one raises: see ``together``.
+        group: The ranks that load together, which hear of it where one raises: see ``fail_together``.
         files: The checkpoint, as this rank sees it.
         spans: What this rank needs of each file, by basename.
 

@@ -1,8 +1,8 @@
-"""Whose a namespace of a node's memory is: one live job's at a time.
+"""Exclusive use of a namespace of a node's memory: by one live job at a time.
 
-Two jobs in one namespace would take each other's checkpoints for surplus ones of their own, and each would tell
-the drain how to reach its own durable tier. A job is known by its dirpath and by its launch; who it is stands in
-a file, and whoever belongs to it holds a shared lock on another, which dies with its process.
+Two jobs in one namespace would remove each other's checkpoints by their retention, and each would tell the drain to
+use its own durable tier. A job is known by its dirpath and by its launch, which are in a file; each of its processes
+holds a shared lock on another file, which ends with the process.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LOCK_FILE = "job.lock"
 _FACTS_FILE = "job.json"
 
 
-class Tenancy:
-    """One process' hold on a namespace of its node's memory."""
+class NamespaceLock:
+    """One process' lock on a namespace of its node's memory."""
 
     def __init__(self, root: Path, dirpath: str, owner: str, log: Logger, clock: Clock) -> None:
-        """Takes the namespace, or finds who has it.
+        """Locks the namespace, unless another job has it.
 
         Args:
             root: The memory tier's.
             dirpath: Where the job's durable checkpoints go.
             owner: Its launch: see :func:`lease_keeper.owner_of_process`.
-            log: Told where there is no space for the lock: then nothing is held.
+            log: Warned where the lock can't be taken for want of space or descriptors: then nothing is held.
             clock: For the wait for a job that may be about to end.
 
         Raises:
@@ -49,10 +49,10 @@ class Tenancy:
             except OSError as error:
                 if held is not None:
                     release(held)
-                # No space, or no descriptor: that must not keep a save from going past memory.
-                log.warning("cannot note whose the memory of this namespace is: %s", error)
+                # No space, or no descriptor: a save may not need memory.
+                log.warning("could not lock this namespace of node memory; another job in it goes unnoticed: %s", error)
                 return
-            # What nobody can read names nobody.
+            # A damaged file names no job.
             if held is not None and (not other or dirpath == other.get("dirpath") or owner == other.get("owner")):
                 self._held = held
                 return
@@ -73,7 +73,7 @@ class Tenancy:
 
     @staticmethod
     def _lock(root: Path, mine: dict[str, Any], clock: Clock) -> int | None:
-        """A shared lock; None where somebody is just making his mark. Whoever finds no other leaves his."""
+        """A shared lock; None while another process writes the file. The first process of a job writes it."""
         held = try_lock(root / LOCK_FILE)
         if held is None:
             return try_lock(root / LOCK_FILE, shared=True)
@@ -86,7 +86,7 @@ class Tenancy:
         return held
 
     def close(self) -> None:
-        """Lets it go."""
+        """Releases the lock."""
         if self._held is not None:
             release(self._held)
             self._held = None

@@ -1,9 +1,9 @@
-"""What becomes of one rank's failure becomes of all, at their next exchange.
+"""A group in which one rank's failure becomes that of all ranks, at their next exchange.
 
-Ranks that restore together talk in a fixed order. One that raises in between would leave the others waiting for as
-long as a node may take to fetch. Inside ``with Together(group)`` it comes to one more exchange instead, and tells
-there what happened: the others, who are on their way to an exchange of theirs, meet it there and raise the same.
-Every rank makes as many exchanges as any other, for the block ends with one, too.
+Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as
+a node may take to fetch. Inside ``with FailTogetherGroup(group)`` it makes one more exchange instead, with its error:
+the others get it in their next exchange, and raise the same. The block itself ends with an exchange, so every rank
+makes as many as any other.
 
 Transfers between two ranks are no exchanges: see ``carrying`` for how a rank that fails in one goes on to its end.
 """
@@ -26,7 +26,7 @@ class _Failed(NamedTuple):
 
 
 @final
-class Together:
+class FailTogetherGroup:
     """A group of ranks of which none goes on where another one fails."""
 
     def __init__(self, group: Group) -> None:
@@ -41,7 +41,7 @@ class Together:
         self.world_size = group.world_size
         self.node = group.node
 
-    def __enter__(self) -> Together:
+    def __enter__(self) -> FailTogetherGroup:
         return self
 
     def __exit__(
@@ -53,7 +53,7 @@ class Together:
             self.all_gather(None)
         elif isinstance(error, Exception) and self.world_size > 1:
             gathered: list[Any] = []
-            # Who is lost to this rank hears of it by the end of its connections.
+            # A rank that is lost to this one learns of it when its connections end.
             with suppress(LostRankError):
                 gathered = self._do(self._group.all_gather, _Failed(portable(error, self.rank)))
             # Of several, all raise the same one.
@@ -63,7 +63,7 @@ class Together:
         """As :meth:`Group.all_gather`.
 
         Raises:
-            TieredCheckpointError: What some rank failed of since the last exchange.
+            TieredCheckpointError: The error of a rank that has failed since the last exchange.
         """
         gathered: list[Any] = self._do(self._group.all_gather, obj)
         failed = [each.error for each in gathered if isinstance(each, _Failed)]
