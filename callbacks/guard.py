@@ -1,4 +1,4 @@
-"""Refuses strategies that would go past the checkpoint IO, before they write anything."""
+"""Refuses what would go past the checkpoint IO before it writes anything, and gives ModelCheckpoint its place."""
 
 from __future__ import annotations
 
@@ -38,23 +38,29 @@ def check_strategy(strategy: Strategy) -> None:
 
 
 class StrategyGuard(Callback):
-    """Refuses such a strategy in any trainer that has our checkpoint IO, whatever its callbacks are.
+    """Looks after any trainer that has our checkpoint IO, whatever its callbacks are.
 
     A stock sharded strategy never asks its checkpoint IO, and would write to a local folder ``./s3:/``
-    without a word. Lightning adds this callback to every trainer, by the entry point of this package.
+    without a word: it is refused. Lightning's default ModelCheckpoint would save outside dirpath, which the IO can't:
+    it is given its place. Lightning adds this callback to every trainer, by the entry point of this package.
     Where parts have copies in the memory of peers, it also is where the ranks meet.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Refuses a strategy that would go past our checkpoint IO; has ranks meet that keep each other's copies.
+        """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
 
         Raises:
-            UsageError: It does, or there are fewer nodes than ``replication_factor``.
+            UsageError: A strategy does, or a ModelCheckpoint; or there are fewer nodes than ``replication_factor``.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
             return
         check_strategy(trainer.strategy)
+        if stage == "fit":
+            # The callbacks need this module.
+            from tiered_checkpoint_io.callbacks.stock import place_checkpoints
+
+            place_checkpoints(trainer, io)
         if stage == "fit" and io.config.replication_factor > 1:
             # All ranks are here, on their main threads; of a full checkpoint, rank 0 alone saves later.
             io.checkpointer.session.meet_peers()

@@ -81,6 +81,10 @@ class TieredModelCheckpoint(ModelCheckpoint):
         self.dirpath = None if dirpath is None else ids.normalize_dirpath(dirpath)
         self.memory_every_n_train_steps = memory_every_n_train_steps
         self.s3_every_n_train_steps = s3_every_n_train_steps
+        self.begin()
+
+    def begin(self) -> None:
+        """The state of a callback that has done nothing yet."""
         self._io: TieredCheckpointIO | None = None
         self._last_memory_step = -1
         #: The step and path of the newest durable save of this callback's own.

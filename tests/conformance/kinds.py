@@ -168,6 +168,10 @@ class Shards(Job):
     def engine(self):
         return Checkpointer(self.base.settings.config, session=self.base.session)
 
+    def wait(self):
+        super().wait()
+        dcp.maybe_finalize_async_calls(blocking=True)
+
     def close(self):
         dcp.maybe_finalize_async_calls(blocking=True)
         self.base.close()

@@ -330,10 +330,19 @@ def test_while_s3_is_away_an_empty_memory_is_no_start_from_scratch(start, proxy,
         start(**away).load(LATEST)
 
 
-# ------------------------------------------------------------------------------- wrong today, of all kinds
+# --------------------------------------------------------------------------------------- what is said
 @on_a_directory
-def test_a_save_is_not_called_durable_before_it_is(start, kind, request):
-    wrong_today(request, kind, KINDS, "a queued upload is logged as saved to durable+memory")
+def test_a_queued_upload_that_has_ended_is_told_where_the_job_logs(start, dirpath):
+    job = start(drain="process")
+    job.save(1, wait=False)
+    job.wait()
+    job.engine.poll()
+    (said,) = [each for each in job.messages.said if "is durable" in each]
+    assert f"step_1.ckpt is durable on {dirpath}: " in said
+
+
+@on_a_directory
+def test_a_save_is_not_called_durable_before_it_is(start):
     job = start()
     with job.without_drain():
         job.save(1, wait=False)

@@ -84,6 +84,7 @@ class AsyncSave(Future[Any]):
                         step=self.step if self.step >= 0 else None,
                         hint="it stays in node memory and is tried again",
                     )
+                session.tell_durable(outcome)
                 self._end(None, value)
             except BaseException as error:
                 self._end(error, None)

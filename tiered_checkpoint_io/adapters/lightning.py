@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.redaction import shown
 
@@ -49,6 +50,7 @@ class TieredCheckpointIO(CheckpointIO):
         self.found_nothing = False
         #: What is saved beside each checkpoint, and has to be there to resume from it: see :class:`Selector`.
         self.companion = ""
+        self._has_said_where = False
 
     @staticmethod
     def from_config(
@@ -82,7 +84,7 @@ class TieredCheckpointIO(CheckpointIO):
 
         Args:
             checkpoint: The state.
-            path: Below dirpath, or relative to it.
+            path: Below dirpath, or relative to it. An absolute local path elsewhere becomes an ordinary file.
             storage_options: ``{"tiers": ["memory"]}`` for memory alone; both tiers by default.
                 ``"metric"`` may hold what a ModelCheckpoint monitored, and its value; ``"wait": False``
                 lets a durable save return as :class:`AsyncCheckpointIO` does.
@@ -93,12 +95,23 @@ class TieredCheckpointIO(CheckpointIO):
         self._save(checkpoint, path, storage_options, wait=True)
 
     def _save(self, checkpoint: Any, path: Any, storage_options: Any, *, wait: bool) -> None:
-        if self._is_scratch(path):
+        if self._is_elsewhere(path):
             TorchCheckpointIO().save_checkpoint(checkpoint, str(path))
+            if not self._is_scratch(path):
+                self.checkpointer.session.log.info(
+                    "saved %s as an ordinary file: it is not below %s, so it is in neither tier",
+                    path,
+                    self.config.dirpath,
+                )
             return
         if sys._getframe(2).f_globals.get("__name__", "").endswith("plugins.io.async_plugin"):
             raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="save", hint=USE_OURS)
         asked = read_storage_options(storage_options)
+        text = os.fspath(path)
+        if not (self._has_said_where or os.path.isabs(text) or ids.url_scheme(text)):
+            self._has_said_where = True
+            where = ids.join_url(self.config.dirpath, text)
+            self.checkpointer.session.log.info("relative names are below dirpath: %s is %s", text, where)
         self.checkpointer.save(checkpoint, path, tiers=asked.tiers, wait=wait and asked.wait, metric=asked.metric)
 
     def load_checkpoint(
@@ -147,7 +160,7 @@ class TieredCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes; see :meth:`Checkpointer.remove`."""
-        if self._is_scratch(path):
+        if self._is_elsewhere(path):
             TorchCheckpointIO().remove_checkpoint(str(path))
             return
         self.checkpointer.remove(path)
@@ -162,9 +175,12 @@ class TieredCheckpointIO(CheckpointIO):
         Launchers that spawn hand the weights to their parent so; the tuner keeps the state so that
         it comes back to.
         """
+        return self._is_elsewhere(path) and os.path.basename(os.fspath(path)).startswith(".")
+
+    def _is_elsewhere(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a path is an absolute local one outside dirpath."""
         text = os.fspath(path)
-        hidden = os.path.isabs(text) and os.path.basename(text).startswith(".")
-        return hidden and not text.startswith(self.config.dirpath.rstrip("/") + "/")
+        return os.path.isabs(text) and not ids.normalize_dirpath(text).startswith(self.config.dirpath.rstrip("/") + "/")
 
     def teardown(self) -> None:
         """Waits for queued work and frees everything; the IO may be used again."""

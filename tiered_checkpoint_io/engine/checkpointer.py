@@ -30,7 +30,7 @@ from tiered_checkpoint_io.errors import (
     UsageError,
 )
 from tiered_checkpoint_io.formats.image import Image, plan
-from tiered_checkpoint_io.logs import Logger, rate
+from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.node import refuse_beyond_memory
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
@@ -127,9 +127,11 @@ class Checkpointer:
             return None
         stall = time.monotonic() - started
         self.session.counts["saved"] += 1
-        report = SaveReport(name, step, facts.save_id, size, stall, done)
+        # What waited is there; what went past memory did not queue.
+        queued = not wait and done == TIERS
+        report = SaveReport(name, step, facts.save_id, size, stall, done, queued)
         self.session.last_save = report
-        self.session.log.info("Step %d: saved %s to %s: %s", step, name, "+".join(sorted(done)), rate(size, stall))
+        self.session.log.at_step(step).info(report.line(self.dirpath))
         return report
 
     def _save(self, state: Any, facts: Facts, *, wait: bool) -> tuple[int, frozenset[str]]:

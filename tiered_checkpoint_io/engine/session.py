@@ -15,7 +15,7 @@ from tiered_checkpoint_io.engine.behind import Behind
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.inbox import OutcomeInbox
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
-from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
+from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport, told_as
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.known_names import KnownNames
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, launch_rank, owner_of_process
@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.saver import HostPins, Saver
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
-from tiered_checkpoint_io.logs import Logger, get_logger
+from tiered_checkpoint_io.logs import Logger, get_logger, rate
 from tiered_checkpoint_io.memory.tier import MemoryTier, node_budget
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -266,8 +266,24 @@ class Session:
         """Background operations that ended since the last call, each once."""
         if self._opened is None:
             return []
-        self._inbox.report(self._looking(self._opened.drain.new_outcomes, list[Outcome]()))
+        self._look_for_outcomes(self._opened.drain)
         return self._inbox.publish()
+
+    def _look_for_outcomes(self, drain: DrainHandle) -> None:
+        fresh = self._looking(drain.new_outcomes, list[Outcome]())
+        self._inbox.report(fresh)
+        for outcome in fresh:
+            self.tell_durable(outcome)
+
+    def tell_durable(self, outcome: Outcome) -> None:
+        """Logs, on rank 0, that a queued save is durable now; to be called by whoever saw its outcome first."""
+        # A drain in a thread logs to the same place itself.
+        if outcome.action != "save" or outcome.state != "committed" or self.config.drain == "thread":
+            return
+        if current_rank() == 0:
+            amount = rate(outcome.bytes, outcome.seconds)
+            where = told_as(outcome.dirpath or self.dirpath)
+            self.log.at_step(outcome.step).info("%s is durable on %s: %s", outcome.name, where, amount)
 
     @property
     def asked(self) -> dict[str, int]:
@@ -376,7 +392,7 @@ class Session:
         """
         if self._opened is None:
             return
-        self._inbox.report(self._looking(self._opened.drain.new_outcomes, list[Outcome]()))
+        self._look_for_outcomes(self._opened.drain)
         raised: list[SaveError] = []
         for outcome, error in self._inbox.failures():
             try:

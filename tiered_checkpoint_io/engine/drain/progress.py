@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
+from tiered_checkpoint_io.logs import rate
+from tiered_checkpoint_io.model import ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class SaveReport:
         size: Bytes.
         stall_s: How long the caller waited, seconds.
         tiers: Where it is, or is on its way to.
+        queued: Whether it is still on its way to the durable tier.
     """
 
     name: str
@@ -26,6 +29,22 @@ class SaveReport:
     size: int
     stall_s: float
     tiers: frozenset[str]
+    queued: bool = False
+
+    def line(self, dirpath: str, what: str = "") -> str:
+        """What to log of it: where it is by now, and what is still to be done.
+
+        Args:
+            dirpath: The durable tier.
+            what: What was saved, in place of the name.
+        """
+        there = [
+            tier for tier in ("memory", "durable") if tier in self.tiers and not (tier == "durable" and self.queued)
+        ]
+        places = " and ".join("memory" if tier == "memory" else told_as(dirpath) for tier in there)
+        done = f"saved {what or self.name} to {places}" if places else f"captured {what or self.name}"
+        text = f"{done}: {rate(self.size, self.stall_s)}"
+        return f"{text}; upload to {told_as(dirpath)} queued" if self.queued else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +63,8 @@ class Progress:
     drain: DrainProgress
     last_save: SaveReport | None
     counters: dict[str, int] = field(default_factory=dict)
+
+
+def told_as(dirpath: str) -> str:
+    """What messages call a durable tier."""
+    return "S3" if ids.is_s3_url(dirpath) else dirpath

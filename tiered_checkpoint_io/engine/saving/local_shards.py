@@ -22,7 +22,6 @@ from tiered_checkpoint_io.engine.staging.local_retention import Mine, surplus, w
 from tiered_checkpoint_io.engine.staging.saver import versions
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError, UsageError
 from tiered_checkpoint_io.formats.image import Image
-from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
@@ -169,17 +168,12 @@ def save_local(
         saver.prepare(image.size)
     stall = time.monotonic() - started
     tiers = frozenset(({"durable"} if durable else set()) | ({"memory"} if direct is None else set()))
-    report = SaveReport(name, step, save_id, image.size, stall, tiers)
+    # What went past memory is there, unless that goes on in the background.
+    queued = durable and (ending is not None or (direct is None and not wait))
+    report = SaveReport(name, step, save_id, image.size, stall, tiers, queued)
     session.counts["saved"] += 1
     session.last_save = report
-    session.log.info(
-        "Step %d: saved shard %d of %s to %s: %s",
-        step,
-        place.shard,
-        name,
-        "+".join(sorted(tiers)),
-        rate(image.size, stall),
-    )
+    session.log.at_step(step).info(report.line(session.dirpath, f"shard {place.shard} of {name}"))
     return LocalSave(report, ending)
 
 

@@ -29,7 +29,6 @@ from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
 from tiered_checkpoint_io.formats.filling import Segment
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.shard_image import Item, Placed, plan_shard
-from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Metric
 
@@ -223,6 +222,7 @@ class ShardSaver:
                     key=ids.join_url(self._session.dirpath, ticket.name),
                     step=ticket.step,
                 )
+            self._session.tell_durable(outcome)
 
     def is_complete(self, name: str, save_id: str) -> None:
         """Takes note that a checkpoint is whole: this process finished it, or a restore has loaded it."""
@@ -331,13 +331,14 @@ class ShardSaver:
         self.is_drained = ticket.durable and not unsealed.is_direct
         tiers = frozenset(({"durable"} if ticket.durable else set()) | (set() if unsealed.is_direct else {"memory"}))
         stall = time.monotonic() - unsealed.started
-        self._session.last_save = SaveReport(ticket.name, ticket.step, ticket.save_id, size, stall, tiers)
+        # Whoever waits for the durable tier does so behind this; what went past memory is there, or seals behind it.
+        queued = ticket.durable and (unsealed.is_behind or not unsealed.is_direct)
+        report = SaveReport(ticket.name, ticket.step, ticket.save_id, size, stall, tiers, queued)
+        self._session.last_save = report
         if unsealed.is_behind:
             self.sealing = self._session.run_behind(ticket.name, lambda: unsealed.seal(self._session, small))
         self._session.counts["saved"] += 1
-        self._session.log.info(
-            "Step %d: saved %s to %s: %s", ticket.step, ticket.name, "+".join(sorted(tiers)), rate(size, stall)
-        )
+        self._session.log.at_step(ticket.step).info(report.line(self._session.dirpath))
 
 
 def _one_byte() -> Image:
