@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
-from tiered_checkpoint_io.adapters.lightning import tiered_io_of
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
+from tiered_checkpoint_io.errors import ConfigError, UsageError
 
 #: Lightning's strategies that write or read shards themselves, and what to take in their place.
 _BYPASSING = {
@@ -35,6 +37,44 @@ def check_strategy(strategy: Strategy) -> None:
                 operation="setup",
                 hint=_BYPASSING[kind.__name__],
             )
+
+
+def folder_below(trainer: Trainer, io: TieredCheckpointIO, dirpath: Any) -> str:
+    """Where a callback saves: the IO's dirpath, or its own below that.
+
+    Raises:
+        ConfigError: It is not below the IO's, or differs between ranks.
+    """
+    root = io.config.dirpath
+    folder = root if dirpath is None else str(dirpath)
+    if not trainer.strategy.reduce_boolean_decision(folder == trainer.strategy.broadcast(folder)):
+        raise ConfigError(
+            f"dirpath differs between ranks; here it is {folder!r}",
+            hint="it must not depend on the rank or the time of day",
+        )
+    if folder != root and not folder.startswith(root.rstrip("/") + "/"):
+        raise ConfigError(
+            f"the callback's dirpath {folder!r} is not below the IO's {root!r}",
+            hint="leave the callback's dirpath out",
+        )
+    return folder
+
+
+def claim(trainer: Trainer, io: TieredCheckpointIO) -> None:
+    """Finds out, before anything is trained, whether another run writes where this one would.
+
+    Raises:
+        UsageError: Another one does; on all ranks.
+    """
+    error = None
+    if trainer.is_global_zero:
+        try:
+            io.checkpointer.session.claim()
+        except UsageError as caught:
+            error = caught
+    error = trainer.strategy.broadcast(error)
+    if error is not None:
+        raise error
 
 
 class StrategyGuard(Callback):

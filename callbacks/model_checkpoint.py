@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
-from tiered_checkpoint_io.callbacks.guard import check_strategy
+from tiered_checkpoint_io.callbacks.guard import check_strategy, claim, folder_below
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log, metrics_of_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.callbacks.steps import check_every, tiers_for_step
@@ -137,20 +137,9 @@ class TieredModelCheckpoint(ModelCheckpoint):
                 hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
             )
         check_strategy(trainer.strategy)
-        root = io.config.dirpath
-        dirpath = root if self.dirpath is None else str(self.dirpath)
-        if not trainer.strategy.reduce_boolean_decision(dirpath == trainer.strategy.broadcast(dirpath)):
-            raise ConfigError(
-                f"dirpath differs between ranks; here it is {dirpath!r}",
-                hint="it must not depend on the rank or the time of day",
-            )
-        if dirpath != root and not dirpath.startswith(root.rstrip("/") + "/"):
-            raise ConfigError(
-                f"the callback's dirpath {dirpath!r} is not below the IO's {root!r}",
-                hint="leave the callback's dirpath out",
-            )
+        dirpath = folder_below(trainer, io, self.dirpath)
         if stage == "fit":
-            self._claim(trainer, io)
+            claim(trainer, io)
         self._io = io
         self._ask_exists = True
         if ids.parse_best_url(self.best_model_path) is not None:
@@ -161,18 +150,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
         finally:
             self.dirpath = dirpath
-
-    def _claim(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
-        """Finds out, before anything is trained, whether another run writes where this one would."""
-        error = None
-        if trainer.is_global_zero:
-            try:
-                io.checkpointer.session.claim()
-            except UsageError as caught:
-                error = caught
-        error = trainer.strategy.broadcast(error)
-        if error is not None:
-            raise error
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)

@@ -24,6 +24,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from support.clocks import hurried
 from support.fault_proxy import FaultProxy, refuse
 from support.restoring import flip, of_a_newer_release
 from support.tenants import mounted_tmpfs
@@ -35,7 +36,6 @@ from tiered_checkpoint_io.errors import (
     RestoreError,
     StoreUnavailableError,
 )
-from tiered_checkpoint_io.stores import wrappers
 
 from .kinds import KINDS, METRICS, SENTINELS, lose_memory
 
@@ -295,11 +295,10 @@ def test_memory_that_is_too_small_is_passed_by(start, tmp_path, memory_dir):
 @pytest.fixture
 def proxy(s3_server, monkeypatch):
     """S3 that may be away, and clients that find that out soon."""
-    told = {"deadline_s": 0.5, "first_wait_s": 0.05, "max_wait_s": 0.2}
-    monkeypatch.setattr(wrappers.Retry.__init__, "__kwdefaults__", told)
     monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.05)
     monkeypatch.setattr(ledger, "_MAX_BACKOFF_S", 0.2)
-    with FaultProxy(s3_server.endpoint_url) as proxy:
+    quick = hurried(retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2)
+    with quick, FaultProxy(s3_server.endpoint_url) as proxy:
         yield proxy
 
 

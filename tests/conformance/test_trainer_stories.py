@@ -60,7 +60,6 @@ def test_where_a_relative_name_goes_is_told_and_a_path_elsewhere_is_an_ordinary_
     assert resumed.global_step == 3
 
 
-@pytest.mark.xfail(strict=True, reason="a weights-only save counts as the newest: KeyError 'optimizer_states'")
 def test_a_weights_only_save_is_not_resumed_from_and_loads_by_its_name(runs):
     callback = ModelCheckpoint(dirpath=runs.dirpath, filename="{step}", every_n_train_steps=5, save_top_k=-1)
     _, model = runs.fit(callback, ckpt_path=None, max_steps=5)
@@ -79,3 +78,14 @@ def test_a_weights_only_save_is_not_resumed_from_and_loads_by_its_name(runs):
         resumed, _ = runs.fit(ModelCheckpoint(dirpath=runs.dirpath, every_n_train_steps=5), max_steps=7 + lost)
         assert resumed.io.checkpointer.restored.name == "step=5.ckpt"
         assert resumed.global_step == 7 + lost
+
+
+def test_the_tuners_scratch_is_not_resumed_from(runs):
+    io = runs.io()
+    state = {"state_dict": {}, "pytorch-lightning_version": "2.6.0", "optimizer_states": [], "global_step": 1}
+    io.save_checkpoint(state, "step=1.ckpt")
+    for name in (".lr_find_1a2b.ckpt", ".scale_batch_size_1a2b.ckpt"):
+        io.save_checkpoint({**state, "global_step": 9}, f"{runs.dirpath}/{name}")
+        assert io.load_checkpoint("tiered:latest")["global_step"] == 1
+        assert io.load_checkpoint(name)["global_step"] == 9
+    io.teardown()

@@ -22,6 +22,10 @@ REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
     " bound, and does not order deletes behind saves"
 )
+#: What Lightning's tuner keeps for a moment, to come back to it.
+_SCRATCH = (".lr_find_", ".scale_batch_size_")
+#: Where a whole training state has its optimizers: Lightning's key, and Megatron's.
+_OPTIMIZERS = ("optimizer_states", "optimizer")
 USE_OURS = "use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead"
 
 
@@ -112,7 +116,14 @@ class TieredCheckpointIO(CheckpointIO):
             self._has_said_where = True
             where = ids.join_url(self.config.dirpath, text)
             self.checkpointer.session.log.info("relative names are below dirpath: %s is %s", text, where)
-        self.checkpointer.save(checkpoint, path, tiers=asked.tiers, wait=wait and asked.wait, metric=asked.metric)
+        self.checkpointer.save(
+            checkpoint,
+            path,
+            tiers=asked.tiers,
+            wait=wait and asked.wait,
+            metric=asked.metric,
+            resumable=is_resumable(checkpoint, path),
+        )
 
     def load_checkpoint(
         self,
@@ -253,6 +264,14 @@ def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
     if isinstance(checkpoint_io, LightningAsyncCheckpointIO) and tiered_io_of(checkpoint_io.checkpoint_io) is not None:
         raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="setup", hint=USE_OURS)
     return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
+
+
+def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
+    """Whether training can resume from what Lightning saves: not from weights alone, nor from its tuner's scratch."""
+    if os.path.basename(os.fspath(path)).startswith(_SCRATCH):
+        return False
+    is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
+    return not is_lightnings or any(key in checkpoint for key in _OPTIMIZERS)
 
 
 class StorageOptions(NamedTuple):

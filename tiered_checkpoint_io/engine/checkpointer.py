@@ -71,6 +71,7 @@ class Checkpointer:
         tiers: Collection[str] = TIERS,
         wait: bool = True,
         metric: tuple[str, float] | None = None,
+        resumable: bool = True,
     ) -> SaveReport | None:
         """Saves a state.
 
@@ -84,14 +85,14 @@ class Checkpointer:
                 memory.
             wait: Whether to return only when a durable save is committed there.
             metric: What a ModelCheckpoint monitored, and its value.
+            resumable: Whether training can resume from it; ``tiered:latest`` and ``tiered:last`` pass by what it can't.
 
         Returns:
             None where the save failed and ``on_save_error`` is ``warn``.
 
         Raises:
             InvalidNameError: The path is not below dirpath, or not a valid name.
-            UsageError: Unknown tiers.
-            UsageError: Another live run writes to the same dirpath and namespace.
+            UsageError: Unknown tiers; or another live run writes to the same dirpath and namespace.
             SaveError: The save, or an earlier one in the background, failed and ``on_save_error``
                 is ``raise``.
         """
@@ -118,6 +119,7 @@ class Checkpointer:
                 dirpath=self.dirpath,
                 durable="durable" in wanted,
                 metric=Metric(*metric) if metric is not None else None,
+                resumable=resumable,
             )
             size, done = self._save(state, facts, wait=wait)
         except (InvalidNameError, ConfigError, UsageError):
@@ -127,9 +129,8 @@ class Checkpointer:
             return None
         stall = time.monotonic() - started
         self.session.counts["saved"] += 1
-        # What waited is there; what went past memory did not queue.
-        queued = not wait and done == TIERS
-        report = SaveReport(name, step, facts.save_id, size, stall, done, queued)
+        # What waited is there, and what went past memory did not queue.
+        report = SaveReport(name, step, facts.save_id, size, stall, done, queued=not wait and done == TIERS)
         self.session.last_save = report
         self.session.log.at_step(step).info(report.line(self.dirpath))
         return report

@@ -20,8 +20,8 @@ class Selector:
     """What to restore.
 
     Attributes:
-        kind: ``latest``: the newest of all; ``last``: the newest that is called "last";
-            ``name``: the newest of one name; ``best``: the one with the best monitored value.
+        kind: ``latest``: the newest of all that training can resume from; ``last``: the newest such that is called
+            "last"; ``name``: the newest of one name; ``best``: the one with the best monitored value.
         name: For ``name``.
         monitor: For ``best``: which value.
         mode: For ``best``: which end of it is the best.
@@ -47,9 +47,15 @@ class Selector:
             return ids.is_last(name)
         return name == self.name
 
+    def takes(self, content: Content) -> bool:
+        """Whether it serves: what is asked for by its name or value may be there to be evaluated, not resumed from."""
+        return content.resumable or self.kind in ("name", "best")
+
     def in_order(self, contents: Iterable[Content]) -> list[Content]:
         """Those that are meant, the first to be tried first: the best, or the latest."""
-        latest = newest_first(each for each in contents if self.step in (None, each.step))
+        # A companion is not resumed from by itself; what it belongs to is looked at together with it.
+        wanted = (each for each in contents if self.companion or self.takes(each))
+        latest = newest_first(each for each in wanted if self.step in (None, each.step))
         if self.kind != "best":
             return latest
         earliest = reversed(latest)
@@ -131,7 +137,9 @@ def candidates(
             sources[node] = tuple(tier for tier, has in (*tiers, ("durable", save_id in on_durable)) if has)
         orphaned = save_id not in on_durable and not any(entry.owns for _, entry in mine)
         made.append(Candidate(name, content, sources, orphaned))
-    return _complete(made, selector.companion) if selector.companion and selector.kind != "name" else made
+    if not selector.companion or selector.kind == "name":
+        return made
+    return [each for each in _complete(made, selector.companion) if selector.takes(each.content)]
 
 
 def _complete(made: Sequence[Candidate], companion: str) -> list[Candidate]:

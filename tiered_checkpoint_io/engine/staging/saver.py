@@ -38,6 +38,7 @@ class Facts:
     dirpath: str
     durable: bool
     metric: Metric | None = None
+    resumable: bool = True
 
 
 class HostPins:
@@ -214,6 +215,7 @@ def part_of(image: Image, facts: Facts, hashes: tuple[str, ...]) -> Part:
         writer=versions(),
         files=(FileEntry(facts.name, image.size, image.chunk_size, hashes),),
         metric=facts.metric,
+        resumable=facts.resumable,
     )
     return Part(facts.name, facts.rank, content, facts.dirpath, facts.durable)
 
