@@ -14,9 +14,9 @@ FULL = [
     (1, "engine.ranks.carrying:_Checks.problem", 1),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
-    (2, "engine.restore.bring:Bringer.find", 1),
+    (2, "engine.restore.fetcher:NodeFetcher.find", 1),
     (2, "engine.restore.restore:spread", 1),
-    (0, "engine.restore.restore:candidates", 1),
+    (0, "engine.restore.search:choose", 1),
     (2, "engine.restore.restore:Restorer._settle", 1),
 ]
 SHARDED = [
@@ -25,7 +25,7 @@ SHARDED = [
     (0, "engine.ranks.carrying:_Checks.add", 2),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
-    (2, "engine.restore.shard_reading:shard_candidates", 1),
+    (2, "engine.restore.fetcher:look", 1),
     (1, "engine.restore.shard_homing:moves", 1),
     (0, "engine.restore.shard_files:ShardFiles.peek", 1),
     (1, "engine.restore.shard_files:ShardFiles.put", 1),

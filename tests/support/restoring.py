@@ -77,6 +77,10 @@ class ThreadGroup:
     def broadcast(self, obj):
         return self.all_gather(obj)[0]
 
+    def gather(self, obj):
+        gathered = self.all_gather(obj)
+        return gathered if self.rank == 0 else None
+
     def send(self, data, rank):
         self._shared["mail"][self.rank, rank].put(bytes(data))
 

@@ -3,11 +3,12 @@
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.restoring import make_content, save_id
 
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Held, Selector, candidates, spread
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Evidence, Held, Selector, choose, spread
 from tiered_checkpoint_io.model.manifest import Manifest, Metric
 
 NAMES = ["a.ckpt", "b.ckpt", "last.ckpt", "x/last-v1.ckpt", "blast.ckpt"]
@@ -20,13 +21,13 @@ def content(name, number):
 
 def chosen(memory, durable, selector, aliases=None):
     return [
-        (c.name, c.content.step, {node: "+".join(tiers) for node, tiers in c.sources.items()})
-        for c in candidates(memory, durable, selector, aliases)
+        (c.name, c.content.step, {node: "+".join(c.sources(node)) for node in memory})
+        for c in choose(Catalog(memory, durable, aliases or {}), selector)
     ]
 
 
 def held(name, number):
-    return Held(name, content(name, number))
+    return Held(name, 0, content(name, number))
 
 
 LATEST = Selector("latest")
@@ -41,7 +42,7 @@ def test_the_best_comes_first_and_what_tells_no_value_not_at_all():
     manifests.append(Manifest("x", replace(content("x", 9), metric=Metric("other", 0.0))))
 
     def order(mode):
-        return [each.content.step for each in candidates({"n": []}, manifests, Selector("best", "", "loss", mode))]
+        return [each.content.step for each in choose(Catalog({"n": []}, manifests), Selector("best", "", "loss", mode))]
 
     assert order("min") == [3, 5, 1, 6, 2]
     assert order("max") == [6, 1, 3, 5, 2]
@@ -72,7 +73,7 @@ def test_a_save_of_which_only_copies_are_left_is_orphaned_unless_the_durable_tie
     copy = replace(held("a.ckpt", 1), owns=False)
 
     def orphaned(memory, durable=()):
-        return [each.orphaned for each in candidates(memory, durable, LATEST)]
+        return [each.orphaned for each in choose(Catalog(memory, durable), LATEST)]
 
     assert orphaned({"n": [copy], "m": [copy]}) == [True]
     assert orphaned({"n": [copy], "m": [held("a.ckpt", 1)]}) == [False]
@@ -180,9 +181,10 @@ def oracle(memory, durable, selector, aliases):
 @settings(max_examples=400, deadline=None)
 @given(tiers())
 def test_every_save_that_all_nodes_can_get_is_offered_once_the_latest_first(facts):
-    made = candidates(*facts)
+    memory, durable, selector, aliases = facts
+    made = choose(Catalog(memory, durable, aliases), selector)
     assert all(isinstance(candidate, Candidate) for candidate in made)
-    assert [(c.content.save_id, dict(c.sources)) for c in made] == oracle(*facts)
+    assert [(c.save_id, {node: c.sources(node) for node in memory}) for c in made] == oracle(*facts)
 
 
 def test_a_pair_counts_together_and_its_second_half_never_alone():
@@ -198,9 +200,91 @@ def test_a_pair_counts_together_and_its_second_half_never_alone():
     ]
     assert [step for _, step, _ in chosen({"n": []}, manifests, pair)] == [1]
     # The half that is in the memory of one node makes the pair whole for all: it gives it to the others.
-    half = Held("b-EMA.ckpt", save("b-EMA.ckpt", 3, 2))
+    half = Held("b-EMA.ckpt", 0, save("b-EMA.ckpt", 3, 2))
     assert [step for _, step, _ in chosen({"n": [half]}, manifests, pair)] == [2, 1]
     assert [step for _, step, _ in chosen({"n": [half], "m": []}, manifests, pair)] == [2, 1]
     # One of another step is none; by its name alone, either half may be asked for.
-    assert chosen({"n": [Held("b-EMA.ckpt", save("b-EMA.ckpt", 3, 3))]}, manifests, pair)[0][0] == "a.ckpt"
+    assert chosen({"n": [Held("b-EMA.ckpt", 0, save("b-EMA.ckpt", 3, 3))]}, manifests, pair)[0][0] == "a.ckpt"
     assert chosen({"n": [half]}, manifests, Selector("name", "b-EMA.ckpt", companion="-EMA"))[0][0] == "b-EMA.ckpt"
+
+
+# ------------------------------------------------------------------------------------- several parts
+def part(number, rank, *, commits=None, **more):
+    return Held(f"step_{number}", rank, facts(number, **more), rank == 0 if commits is None else commits)
+
+
+def facts(number, *, world_size=2, kind="sharded", step=None):
+    step = number if step is None else step
+    parts = 1 if kind == "full" else world_size
+    made = make_content("x", b"x", number, kind=kind)
+    return replace(made, world_size=world_size, parts=parts, step=step, files=())
+
+
+def manifest(number, **more):
+    return Manifest(f"step_{number}", facts(number, **more))
+
+
+def names(memory, durable=(), selector=LATEST, accepts="sharded", evidence=None):
+    return [each.name for each in choose(Catalog(memory, durable), selector, accepts, evidence)]
+
+
+def test_the_newest_save_of_any_tier_comes_first():
+    memory = {"a": [part(1, 0), part(1, 1), part(3, 0), part(3, 1)]}
+    found = choose(Catalog(memory, [manifest(2), manifest(1)]), LATEST)
+    assert [each.name for each in found] == ["step_3", "step_2", "step_1"]
+    assert [each.durable is not None for each in found] == [False, True, True]
+    assert [each.coordinators for each in found] == [("a",), (), ("a",)]
+
+
+def test_parts_on_several_nodes_make_one_checkpoint():
+    assert names({"a": [part(1, 0)], "b": [part(1, 1)]}) == ["step_1"]
+
+
+def test_a_save_that_lacks_a_part_or_that_of_its_coordinator_is_no_candidate():
+    memory = {"a": [part(1, 0), part(1, 1), part(2, 0), part(3, 0, commits=False), part(3, 1)], "b": []}
+    assert names(memory) == ["step_1"]
+
+
+def test_what_memory_lacks_is_taken_from_the_durable_tier():
+    (found,) = choose(Catalog({"a": [part(2, 0)]}, [manifest(2)]), LATEST)
+    assert (found.name, found.in_memory, found.durable is not None) == ("step_2", False, True)
+
+
+def test_a_step_or_a_name_selects():
+    memory = {"a": [part(number, rank) for number in (1, 2, 3) for rank in (0, 1)]}
+    assert names(memory, [manifest(2)], Selector("latest", step=2)) == ["step_2"]
+    assert names(memory, [], Selector("name", "step_1")) == ["step_1"]
+    assert names(memory, [], Selector("latest", step=9)) == []
+
+
+def test_a_queued_alias_finds_a_checkpoint_of_any_number_of_parts():
+    memory = {"a": [part(1, 0), part(2, 0)], "b": [part(1, 1), part(2, 1)]}
+    (found,) = choose(Catalog(memory, aliases={"last": "step_1"}), Selector("last"), "sharded")
+    assert found.name == "step_1"
+
+
+@pytest.mark.parametrize(
+    ("accepts", "offered"),
+    [("full", ["step_3", "step_2", "step_1"]), ("sharded", ["step_2", "step_1"]), ("local", ["step_3"])],
+)
+def test_local_checkpoints_lie_beside_the_others_but_a_full_one_never_hides_a_sharded_one(accepts, offered):
+    memory = {"a": [part(2, 0), part(2, 1), part(3, 0, kind="local"), part(3, 1, kind="local")]}
+    durable = [manifest(1, kind="full")]
+    assert names(memory, durable, accepts=accepts) == offered
+    # By its name it is offered whatever it is, to be refused by what it is.
+    assert names(memory, durable, Selector("name", "step_2"), accepts) == ["step_2"]
+
+
+def test_alone_a_rank_takes_what_is_known_to_be_complete_and_by_name_what_has_its_part():
+    mine = part(1, 1, kind="local")
+    copied = replace(part(2, 1, kind="local"), replicated=True)
+    memory = {"here": [mine, copied]}
+
+    def found(selector, own, *, replicas):
+        return names(memory, (), selector, "local", Evidence(own, replicas))
+
+    assert found(LATEST, 1, replicas=True) == ["step_2"]
+    assert found(LATEST, 1, replicas=False) == []
+    assert found(Selector("name", "step_1"), 1, replicas=False) == ["step_1"]
+    assert found(Selector("name", "step_1"), 0, replicas=False) == []
+    assert found(Selector("name", "step_1"), 2, replicas=False) == ["step_1"], "it has no such part: to be refused"

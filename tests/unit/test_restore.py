@@ -25,8 +25,8 @@ from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
+from tiered_checkpoint_io.engine.restore.catalog import reading_order
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.discovery import reading_order
 from tiered_checkpoint_io.engine.restore.restore import Restorer
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -363,7 +363,7 @@ def test_a_checkpoint_of_others_is_read_once_per_node(world):
 
     def work(group):
         restorer = world.restorer(group.node, remote)
-        restorer._bringer._dirpath = "gs://bucket/run"
+        restorer._fetcher._dirpath = "gs://bucket/run"
         restored = restorer.restore(Selector("name", "plain.ckpt"), group)
         group.all_gather(None)
         data = restored.path.read_bytes()

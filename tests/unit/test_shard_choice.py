@@ -1,19 +1,16 @@
-"""The pure decisions about sharded checkpoints: which to load, what memory keeps, what travels between nodes."""
+"""The pure decisions about sharded checkpoints: what memory keeps, what travels between nodes."""
 
 from pathlib import Path
 
-from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.shard_choice import HeldPart, shard_candidates
 from tiered_checkpoint_io.engine.restore.shard_exchange import Need, Transfer, transfers
 from tiered_checkpoint_io.engine.saving.shard_retention import surplus
 from tiered_checkpoint_io.engine.saving.tickets import Ticket
 from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.ids import series_of
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 RUN = ids.new_run_id(now=1_700_000_000.0)
-LATEST = Selector("latest")
 
 
 def save_id(number):
@@ -22,61 +19,6 @@ def save_id(number):
 
 def content(number, *, world_size=2, kind="sharded", step=None):
     return Content(save_id(number), number if step is None else step, -1, kind, 1.0, world_size, {}, ())
-
-
-def part(number, rank, *, commits=None, **more):
-    return HeldPart(f"step_{number}", rank, rank == 0 if commits is None else commits, content(number, **more))
-
-
-def manifest(number, **more):
-    return Manifest(f"step_{number}", content(number, **more))
-
-
-def names(candidates):
-    return [candidate.name for candidate in candidates]
-
-
-def test_the_newest_save_of_any_tier_comes_first():
-    memory = {"a": [part(1, 0), part(1, 1), part(3, 0), part(3, 1)]}
-    found = shard_candidates(memory, [manifest(2), manifest(1)], LATEST)
-    assert names(found) == ["step_3", "step_2", "step_1"]
-    assert [each.durable is not None for each in found] == [False, True, True]
-    assert [each.metadata_nodes for each in found] == [("a",), (), ("a",)]
-
-
-def test_parts_on_several_nodes_make_one_checkpoint():
-    memory = {"a": [part(1, 0)], "b": [part(1, 1)]}
-    assert names(shard_candidates(memory, [], LATEST)) == ["step_1"]
-
-
-def test_a_save_that_lacks_a_part_or_its_metadata_is_no_candidate():
-    memory = {"a": [part(1, 0), part(1, 1), part(2, 0), part(3, 0, commits=False), part(3, 1)], "b": []}
-    assert names(shard_candidates(memory, [], LATEST)) == ["step_1"]
-
-
-def test_what_memory_lacks_is_taken_from_the_durable_tier():
-    found = shard_candidates({"a": [part(2, 0)]}, [manifest(2)], LATEST)
-    assert names(found) == ["step_2"]
-    assert found[0].metadata_nodes == ()
-
-
-def test_full_checkpoints_and_rejected_ones_are_left_out():
-    memory = {"a": [part(1, 0), part(1, 1)]}
-    durable = [manifest(2), manifest(3, kind="full")]
-    assert names(shard_candidates(memory, durable, LATEST, {save_id(2)})) == ["step_1"]
-
-
-def test_a_step_or_a_name_selects():
-    memory = {"a": [part(number, rank) for number in (1, 2, 3) for rank in (0, 1)]}
-    assert names(shard_candidates(memory, [manifest(2)], Selector("latest", step=2))) == ["step_2"]
-    assert names(shard_candidates(memory, [], Selector("name", "step_1"))) == ["step_1"]
-    assert shard_candidates(memory, [], Selector("latest", step=9)) == []
-
-
-def test_an_overwrite_under_way_offers_both_contents():
-    both = Manifest("step_1", content(5, step=1), previous=(content(1),))
-    found = shard_candidates({"a": []}, [both], LATEST)
-    assert [each.save_id for each in found] == [save_id(5), save_id(1)]
 
 
 # ---------------------------------------------------------------------------------------- retention

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.export.export import DEFAULT_SHARD_SIZE, to_safetensors, to_torch_file
 from tiered_checkpoint_io.engine.export.folders import Folder, LocalFolder, PlainStoredFolder, StoredFolder
-from tiered_checkpoint_io.engine.restore.discovery import reading_order
+from tiered_checkpoint_io.engine.restore.catalog import reading_order
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, OtherKindError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

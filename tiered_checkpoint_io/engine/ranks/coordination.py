@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +37,10 @@ class Group(Protocol):
         """Rank 0's ``obj``."""
         ...
 
+    def gather(self, obj: Any) -> list[Any] | None:
+        """Each rank's ``obj``, by rank, on rank 0; None on the others."""
+        ...
+
     def send(self, data: memoryview, rank: int) -> None:
         """Sends bytes to a rank, which is receiving as many."""
         ...
@@ -63,6 +67,9 @@ class SingleGroup:
     def broadcast(self, obj: Any) -> Any:
         return obj
 
+    def gather(self, obj: Any) -> list[Any] | None:
+        return [obj]
+
     def send(self, data: memoryview, rank: int) -> None:
         raise AssertionError(f"a process alone has nobody to send {len(data)} bytes to (rank {rank})")
 
@@ -73,7 +80,75 @@ class SingleGroup:
         """Nothing to free."""
 
 
-class TorchGroup:
+class GivenGroup:
+    """The ranks of a process group that the caller has; its bounds are the caller's too."""
+
+    def __init__(self, node: str, process_group: Any) -> None:
+        """Takes the group.
+
+        Args:
+            node: See :class:`Group`.
+            process_group: Of torch.distributed. Groups of our own would need a rendezvous in which
+                ranks outside it have to take part.
+        """
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        self._group = process_group
+        self.node = node
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world_size
+        self._do(lambda: self._dist.all_gather_object(gathered, obj, group=self._group))
+        return gathered
+
+    def broadcast(self, obj: Any) -> Any:
+        box = [obj]
+        self._do(lambda: self._dist.broadcast_object_list(box, src=self._global(0), group=self._group))
+        return box[0]
+
+    def gather(self, obj: Any) -> list[Any] | None:
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        self._do(lambda: self._dist.gather_object(obj, gathered, dst=self._global(0), group=self._group))
+        return gathered
+
+    def send(self, data: memoryview, rank: int) -> None:
+        import torch
+
+        # By its address: torch warns of bytes that it must not write to, though it only reads them.
+        tensor = torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8)
+        self._do(lambda: self._dist.send(tensor, dst=self._global(rank), group=self._group))
+
+    def receive(self, data: bytearray | memoryview, rank: int) -> None:
+        import torch
+
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        self._do(lambda: self._dist.recv(tensor, src=self._global(rank), group=self._group))
+
+    def close(self) -> None:
+        """Leaves the group to the caller."""
+
+    def _global(self, rank: int) -> int:
+        found: int = self._dist.get_global_rank(self._group, rank)
+        return found
+
+    def _do(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            # The frames that it went through would keep the group alive, and with it the connections of those who wait.
+            traceback.clear_frames(error.__traceback__)
+            raise LostRankError(
+                f"the ranks lost each other while restoring: {error}",
+                operation="load",
+                rank=self.rank,
+                hint="see the log of the rank that failed first",
+            ) from error
+
+
+class TorchGroup(GivenGroup):
     """All ranks of torch.distributed, over a gloo group that lives for one load."""
 
     def __init__(self, node: str, clock: Clock, *, timeout_s: float, what: str = "load_checkpoint") -> None:
@@ -118,79 +193,11 @@ class TorchGroup:
             if meeting is not None:
                 dist.destroy_process_group(meeting)
 
-    def all_gather(self, obj: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.world_size
-        try:
-            self._dist.all_gather_object(gathered, obj, group=self._group)
-        except RuntimeError as error:
-            raise _lost(self.rank, error) from error
-        return gathered
-
-    def broadcast(self, obj: Any) -> Any:
-        box = [obj]
-        try:
-            self._dist.broadcast_object_list(box, src=0, group=self._group)
-        except RuntimeError as error:
-            raise _lost(self.rank, error) from error
-        return box[0]
-
-    def send(self, data: memoryview, rank: int) -> None:
-        _send(self, data, rank, self._group)
-
-    def receive(self, data: bytearray | memoryview, rank: int) -> None:
-        _receive(self, data, rank, self._group)
-
     def close(self) -> None:
         """Ends its connections: whoever still waits for this rank hears of it at once."""
         group, self._group = self._group, None
         if group is not None:
             self._dist.destroy_process_group(group)
-
-
-class GivenGroup:
-    """The ranks of a process group that the caller has; its bounds are the caller's too."""
-
-    def __init__(self, node: str, process_group: Any) -> None:
-        """Takes the group.
-
-        Args:
-            node: See :class:`Group`.
-            process_group: Of torch.distributed. Groups of our own would need a rendezvous in which
-                ranks outside it have to take part.
-        """
-        import torch.distributed as dist
-
-        self._dist: Any = dist
-        self._group = process_group
-        self.node = node
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
-
-    def all_gather(self, obj: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.world_size
-        try:
-            self._dist.all_gather_object(gathered, obj, group=self._group)
-        except RuntimeError as error:
-            raise _lost(self.rank, error) from error
-        return gathered
-
-    def broadcast(self, obj: Any) -> Any:
-        box = [obj]
-        try:
-            first = self._dist.get_global_rank(self._group, 0)
-            self._dist.broadcast_object_list(box, src=first, group=self._group)
-        except RuntimeError as error:
-            raise _lost(self.rank, error) from error
-        return box[0]
-
-    def send(self, data: memoryview, rank: int) -> None:
-        _send(self, data, self._dist.get_global_rank(self._group, rank), self._group)
-
-    def receive(self, data: bytearray | memoryview, rank: int) -> None:
-        _receive(self, data, self._dist.get_global_rank(self._group, rank), self._group)
-
-    def close(self) -> None:
-        """Leaves the group to the caller."""
 
 
 def current_group(root: Path, clock: Clock, *, timeout_s: float) -> Group:
@@ -241,35 +248,3 @@ def portable(error: Exception | None, rank: int) -> TieredCheckpointError | None
     if error is None or isinstance(error, TieredCheckpointError):
         return error
     return RestoreError(f"{type(error).__name__}: {error}", operation="load", rank=rank)
-
-
-def _send(group: Group, data: memoryview, rank: int, process_group: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    try:
-        # By its address: torch warns of bytes that it must not write to, though it only reads them.
-        dist.send(torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8), dst=rank, group=process_group)
-    except RuntimeError as error:
-        raise _lost(group.rank, error) from error
-
-
-def _receive(group: Group, data: bytearray | memoryview, rank: int, process_group: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    try:
-        dist.recv(torch.frombuffer(data, dtype=torch.uint8), src=rank, group=process_group)
-    except RuntimeError as error:
-        raise _lost(group.rank, error) from error
-
-
-def _lost(rank: int, error: Exception) -> LostRankError:
-    # The frames that it went through would keep the group alive, and with it the connections of those who wait.
-    traceback.clear_frames(error.__traceback__)
-    return LostRankError(
-        f"the ranks lost each other while restoring: {error}",
-        operation="load",
-        rank=rank,
-        hint="see the log of the rank that failed first",
-    )

@@ -78,6 +78,12 @@ class FailTogetherGroup:
         self.all_gather(None)
         return self._do(self._group.broadcast, obj)
 
+    def gather(self, obj: Any) -> list[Any] | None:
+        """As :meth:`Group.gather`; raises as :meth:`all_gather`."""
+        # Some rank may have failed, and have nothing to tell.
+        self.all_gather(None)
+        return self._do(self._group.gather, obj)
+
     def send(self, data: memoryview, rank: int) -> None:
         """As :meth:`Group.send`."""
         self._do(self._group.send, data, rank)

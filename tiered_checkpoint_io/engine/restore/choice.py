@@ -1,14 +1,19 @@
-"""Which checkpoint to restore, and from where: a pure function of what the tiers hold."""
+"""Which checkpoint to restore, and from where: a pure function of what the tiers hold.
+
+A checkpoint of any payload is chosen in the same way. The payload only decides what an adapter accepts, and this is the
+one module of the engine that reads it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from tiered_checkpoint_io.errors import OtherKindError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Manifest, newest_first
+from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest, newest_first
 
 #: Where a node has a checkpoint from: its own memory (its own parts, and copies that it keeps for others), the
 #: memory of another node, or the durable tier.
@@ -68,17 +73,52 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A complete checkpoint in the memory of a node.
+    """One part of a checkpoint in the memory of a node.
 
     Attributes:
-        name: Its name.
-        content: What it holds.
-        owns: Whether it is this node's own, which the node brings to the durable tier where it is to go there.
+        name: The checkpoint's name.
+        rank: Whose part it is.
+        content: The facts of the save, and the part's files without their hashes.
+        commits: Whether it is the coordinator's, with which the checkpoint is committed.
+        owns: Whether it is this node's own, and not a replica that it keeps for another node.
+        replicated: Whether all parts of its save are in the memory of other nodes as well.
     """
 
     name: str
+    rank: int
     content: Content
+    commits: bool = True
     owns: bool = True
+    replicated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What the tiers hold.
+
+    Attributes:
+        memory: The parts in each node's memory; a key for every node that was looked at.
+        manifests: Of the durable tier, among them the targets of aliases.
+        aliases: Aliases that are queued but not yet on the durable tier, and their targets.
+    """
+
+    memory: Mapping[str, Sequence[Held]]
+    manifests: Sequence[Manifest] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What shows that a checkpoint is complete, where a rank looks at its own node alone.
+
+    Attributes:
+        part: The part that this rank needs: of a checkpoint that is asked for by name it suffices. None where the
+            memory of all nodes is looked at, so that all parts are to be seen.
+        replicas: Whether the mark that all parts are in the memory of other nodes counts, because they can be asked.
+    """
+
+    part: int | None = None
+    replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,62 +127,137 @@ class Candidate:
 
     Attributes:
         name: The checkpoint's name.
-        content: What it holds.
-        sources: For each node, the tiers to try, in order.
-        orphaned: Whether there are only copies of it left, and it is not on the durable tier.
+        content: The facts of the save.
+        durable: What its manifest says; None where it is not on the durable tier.
+        held: For each node whose memory has parts of it: their ranks, and whether the node owns them.
+        coordinators: Nodes whose memory has the coordinator's part.
+        in_memory: Whether the memory of the nodes has all its parts.
+        replicated: Whether other nodes' memory is known to have all its parts.
     """
 
     name: str
     content: Content
-    sources: Mapping[str, tuple[Tier, ...]]
-    orphaned: bool = False
+    durable: Content | None = None
+    held: Mapping[str, Mapping[int, bool]] = field(default_factory=dict)
+    coordinators: tuple[str, ...] = ()
+    in_memory: bool = False
+    replicated: bool = False
+
+    @property
+    def save_id(self) -> str:
+        return self.content.save_id
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether there are only replicas of it left, and it is not on the durable tier."""
+        return self.durable is None and not any(owns for ranks in self.held.values() for owns in ranks.values())
+
+    def sources(self, node: str) -> tuple[Tier, ...]:
+        """The tiers from which a node can get a checkpoint of one part, in the order in which to try them."""
+        others = self.held.keys() - {node}
+        tiers: list[tuple[Tier, bool]] = [("memory", node in self.held), ("peer", bool(others))]
+        return tuple(tier for tier, has in (*tiers, ("durable", self.durable is not None)) if has)
 
 
-def candidates(
-    memory: Mapping[str, Sequence[Held]],
-    durable: Sequence[Manifest],
-    selector: Selector,
-    aliases: Mapping[str, str] | None = None,
+def choose(
+    catalog: Catalog, selector: Selector, accepts: Kind | None = None, evidence: Evidence | None = None
 ) -> list[Candidate]:
-    """The saves to try.
+    """The complete checkpoints that are meant, in the order in which to try them.
 
     Args:
-        memory: What each node's memory holds; a key for every node.
-        durable: Manifests of the durable tier.
+        catalog: What the tiers hold.
         selector: What is wanted.
-        aliases: Aliases that are queued but not yet on the durable tier, and their targets.
-
-    Returns:
-        In the selector's order; each node can get them from its own memory, from another node's, or from the
-        durable tier.
+        accepts: The payload that is wanted: see :func:`refuse_other_kind` for the others. None for any.
+        evidence: What shows that one is complete. By default, and always: its manifest, or all its parts.
     """
-    wanted = {target for alias, target in (aliases or {}).items() if selector.wants(alias)}
-    found: dict[str, tuple[str, Content]] = {}
-    on_durable: set[str] = set()
-    for name, content in durable_contents(durable, selector, wanted):
-        on_durable.add(content.save_id)
-        found.setdefault(content.save_id, (name, content))
-    for held in memory.values():
-        for entry in held:
-            if selector.wants(entry.name) or entry.name in wanted:
-                found.setdefault(entry.content.save_id, (entry.name, entry.content))
-    made = []
-    for content in selector.in_order(content for _, content in found.values()):
-        save_id, name = content.save_id, found[content.save_id][0]
-        mine = [(node, e) for node, held in memory.items() for e in held if e.content.save_id == save_id]
-        holders = {node for node, _ in mine}
-        sources: dict[str, tuple[Tier, ...]] = {}
-        for node in memory:
-            tiers: list[tuple[Tier, bool]] = [("memory", node in holders), ("peer", bool(holders - {node}))]
-            sources[node] = tuple(tier for tier, has in (*tiers, ("durable", save_id in on_durable)) if has)
-        orphaned = save_id not in on_durable and not any(entry.owns for _, entry in mine)
-        made.append(Candidate(name, content, sources, orphaned))
-    if not selector.companion or selector.kind == "name":
-        return made
-    return [each for each in _complete(made, selector.companion) if selector.takes(each.content)]
+    evidence = evidence or Evidence()
+    wanted = {target for alias, target in catalog.aliases.items() if selector.wants(alias)}
+    on_durable = {
+        content.save_id: (name, content) for name, content in durable_contents(catalog.manifests, selector, wanted)
+    }
+    parts: dict[str, list[tuple[str, Held]]] = {}
+    meant = set(on_durable)
+    for node, held in catalog.memory.items():
+        for part in held:
+            parts.setdefault(part.content.save_id, []).append((node, part))
+            if selector.wants(part.name) or part.name in wanted:
+                meant.add(part.content.save_id)
+    made = {save_id: _candidate(parts.get(save_id, []), on_durable.get(save_id)) for save_id in meant}
+    ordered = [made[content.save_id] for content in selector.in_order(each.content for each in made.values())]
+    complete = {each.save_id for each in ordered if _is_complete(each, evidence)}
+    usable = [each for each in ordered if each.save_id in complete]
+    usable += [each for each in ordered if each.save_id not in complete and _suffices(each, selector, evidence)]
+    if selector.companion and selector.kind != "name":
+        usable = _paired(usable, selector.companion)
+    passed = _PASSED_OVER.get(accepts or "", ())
+    kept = [each for each in usable if each.content.kind not in passed]
+    # Asked for by its name, it is refused by what it is, and not said to be missing.
+    return kept if kept or selector.kind != "name" else usable
 
 
-def _complete(made: Sequence[Candidate], companion: str) -> list[Candidate]:
+def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] | None) -> Candidate:
+    """One save, by its parts in memory and what the durable tier says of it."""
+    held: dict[str, dict[int, bool]] = {}
+    for node, part in parts:
+        here = held.setdefault(node, {})
+        here[part.rank] = here.get(part.rank, False) or part.owns
+    name, content = durable or (parts[0][1].name, parts[0][1].content)
+    coordinators = tuple(dict.fromkeys(node for node, part in parts if part.commits))
+    ranks = {part.rank for _, part in parts}
+    count = content.parts
+    return Candidate(
+        name=name,
+        content=content,
+        durable=durable[1] if durable is not None else None,
+        held=held,
+        coordinators=coordinators,
+        in_memory=bool(coordinators) and (count == 1 or ranks >= set(range(count))),
+        replicated=any(part.replicated for _, part in parts),
+    )
+
+
+def _is_complete(candidate: Candidate, evidence: Evidence) -> bool:
+    return candidate.durable is not None or candidate.in_memory or (evidence.replicas and candidate.replicated)
+
+
+def _suffices(candidate: Candidate, selector: Selector, evidence: Evidence) -> bool:
+    """Whether one that is not known to be complete is taken all the same: by its name, where this rank has its part."""
+    if selector.kind != "name" or evidence.part is None:
+        return False
+    # One of fewer parts is refused for that, and not said to be missing.
+    return evidence.part >= candidate.content.parts or any(evidence.part in has for has in candidate.held.values())
+
+
+#: What a search for a payload passes over: local checkpoints are steps of memory beside others, each loaded by who
+#: made them. A full and a sharded one in one place are one run's, which must not go back to the older of the two.
+_PASSED_OVER: Mapping[str, tuple[Kind, ...]] = {"sharded": ("local",), "local": ("full", "sharded")}
+
+_HOW_TO_LOAD: Mapping[Kind, str] = {
+    "full": "load it by TieredCheckpointIO",
+    "sharded": "load it by tiered_checkpoint_io.dcp or with a sharded strategy of this package, or make a full one of"
+    " it: tiered-ckpt export",
+    "local": "load it by tiered_checkpoint_io.dcp with kind='local'",
+}
+
+
+def refuse_other_kind(candidate: Candidate, accepts: Kind, dirpath: str) -> None:
+    """Refuses a checkpoint whose payload the caller can't load, rather than to go back to an older one.
+
+    Raises:
+        OtherKindError: It has another payload.
+    """
+    kind = candidate.content.kind
+    if kind != accepts:
+        raise OtherKindError(
+            f"{candidate.name} is a {kind} checkpoint, not a {accepts} one",
+            operation="restore",
+            key=ids.join_url(dirpath, candidate.name),
+            step=candidate.content.step,
+            hint=f"{_HOW_TO_LOAD[kind]}; or name the one that is meant",
+        )
+
+
+def _paired(made: Sequence[Candidate], companion: str) -> list[Candidate]:
     """Those whose companion is there too; a companion by itself is none."""
     there = {(each.name, each.content.step) for each in made}
     return [

@@ -7,12 +7,12 @@ copy of what the first one had, and nobody would bring to the durable tier what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.ranks.carrying import find_part, receive_part, send_part, text_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
-from tiered_checkpoint_io.engine.restore.shard_choice import HeldPart, ShardCandidate
+from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import LostRankError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -34,35 +34,28 @@ class Move:
     target: int
 
 
-def moves(save_id: str, world_size: int, memory: Mapping[str, Sequence[HeldPart]], nodes: Sequence[str]) -> list[Move]:
+def moves(candidate: Candidate, nodes: Sequence[str]) -> list[Move]:
     """What has to move, in the order in which all ranks do it; pure.
 
     A part goes to the node of the rank that it belongs to; where the job has another number of ranks, a node that
-    has a copy becomes its owner.
+    has a replica becomes its owner.
 
     Args:
-        save_id: Of which save.
-        world_size: How many ranks made it.
-        memory: What each node's memory holds.
+        candidate: The checkpoint, and which nodes' memory has parts of it.
         nodes: The node of each rank.
     """
-    leaders = {node: nodes.index(node) for node in memory}
-    owned = {
-        held.rank for theirs in memory.values() for held in theirs if held.owns and held.content.save_id == save_id
-    }
+    count = candidate.content.parts
+    owned = {rank for ranks in candidate.held.values() for rank, owns in ranks.items() if owns}
     load: Counter[int] = Counter()
     planned = []
-    for part in range(world_size):
-        holders = [
-            node
-            for node, theirs in memory.items()
-            if any(held.rank == part and held.content.save_id == save_id for held in theirs)
-        ]
+    for part in range(count):
+        holders = [node for node, ranks in candidate.held.items() if part in ranks]
         if part in owned or not holders:
             continue
-        home = nodes[part] if len(nodes) == world_size else holders[0]
+        home = nodes[part] if len(nodes) == count else holders[0]
         if home in holders:
-            planned.append(Move(part, leaders[home], leaders[home]))
+            leader = nodes.index(home)
+            planned.append(Move(part, leader, leader))
             continue
         # Each rank of a holder's node can send: those that have sent least do.
         able = [rank for rank, node in enumerate(nodes) if node in holders]
@@ -72,28 +65,20 @@ def moves(save_id: str, world_size: int, memory: Mapping[str, Sequence[HeldPart]
     return planned
 
 
-def bring_home(
-    group: Group,
-    tier: MemoryTier,
-    logger: Logger,
-    candidate: ShardCandidate,
-    memory: Mapping[str, Sequence[HeldPart]],
-    nodes: Sequence[str],
-) -> None:
-    """Carries :func:`moves` out; every rank calls this. What fails is logged: the copies are still there.
+def restore_owners(group: Group, tier: MemoryTier, logger: Logger, candidate: Candidate, nodes: Sequence[str]) -> None:
+    """Carries :func:`moves` out; every rank calls this. What fails is logged: the replicas are still there.
 
     Args:
         group: The ranks that load together.
         tier: This node's memory.
         logger: Where to log.
         candidate: The checkpoint.
-        memory: What each node's memory holds.
         nodes: The node of each rank.
 
     Raises:
         LostRankError: The ranks lost each other.
     """
-    planned = moves(candidate.save_id, candidate.content.world_size, memory, nodes)
+    planned = moves(candidate, nodes)
     if not planned:
         return
     drained = candidate.durable is not None

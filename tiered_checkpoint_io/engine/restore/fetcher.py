@@ -1,4 +1,4 @@
-"""One node's part of a restore: bring a checkpoint into its memory, verified."""
+"""One node's part of a restore: a checkpoint's file, fetched into its memory and verified."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.engine.durable import fetch
 from tiered_checkpoint_io.engine.ranks.carrying import commit_received, find_part, receive_files, text_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group, portable
+from tiered_checkpoint_io.engine.restore.catalog import NodeCatalog, look
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Tier
-from tiered_checkpoint_io.engine.restore.discovery import Here, look_here
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -30,14 +30,14 @@ from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.stores.base import Store
 
 _LOCK_POLL_S = 0.05
 
 
 @dataclass(slots=True)
-class Brought:
+class FetchResult:
     """How one node fared with a candidate.
 
     Attributes:
@@ -57,7 +57,7 @@ class Brought:
     error: TieredCheckpointError | None = None
 
 
-class Bringer:
+class NodeFetcher:
     """Verifies and fetches for one node."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Bringer:
             store: Opens the durable tier.
             logger: Where to log.
             dirpath: The durable tier.
-            part_rank: Which rank's part to bring, of a checkpoint where each has one file; None where
+            part_rank: Which rank's part to fetch, of a checkpoint where each has one file; None where
                 there is one file in all.
         """
         self._part_rank = part_rank
@@ -88,15 +88,15 @@ class Bringer:
         self._log = logger
         self._dirpath = dirpath
 
-    def bring(self, candidate: Candidate, sources: tuple[Tier, ...], rank: int) -> Brought:
+    def fetch(self, candidate: Candidate, sources: tuple[Tier, ...], rank: int) -> FetchResult:
         """Tries one source after the other, until one gives an intact copy. Never raises."""
-        result = Brought()
+        result = FetchResult()
         for tier in sources:
             if tier == "peer":
                 # All ranks do that together; see engine/ranks/carrying.py.
                 continue
             try:
-                with self.lock():
+                with self._lock(self._part_rank):
                     (self._from_memory if tier == "memory" else self._from_durable)(candidate, result)
                 result.tier = tier
                 break
@@ -104,14 +104,14 @@ class Bringer:
                 step = candidate.content.step
                 note = f"rank {rank}: {tier} {candidate.name} (step {step}): {error}"
                 result.rejected.append(note)
-                self._log.error("not restored, looking further: %s", note)
+                self._log.error("skipping this copy, trying the next: %s", note)
             except Exception as error:
                 # The others wait for the outcome, whatever it is.
                 result.error = portable(error, rank)
                 break
         return result
 
-    def _from_memory(self, candidate: Candidate, result: Brought) -> None:
+    def _from_memory(self, candidate: Candidate, result: FetchResult) -> None:
         stored = self.find(candidate.content.save_id)
         (entry,) = stored.part.content.files
         try:
@@ -122,12 +122,13 @@ class Bringer:
             raise
         result.path = str(stored.file(entry.basename))
 
-    def _from_durable(self, candidate: Candidate, result: Brought) -> None:
-        # Another process of this node may have brought it while we waited for the lock.
+    def _from_durable(self, candidate: Candidate, result: FetchResult) -> None:
+        # Another process of this node may have fetched it while we waited for the lock.
         with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
             self._from_memory(candidate, result)
             return
-        (entry,) = candidate.content.files
+        assert candidate.durable is not None
+        entry = self._entry(candidate.durable)
         concurrency = self._config.read_concurrency()
         store = self._store()
         started = time.monotonic()
@@ -145,11 +146,25 @@ class Bringer:
             except BaseException:
                 self._tier.give_back(slot)
                 raise
-            part = Part(candidate.name, self._part_rank or 0, candidate.content, self._dirpath, durable=True)
+            content = replace(candidate.durable, files=(entry,))
+            part = Part(candidate.name, self._part_rank or 0, content, self._dirpath, durable=True)
             stored = self._tier.commit(part, {entry.basename: slot}, drained=True, saved=False)
             result.path = str(stored.file(entry.basename))
         result.bytes_read = entry.size
         self._log.info("fetched %s: %s", candidate.name, rate(entry.size, time.monotonic() - started))
+
+    def _entry(self, content: Content) -> FileEntry:
+        """The file to fetch, of all that a manifest names."""
+        if self._part_rank is None:
+            (entry,) = content.files
+            return entry
+        prefix = ids.rank_folder(self._part_rank)
+        for entry in content.files:
+            if entry.basename.partition(".")[0].rpartition("-")[0] == prefix:
+                return entry
+        raise CorruptCheckpointError(
+            f"its manifest names no file of shard {self._part_rank}", operation="restore", key=content.save_id
+        )
 
     def room(self, save_id: str, size: int) -> Slot:
         """A slot for the file of a save.
@@ -175,7 +190,7 @@ class Bringer:
         """
         return find_part(self._tier, save_id, self._part_rank)
 
-    def from_peer(self, part: Part, group: Group, source: int, *, drained: bool) -> Brought:
+    def from_peer(self, part: Part, group: Group, source: int, *, drained: bool) -> FetchResult:
         """Receives a checkpoint of one file from another rank, which is sending it. Raises only if that is lost.
 
         Args:
@@ -187,7 +202,7 @@ class Bringer:
         Raises:
             LostRankError: The source is gone.
         """
-        result, started = Brought(tier="peer"), time.monotonic()
+        result, started = FetchResult(tier="peer"), time.monotonic()
         (entry,) = part.content.files
         slot: Slot | None = None
         problem: Exception | None = None
@@ -230,37 +245,39 @@ class Bringer:
         step = part.content.step
         note = f"rank {group.rank}: peer (rank {source}) {part.name} (step {step}): {text_of(problem)}"
         result.path, result.temporary, result.rejected = None, False, [note]
-        self._log.error("not restored, looking further: %s", note)
+        self._log.error("skipping this copy, trying the next: %s", note)
         return result
 
-    def look(self, rank: int) -> Here:
+    def look(self, rank: int) -> NodeCatalog:
         """Lists this node's memory, and takes out of it what can't be read.
 
         Args:
             rank: This rank, for what is told of the damaged.
         """
-        here = look_here(self._tier, self._dirpath)
+        here = look(self._tier, self._dirpath)
         if here.damaged:
             # Under the lock, so that no other process moves the same folder; listed again there.
-            with self.lock():
+            with self._lock():
                 for folder, error in (*self._tier.damaged(), *self._tier.replicas.damaged()):
                     # What a newer release wrote is not damaged.
                     if not isinstance(error, FormatVersionError):
                         self._tier.quarantine(folder, str(error))
             here.damaged = [f"rank {rank}: {note}" for note in here.damaged]
             for note in here.damaged:
-                self._log.error("not restored, looking further: %s", note)
+                self._log.error("skipping this copy, trying the next: %s", note)
         return here
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def _lock(self, part_rank: int | None = None) -> Iterator[None]:
         """One process of a node at a time verifies or fetches, also where no group orders them.
+
+        Args:
+            part_rank: Files of several ranks do not wait for each other.
 
         Raises:
             RestoreError: Another process did not finish within ``wait_timeout_s``.
         """
-        # Files of several ranks do not wait for each other.
-        which = "" if self._part_rank is None else f"-{self._part_rank}"
+        which = "" if part_rank is None else f"-{part_rank}"
         path = self._tier.root / f"restore{which}.lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         deadline = time.monotonic() + self._config.wait_timeout_s
@@ -281,9 +298,9 @@ class Bringer:
         finally:
             os.close(descriptor)
 
-    def bring_foreign(self, name: str, size: int, rank: int) -> Brought:
-        """Brings a file of which no hashes are known. Never raises."""
-        result = Brought(tier="durable")
+    def fetch_foreign(self, name: str, size: int, rank: int) -> FetchResult:
+        """Fetches a file of which no hashes are known. Never raises."""
+        result = FetchResult(tier="durable")
         try:
             if ids.url_scheme(self._dirpath) is None:
                 # A local file needs no copy: nothing of it is kept mapped.

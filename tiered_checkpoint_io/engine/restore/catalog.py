@@ -1,4 +1,4 @@
-"""What the durable tier and this node's memory hold: the facts that the choice is made from."""
+"""The catalog: what the durable tier and a node's memory hold, from which the choice is made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Held, Selector
-from tiered_checkpoint_io.engine.restore.shard_choice import HeldPart
 from tiered_checkpoint_io.errors import (
     FormatVersionError,
     ManifestError,
@@ -33,8 +32,8 @@ _READ_AT_ONCE = 8
 
 # ----------------------------------------------------------------------------------- durable tier
 @dataclass(slots=True)
-class Known:
-    """What was learnt of the durable tier.
+class DurableCatalog:
+    """What is known of the durable tier.
 
     Attributes:
         manifests: Those that were read last.
@@ -53,7 +52,7 @@ class Known:
     listed: set[str] | None = None
 
 
-def discover(open_store: Callable[[], Store], selector: Selector, queued: dict[str, str]) -> Known:
+def discover(open_store: Callable[[], Store], selector: Selector, queued: dict[str, str]) -> DurableCatalog:
     """Asks the durable tier, once: one list, or for a name the few objects that it is about.
 
     Args:
@@ -62,9 +61,9 @@ def discover(open_store: Callable[[], Store], selector: Selector, queued: dict[s
         queued: Aliases that are not on the tier yet, and their targets.
 
     Returns:
-        Never raises: an error is part of the answer, so that it can be told to all ranks.
+        Never raises: an error is part of the answer, since memory may do without the durable tier.
     """
-    known = Known()
+    known = DurableCatalog()
     try:
         store = open_store()
         if selector.kind == "name":
@@ -72,7 +71,8 @@ def discover(open_store: Callable[[], Store], selector: Selector, queued: dict[s
         else:
             names = reading_order(list(store.list(ids.MANIFEST_PREFIX)))
             known.listed = set(names)
-            known.rest = [name for name in names if selector.wants(name)]
+            targets = {target for alias, target in queued.items() if selector.wants(alias)}
+            known.rest = [name for name in names if selector.wants(name) or name in targets]
             _read_batch(store, known)
             while selector.kind == "best" and known.rest:
                 # Which one it is no name tells.
@@ -80,17 +80,17 @@ def discover(open_store: Callable[[], Store], selector: Selector, queued: dict[s
                 _read_batch(store, known)
                 known.manifests, known.rejected = earlier + known.manifests, notes + known.rejected
     except Exception as error:
-        return Known(error=_as_ours(error))
+        return DurableCatalog(error=_as_ours(error))
     return known
 
 
-def read_more(open_store: Callable[[], Store], known: Known) -> Known:
+def read_more(open_store: Callable[[], Store], known: DurableCatalog) -> DurableCatalog:
     """Reads the manifests of the next names; as :func:`discover`, it never raises."""
-    more = Known(rest=known.rest)
+    more = DurableCatalog(rest=known.rest)
     try:
         _read_batch(open_store(), more)
     except Exception as error:
-        return Known(error=_as_ours(error))
+        return DurableCatalog(error=_as_ours(error))
     return more
 
 
@@ -110,7 +110,7 @@ def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
     return first + [name for name in later if name not in chosen]
 
 
-def _discover_name(store: Store, name: str, known: Known, queued: dict[str, str]) -> None:
+def _discover_name(store: Store, name: str, known: DurableCatalog, queued: dict[str, str]) -> None:
     for each in dict.fromkeys((name, queued.get(name, name))):
         try:
             manifest = read_manifest(store, each)
@@ -130,7 +130,7 @@ def _discover_name(store: Store, name: str, known: Known, queued: dict[str, str]
             known.foreign_size = store.size(name)
 
 
-def _read_batch(store: Store, known: Known) -> None:
+def _read_batch(store: Store, known: DurableCatalog) -> None:
     batch, known.rest = known.rest[:_BATCH], known.rest[_BATCH:]
 
     def read(name: str) -> Manifest | str | None:
@@ -159,12 +159,11 @@ def _as_ours(error: Exception) -> TieredCheckpointError:
 
 # ------------------------------------------------------------------------------------ node memory
 @dataclass(slots=True)
-class Here:
+class NodeCatalog:
     """What one node's memory holds for one durable tier.
 
     Attributes:
-        held: Complete checkpoints, without their hashes: all ranks are told of them. Copies are among them.
-        parts: Ranks' parts of sharded checkpoints, likewise.
+        held: Parts of complete saves and of others, replicas among them.
         damaged: Parts that can't be read, and why.
         quarantined: Parts that earlier restores found corrupt.
         newer: Why a part can't be read, where a newer release wrote it.
@@ -172,28 +171,25 @@ class Here:
     """
 
     held: list[Held] = field(default_factory=list)
-    parts: list[HeldPart] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     newer: FormatVersionError | None = None
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-def look_here(tier: MemoryTier, dirpath: str) -> Here:
+def look(tier: MemoryTier, dirpath: str) -> NodeCatalog:
     """Lists this node's memory.
 
     Raises:
         OSError: The memory tier can't be read.
     """
-    here = Here()
+    here = NodeCatalog()
     for stored in (*tier.parts(), *tier.replicas.parts()):
-        part, owns = stored.part, not stored.is_replica
-        if part.dirpath != dirpath:
-            continue
-        if part.content.kind == "full":
-            here.held.append(Held(part.name, _without_hashes(part.content), owns))
-        elif part.content.kind == "sharded":
-            here.parts.append(HeldPart(part.name, part.rank, part.commits, _without_hashes(part.content), owns))
+        part = stored.part
+        if part.dirpath == dirpath:
+            content = _without_hashes(part.content)
+            owns = not stored.is_replica
+            here.held.append(Held(part.name, part.rank, content, part.commits, owns, stored.replicated))
     for folder, error in (*tier.damaged(), *tier.replicas.damaged()):
         here.damaged.append(f"memory {folder}: {error}")
         if isinstance(error, FormatVersionError):
