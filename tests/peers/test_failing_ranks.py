@@ -9,9 +9,9 @@ SOON_S = 15.0
 #: Which rank fails, and where: node a has lost its memory; b and c have copies, and b is the first to send.
 FULL = [
     (1, "memory.tier:MemoryTier.reading", 1),
-    (1, "engine.ranks.carrying:_Checks.add", 1),
-    (0, "engine.ranks.carrying:_Checks.add", 1),
-    (1, "engine.ranks.carrying:_Checks.problem", 1),
+    (1, "engine.ranks.transfer:find_part", 1),
+    (0, "engine.ranks.transfer:_Checks.add", 1),
+    (0, "engine.ranks.transfer:_Checks.problem", 1),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
     (2, "engine.restore.fetcher:NodeFetcher.find", 1),
@@ -21,8 +21,7 @@ FULL = [
 ]
 SHARDED = [
     (1, "memory.tier:MemoryTier.reading", 2),
-    (1, "engine.ranks.carrying:_Checks.add", 2),
-    (0, "engine.ranks.carrying:_Checks.add", 2),
+    (0, "engine.ranks.transfer:_Checks.add", 2),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
     (2, "engine.restore.fetcher:look", 1),
@@ -88,7 +87,7 @@ def test_a_rank_that_dies_while_it_sends_is_an_error_of_all_others(ranks, kind):
     _, told = ranks(
         "abcd",
         save,
-        ["load_failing", kind, 1, 1, "engine.ranks.carrying:_Checks.add", 1, {"dies": True}],
+        ["load_failing", kind, 1, 1, "engine.ranks.transfer:send_chunk", 1, {"dies": True}],
         replication_factor=2,
         dead=[1],
     )

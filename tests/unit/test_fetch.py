@@ -7,7 +7,7 @@ import threading
 import pytest
 from support.restoring import CHUNK, flip, make_content
 
-from tiered_checkpoint_io.engine.durable.fetch import fetch, fetch_unverified, temporary_file, verify
+from tiered_checkpoint_io.engine.chunks import fetch, temporary_file, unverified, verify
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
@@ -57,7 +57,7 @@ def test_fills_every_byte_reads_each_once_and_stays_within_the_bound(store, conc
     assert store.metrics.snapshot()["bytes.down"] == len(DATA)
     assert watched.most == min(concurrency, len(ENTRY.hashes))
     again = bytearray(len(DATA))
-    fetch_unverified(store, "d/a.ckpt", memoryview(again), concurrency=concurrency)
+    fetch(store, unverified("d/a.ckpt", len(again)), memoryview(again), concurrency=concurrency)
     assert again == DATA
 
 

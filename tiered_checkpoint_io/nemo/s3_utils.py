@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from io import BytesIO
 from typing import Any
 
-from tiered_checkpoint_io.engine.durable.fetch import fetch_unverified
+from tiered_checkpoint_io.engine.chunks import fetch, unverified
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo import s3_dirpath_utils
@@ -81,7 +81,8 @@ class S3Utils:
         with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
             data = bytearray(store.size(key))
             with memoryview(data) as view:
-                fetch_unverified(store, key, view, concurrency=max_concurrency or DEFAULT_MAX_READ_CONCURRENCY)
+                concurrency = max_concurrency or DEFAULT_MAX_READ_CONCURRENCY
+                fetch(store, unverified(key, len(view)), view, concurrency=concurrency)
         return BytesIO(data)
 
     @staticmethod
@@ -110,7 +111,7 @@ class S3Utils:
                         # Reserved, so that a full disk is an error here, and not a signal in the mapping.
                         os.posix_fallocate(file.fileno(), 0, size)
                         with mmap.mmap(file.fileno(), size) as mapping, memoryview(mapping) as view:
-                            fetch_unverified(store, key, view, concurrency=concurrency)
+                            fetch(store, unverified(key, len(view)), view, concurrency=concurrency)
                 os.replace(name, target)
             except BaseException:
                 os.unlink(name)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiered_checkpoint_io.engine.ranks.carrying import commit_received
-from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Board, Link, Offer, receive_files
+from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace, receive_part, send_status
+from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Board, Link, Offer
 from tiered_checkpoint_io.engine.staging import retention
-from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError, TieredCheckpointError
+from tiered_checkpoint_io.errors import MemoryFullError, PeerError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model.manifest import FileEntry, Part
+from tiered_checkpoint_io.model.manifest import Part
 
 
 class Keeper:
@@ -64,7 +64,7 @@ class Keeper:
         source = offer.source
         try:
             link = self._links.get(source)
-            if link is None or link.name != offer.link:
+            if link is None or link.key != offer.link:
                 self._close(source)
                 self._board.accept(offer)
                 link = self._links[source] = Link(self._board, offer, sends=False, timeout_s=self._message_s)
@@ -72,70 +72,46 @@ class Keeper:
                 self._board.accept(offer)
             described = bytearray(offer.size)
             link.receive(memoryview(described))
-            try:
-                part = Part.from_json(bytes(described), where=f"rank {source}")
-                answer = self._taking(part)
-                slots = {} if answer else self._slots_for(part)
-            except TieredCheckpointError as error:
-                answer, slots = str(error), {}
-            link.tell(answer)
-            if not answer:
-                self._receive(link, part, slots)
+            self._receive(link, bytes(described))
         except Exception as error:
             self._log.debug("rank %d's part did not arrive: %s", source, error)
             self._close(source)
 
-    def _taking(self, part: Part) -> str:
-        """Whether a part is wanted: empty if so."""
+    def _receive(self, link: Link, described: bytes) -> None:
+        """Receives one part, where it is wanted.
+
+        Raises:
+            PeerError: The peer is lost, and the link of no use any more.
+        """
         kept = self._tier.replicas
+        try:
+            part = Part.from_json(described, where=link.name)
+        except TieredCheckpointError as error:
+            send_status(link, str(error))
+            return
         if kept.is_taken(part.save_id, part.rank) or self._tier.is_taken(part.save_id, part.rank):
+            send_status(link, HAVE)
             self._on_copy(part.save_id)
-            return HAVE
-        return ""
-
-    def _slots_for(self, part: Part) -> dict[str, Slot]:
-        kept = self._tier.replicas
-        slots: dict[str, Slot] = {}
+            return
         try:
-            for entry in part.content.files:
-                slots[entry.basename] = self._slot(entry, part)
-        except BaseException:
-            for slot in slots.values():
-                kept.give_back(slot)
+            receive_part(link, part, SlotPlace(kept, part, acquire=lambda size: self._slot(size, part)))
+        except PeerError:
             raise
-        return slots
+        except TieredCheckpointError as error:
+            # The peer knows of it, and is done with this part: the link is as good as before.
+            self._log.debug("%s's part is not kept: %s", link.name, error)
+            return
+        self._on_copy(part.save_id)
+        self._prune(part, keep_last=self._keep_last)
 
-    def _slot(self, entry: FileEntry, part: Part) -> Slot:
+    def _slot(self, size: int, part: Part) -> Slot:
         kept = self._tier.replicas
         try:
-            return kept.acquire(max(1, entry.size))
+            return kept.acquire(size)
         except MemoryFullError:
             # Keep one replica fewer, unless that is the only one of a complete save.
             self._prune(part, keep_last=max(1, self._keep_last - 1))
-            return kept.acquire(max(1, entry.size))
-
-    def _receive(self, link: Link, part: Part, slots: dict[str, Slot]) -> None:
-        kept = self._tier.replicas
-        try:
-            damaged = receive_files(link, part, slots, f"rank {self._rank}")
-        except BaseException:
-            for slot in slots.values():
-                kept.give_back(slot)
-            raise
-        damage = str(damaged or "")
-        if damage:
-            for slot in slots.values():
-                kept.give_back(slot)
-        else:
-            try:
-                commit_received(kept, part, slots)
-            except MemoryTierError as error:
-                # All bytes have come: the link is as good as before.
-                damage = str(error)
-        link.tell(damage)
-        if not damage:
-            self._on_copy(part.save_id)
-            self._prune(part, keep_last=self._keep_last)
+            return kept.acquire(size)
 
     def _prune(self, part: Part, *, keep_last: int) -> None:
         kept = self._tier.replicas

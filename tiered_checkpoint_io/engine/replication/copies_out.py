@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 
-from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Board, Link, Offer, send_files
+from tiered_checkpoint_io.engine.ranks.transfer import send_part
+from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Board, Link, Offer
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.model.manifest import Part
 
@@ -85,17 +86,12 @@ class Sender:
     def _send_over(
         self, link: Link, part: Part, views: dict[str, memoryview], described: bytes, deadline: float
     ) -> None:
-        step = part.content.step
         link.send(memoryview(bytearray(described)))
-        answer = link.hear()
-        if answer == HAVE:
-            return
-        if answer:
-            raise RefusedError(answer, operation="replicate", step=step)
-        send_files(link, part, views, deadline)
-        problem = link.hear()
-        if problem:
-            raise RefusedError(problem, operation="replicate", step=step)
+        problem = send_part(
+            link, part, lambda: contextlib.nullcontext(views), lambda: self._clock.monotonic() > deadline
+        )
+        if problem and problem != HAVE:
+            raise RefusedError(problem, operation="replicate", step=part.content.step)
 
     @property
     def _message_s(self) -> float:

@@ -14,14 +14,20 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
-from tiered_checkpoint_io.engine.durable import fetch
-from tiered_checkpoint_io.engine.ranks.carrying import commit_received, find_part, text_of
-from tiered_checkpoint_io.engine.replication.peer_link import Board, Link, Offer, receive_files, send_files
-from tiered_checkpoint_io.errors import CorruptCheckpointError, PeerError
+from tiered_checkpoint_io.engine.ranks.transfer import (
+    SlotPlace,
+    find_part,
+    receive_part,
+    receive_status,
+    send_held_part,
+    send_status,
+    text_of,
+)
+from tiered_checkpoint_io.engine.replication.peer_link import Board, Link, Offer
+from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import Logger, rate
-from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model.manifest import Part
 
@@ -113,7 +119,7 @@ class LocalPeers:
                     return self._get(rank, save_id, shard, is_drained), notes
                 except Exception as error:
                     notes.append(f"shard {shard}: peer (rank {rank}): {text_of(error)}")
-                    self._log.error("not restored, looking further: %s", notes[-1])
+                    self._log.error("skipping this copy, trying the next: %s", notes[-1])
             if len(held) == self._world or self._clock.monotonic() > deadline:
                 return None, notes
             self._clock.sleep(self._timing.local_poll_s)
@@ -152,15 +158,17 @@ class LocalPeers:
             self._clock.sleep(self._timing.local_poll_s / 4)
         link = Link(self._board, Offer(key, source, key, 0), sends=False, timeout_s=self._message_s)
         try:
-            problem = link.hear()
+            problem = receive_status(link)
             if problem:
                 raise PeerError(problem, operation="load", rank=source)
-            described = bytearray(int(link.hear()))
+            described = bytearray(int(receive_status(link)))
             link.receive(memoryview(described))
             part = Part.from_json(bytes(described), where=f"rank {source}")
-            stored = self._keep(link, part, source, is_drained)
+            stored = receive_part(link, part, SlotPlace(self._tier, part))
         finally:
             link.close()
+        if is_drained(part):
+            self._tier.mark_drained(stored)
         size = part.content.size
         self._log.info(
             "Step %d: shard %d of %s is back from rank %d: %s",
@@ -171,21 +179,6 @@ class LocalPeers:
             rate(size, self._clock.monotonic() - started),
         )
         return stored
-
-    def _keep(self, link: Link, part: Part, source: int, is_drained: Callable[[Part], bool]) -> StoredPart:
-        slots: dict[str, Slot] = {}
-        try:
-            for entry in part.content.files:
-                slots[entry.basename] = self._tier.acquire(max(1, entry.size))
-            damage = receive_files(link, part, slots, f"rank {source} to rank {self._rank}")
-            link.tell(str(damage or ""))
-            if damage is not None:
-                raise damage
-        except BaseException:
-            for slot in slots.values():
-                self._tier.give_back(slot)
-            raise
-        return commit_received(self._tier, part, slots, drained=is_drained(part))
 
     # ------------------------------------------------------------------------------------- giving
     def _give_all(self) -> None:
@@ -222,32 +215,22 @@ class LocalPeers:
             link = Link(self._board, Offer(key, self._rank, key, 0), sends=True, timeout_s=self._message_s)
             try:
                 try:
-                    stored = find_part(self._tier, save_id, shard)
-                    with self._tier.reading(stored) as views:
-                        described = stored.part.to_json()
-                        link.tell("")
-                        link.tell(str(len(described)))
-                        link.send(memoryview(bytearray(described)))
-                        send_files(link, stored.part, views, self._clock.monotonic() + self._timeout_s)
-                        if link.hear():
-                            self._quarantine_damaged(stored, views)
-                except PeerError:
-                    raise
+                    part = find_part(self._tier, save_id, shard).part
                 except Exception as error:
-                    link.tell(text_of(error))
+                    send_status(link, text_of(error))
+                    return
+                described = part.to_json()
+                send_status(link)
+                send_status(link, str(len(described)))
+                link.send(memoryview(bytearray(described)))
+                deadline = self._clock.monotonic() + self._timeout_s
+                problem = send_held_part(link, self._tier, part, lambda: self._clock.monotonic() > deadline)
+                if problem:
+                    self._log.error("shard %s of %s was not received: %s", shard, part.name, problem)
             finally:
                 link.close()
         except Exception as error:
             self._log.warning("shard %d of save %s was asked for, but not sent: %s", shard, save_id, text_of(error))
-
-    def _quarantine_damaged(self, stored: StoredPart, views: Mapping[str, memoryview]) -> None:
-        """Looks whether what did not arrive intact is damaged here."""
-        try:
-            for entry in stored.part.content.files:
-                fetch.verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
-        except CorruptCheckpointError as error:
-            self._log.error("not given to others any more: %s", error)
-            self._tier.quarantine(stored.folder, str(error))
 
     @property
     def _message_s(self) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,15 +27,11 @@ from torch.distributed import distributed_c10d
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.ranks.views import at
-from tiered_checkpoint_io.errors import CorruptCheckpointError, PeerError
-from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.errors import PeerError
 
 _UNREACHABLE = "the store of torch.distributed can't be asked"
 #: What a peer answers that needs no copy.
 HAVE = "have it already"
-#: Bytes of a verdict on the wire.
-_VERDICT = 1024
 _WITHDRAWN = "withdrawn"
 
 
@@ -198,7 +194,12 @@ class Board:
 
 
 class Link:
-    """A connection of two ranks, in one direction; its methods raise ``PeerError``."""
+    """A connection of two ranks, for parts in one direction; its methods raise ``PeerError``.
+
+    Attributes:
+        key: Which link.
+        name: Whose parts it is for.
+    """
 
     def __init__(self, board: Board, offer: Offer, *, sends: bool, timeout_s: float) -> None:
         """Opens it; both ranks have to, within the bound.
@@ -210,8 +211,8 @@ class Link:
             timeout_s: Bound of this, and of each message, seconds.
         """
         self._other = 1 if sends else 0
-        self.name = offer.link
-        self.clock = board.clock
+        self.key = offer.link
+        self.name = f"rank {offer.source}"
         self._group: Any = None
         store = distributed_c10d.PrefixStore(f"link/{offer.link}", board.store)
         bound = timedelta(seconds=timeout_s)
@@ -227,17 +228,6 @@ class Link:
         tensor = torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8)
         self._do(lambda: self._group.recv([tensor], self._other, 0).wait())
 
-    def tell(self, problem: str) -> None:
-        """Tells the other how it went; an empty text for well."""
-        data = bytearray(problem.encode()[:_VERDICT].ljust(_VERDICT))
-        self.send(memoryview(data))
-
-    def hear(self) -> str:
-        """What the other has to :meth:`tell`."""
-        data = bytearray(_VERDICT)
-        self.receive(memoryview(data))
-        return data.decode(errors="replace").strip()
-
     def close(self) -> None:
         """Ends it."""
         self._group = None
@@ -248,52 +238,5 @@ class Link:
         except Exception as error:
             # The first line tells; what follows are frames of C++.
             raise PeerError(
-                f"lost the peer: {str(error).partition(chr(10))[0]}", operation="replicate", key=self.name
+                f"lost the peer: {str(error).partition(chr(10))[0]}", operation="replicate", key=self.key
             ) from error
-
-
-def send_files(link: Link, part: Part, views: Mapping[str, memoryview], deadline: float) -> None:
-    """Sends the bytes of a part's files, chunk by chunk.
-
-    Args:
-        link: To whoever is receiving them.
-        part: What they are.
-        views: Where they are, by basename.
-        deadline: When all of it has to be sent, by the monotonic clock.
-
-    Raises:
-        PeerError: The peer is lost, or too slow.
-    """
-    for entry in part.content.files:
-        for offset, length in entry.chunks:
-            if length:
-                link.send(views[entry.basename][offset : offset + length])
-            if link.clock.monotonic() > deadline:
-                raise PeerError("not sent in time", operation="replicate", key=link.name, step=part.content.step)
-
-
-def receive_files(link: Link, part: Part, slots: Mapping[str, Slot], where: str) -> CorruptCheckpointError | None:
-    """Receives what :func:`send_files` sends, and verifies it; what was wrong with it.
-
-    Args:
-        link: From whoever is sending it.
-        part: What comes, with its hashes.
-        slots: Where to put it, by basename.
-        where: For errors: from where to where.
-
-    Raises:
-        PeerError: The peer is lost.
-    """
-    damage: CorruptCheckpointError | None = None
-    for entry in part.content.files:
-        with slots[entry.basename].view as whole:
-            for index, (offset, length) in enumerate(entry.chunks):
-                with whole[offset : offset + length] as chunk:
-                    if length:
-                        link.receive(chunk)
-                    try:
-                        entry.check_chunk(index, chunk, tier="peer", where=where)
-                    except CorruptCheckpointError as error:
-                        # The source has to get rid of the rest all the same.
-                        damage = damage or error
-    return damage

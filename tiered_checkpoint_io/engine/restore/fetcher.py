@@ -6,13 +6,13 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tiered_checkpoint_io.engine.durable import fetch
-from tiered_checkpoint_io.engine.ranks.carrying import commit_received, find_part, receive_files, text_of
+from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.ranks.coordination import Group, portable
+from tiered_checkpoint_io.engine.ranks.transfer import GroupChannel, SlotPlace, find_part, receive_part, text_of
 from tiered_checkpoint_io.engine.restore.catalog import NodeCatalog, look
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Tier
 from tiered_checkpoint_io.errors import (
@@ -93,7 +93,7 @@ class NodeFetcher:
         result = FetchResult()
         for tier in sources:
             if tier == "peer":
-                # All ranks do that together; see engine/ranks/carrying.py.
+                # All ranks do that together; see restore.py.
                 continue
             try:
                 with self._lock(self._part_rank):
@@ -116,7 +116,7 @@ class NodeFetcher:
         (entry,) = stored.part.content.files
         try:
             with self._tier.reading(stored) as views:
-                fetch.verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
+                chunks.verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
         except CorruptCheckpointError as error:
             self._tier.quarantine(stored.folder, str(error))
             raise
@@ -136,13 +136,13 @@ class NodeFetcher:
             slot = self.room(candidate.content.save_id, entry.size)
         except MemoryTierError as error:
             self._log.warning("fetching into a temporary file: %s", error)
-            with fetch.temporary_file(entry.size) as (path, view):
-                fetch.fetch(store, entry, view, concurrency=concurrency)
+            with chunks.temporary_file(entry.size) as (path, view):
+                chunks.fetch(store, entry, view, concurrency=concurrency)
             result.path, result.temporary = str(path), True
         else:
             try:
                 with slot.view as whole, whole[: entry.size] as view:
-                    fetch.fetch(store, entry, view, concurrency=concurrency)
+                    chunks.fetch(store, entry, view, concurrency=concurrency)
             except BaseException:
                 self._tier.give_back(slot)
                 raise
@@ -202,51 +202,21 @@ class NodeFetcher:
         Raises:
             LostRankError: The source is gone.
         """
-        result, started = FetchResult(tier="peer"), time.monotonic()
-        (entry,) = part.content.files
-        slot: Slot | None = None
-        problem: Exception | None = None
+        started = time.monotonic()
+        place = _SlotOrFile(self, part, drained=drained)
         try:
-            with contextlib.ExitStack() as stack:
-                view = memoryview(b"")
-                try:
-                    try:
-                        slot = self.room(part.save_id, entry.size)
-                        view = stack.enter_context(slot.view)
-                    except MemoryTierError as error:
-                        self._log.warning("receiving into a temporary file: %s", error)
-                        path, view = stack.enter_context(fetch.temporary_file(entry.size))
-                        result.path, result.temporary = str(path), True
-                except Exception as error:
-                    # The source waits for a word of this rank.
-                    problem = error
-                receive_files(group, part, {entry.basename: view}, source, problem)
+            path = receive_part(GroupChannel(group, source), part, place)
         except LostRankError:
-            if slot is not None:
-                self._tier.give_back(slot)
             raise
         except Exception as error:
-            # A temporary file is gone by now.
-            problem = error
-            if slot is not None:
-                self._tier.give_back(slot)
-        else:
-            try:
-                if slot is not None:
-                    stored = commit_received(self._tier, part, {entry.basename: slot}, drained=drained)
-                    result.path = str(stored.file(entry.basename))
-            except Exception as error:
-                problem = error
-        if problem is None:
-            self._log.info(
-                "received %s from rank %d: %s", part.name, source, rate(entry.size, time.monotonic() - started)
-            )
-            return result
-        step = part.content.step
-        note = f"rank {group.rank}: peer (rank {source}) {part.name} (step {step}): {text_of(problem)}"
-        result.path, result.temporary, result.rejected = None, False, [note]
-        self._log.error("skipping this copy, trying the next: %s", note)
-        return result
+            step = part.content.step
+            note = f"rank {group.rank}: peer (rank {source}) {part.name} (step {step}): {text_of(error)}"
+            self._log.error("skipping this copy, trying the next: %s", note)
+            return FetchResult(tier="peer", rejected=[note])
+        self._log.info(
+            "received %s from rank %d: %s", part.name, source, rate(part.content.size, time.monotonic() - started)
+        )
+        return FetchResult(path, "peer", temporary=place.is_temporary)
 
     def look(self, rank: int) -> NodeCatalog:
         """Lists this node's memory, and takes out of it what can't be read.
@@ -307,11 +277,46 @@ class NodeFetcher:
                 path = Path(self._dirpath, name)
                 os.stat(path)
             else:
-                with fetch.temporary_file(size) as (path, view):
+                with chunks.temporary_file(size) as (path, view):
                     concurrency = self._config.read_concurrency()
-                    fetch.fetch_unverified(self._store(), name, view, concurrency=concurrency)
+                    chunks.fetch(self._store(), chunks.unverified(name, size), view, concurrency=concurrency)
                 result.temporary, result.bytes_read = True, size
             result.path = str(path)
         except Exception as error:
             result.error = portable(error, rank)
         return result
+
+
+class _SlotOrFile:
+    """Where a checkpoint of one file is put: a slot, or a temporary file where memory has no room for it."""
+
+    def __init__(self, fetcher: NodeFetcher, part: Part, *, drained: bool) -> None:
+        self._log = fetcher._log
+        (self._entry,) = part.content.files
+        self._path: Path | None = None
+        self._slot = SlotPlace(
+            fetcher._tier, part, drained=drained, acquire=lambda size: fetcher.room(part.save_id, size)
+        )
+
+    @property
+    def is_temporary(self) -> bool:
+        return self._path is not None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Mapping[str, memoryview]]:
+        with contextlib.ExitStack() as held:
+            try:
+                views = held.enter_context(self._slot.open())
+            except MemoryTierError as error:
+                self._log.warning("receiving into a temporary file: %s", error)
+                self._path, view = held.enter_context(chunks.temporary_file(self._entry.size))
+                views = {self._entry.basename: view}
+            yield views
+
+    def keep(self) -> str:
+        return str(self._path or self._slot.keep().file(self._entry.basename))
+
+    def drop(self) -> None:
+        self._slot.drop()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiered_checkpoint_io.engine.ranks.carrying import send_part, text_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, raise_first
+from tiered_checkpoint_io.engine.ranks.transfer import GroupChannel, send_held_part, text_of
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier, spread
 from tiered_checkpoint_io.engine.restore.fetcher import FetchResult, NodeFetcher
 from tiered_checkpoint_io.engine.restore.search import Search, Tiers
@@ -187,9 +187,9 @@ class Restorer:
         assert part is not None
         for source, target in spread(holders, lacking):
             if group.rank == source:
-                problem = send_part(group, self._tier, part, target)
-                if problem is not None:
-                    self._log.error("rank %d did not get an intact copy: %s", target, text_of(problem))
+                problem = send_held_part(GroupChannel(group, target), self._tier, part)
+                if problem:
+                    self._log.error("rank %d did not get an intact copy: %s", target, problem)
             elif group.rank == target:
                 assert mine is not None
                 # Of what only copies are left, one node takes over what the lost one would have done.

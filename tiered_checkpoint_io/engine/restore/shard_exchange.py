@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from tiered_checkpoint_io.engine.ranks.carrying import hear, not_sent, tell, text_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree
+from tiered_checkpoint_io.engine.ranks.transfer import GroupChannel, receive_chunk, send_chunk
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.restore.shared_reads import Span, chunks_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError, LostRankError
@@ -210,22 +211,12 @@ def _carry(group: Group, files: ShardFiles, turn: _Round) -> dict[str, tuple[int
         entry = turn.entries[transfer.basename]
         offset, length = entry.chunks[transfer.index]
         if transfer.source == group.rank:
-            chunk, problem = memoryview(b""), ""
-            try:
-                chunk = files.peek(transfer.basename, offset, length)
-            except Exception as caught:
-                problem = text_of(caught)
-            tell(group, problem, transfer.target)
-            if not problem:
-                group.send(chunk, transfer.target)
+            send_chunk(GroupChannel(group, transfer.target), partial(files.peek, transfer.basename, offset, length))
         elif transfer.target == group.rank:
             # Whatever fails here, the sender must get rid of its bytes, and of those that follow.
-            refused = hear(group, transfer.source)
+            chunk = turn.scratch[:length]
             try:
-                if refused:
-                    raise not_sent(refused, entry, transfer.source)
-                chunk = turn.scratch[:length]
-                group.receive(chunk, transfer.source)
+                receive_chunk(GroupChannel(group, transfer.source), entry, chunk)
                 files.adopt(entry)
                 files.put(transfer.basename, transfer.index, chunk)
             except LostRankError:

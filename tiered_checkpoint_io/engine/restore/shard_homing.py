@@ -10,8 +10,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiered_checkpoint_io.engine.ranks.carrying import find_part, receive_part, send_part, text_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
+from tiered_checkpoint_io.engine.ranks.transfer import (
+    GroupChannel,
+    SlotPlace,
+    find_part,
+    receive_part,
+    send_held_part,
+    text_of,
+)
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import LostRankError
 from tiered_checkpoint_io.logs import Logger
@@ -101,11 +108,9 @@ def restore_owners(group: Group, tier: MemoryTier, logger: Logger, candidate: Ca
         if part is None or move.source == move.target:
             continue
         if move.source == group.rank:
-            problem = send_part(group, tier, part, move.target)
-            if problem is not None:
-                logger.error(
-                    "the copy of rank %d's part of %s is not intact: %s", move.part, candidate.name, text_of(problem)
-                )
+            problem = send_held_part(GroupChannel(group, move.target), tier, part)
+            if problem:
+                logger.error("rank %d's part of %s did not get to it: %s", move.part, candidate.name, problem)
         elif move.target == group.rank:
             _receive(group, tier, logger, part, move, drained=drained)
     # All ranks of a node find there what one of them has received.
@@ -114,7 +119,7 @@ def restore_owners(group: Group, tier: MemoryTier, logger: Logger, candidate: Ca
 
 def _receive(group: Group, tier: MemoryTier, logger: Logger, part: Part, move: Move, *, drained: bool) -> None:
     try:
-        receive_part(group, tier, part, move.source, drained=drained)
+        receive_part(GroupChannel(group, move.source), part, SlotPlace(tier, part, drained=drained))
         logger.info("Step %d: rank %d's part of %s is back from a peer", part.content.step, move.part, part.name)
     except LostRankError:
         raise

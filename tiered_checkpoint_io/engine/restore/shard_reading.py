@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tiered_checkpoint_io.engine.durable import fetch
+from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
 from tiered_checkpoint_io.engine.restore.fetcher import NodeFetcher
@@ -30,7 +30,6 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.hashing import chunk_size_for
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry
 from tiered_checkpoint_io.stores.base import Store
 
@@ -200,7 +199,7 @@ class ShardRestorer:
                         found = {}
                         for entry in _small(stored.part.content.files):
                             where = str(stored.file(entry.basename))
-                            fetch.verify(entry, views[entry.basename], where=where)
+                            chunks.verify(entry, views[entry.basename], where=where)
                             found[entry.basename] = bytes(views[entry.basename])
                         return found
                 except CorruptCheckpointError as error:
@@ -222,7 +221,7 @@ class ShardRestorer:
         for entry in _small(candidate.durable.files):
             data = bytearray(entry.size)
             with memoryview(data) as view:
-                fetch.fetch(self._store(), entry, view, concurrency=self._config.read_concurrency())
+                chunks.fetch(self._store(), entry, view, concurrency=self._config.read_concurrency())
             found[entry.basename] = bytes(data)
         if METADATA not in found:
             raise CorruptCheckpointError("its manifest names no .metadata", operation="restore", key=candidate.name)
@@ -283,9 +282,7 @@ class ShardRestorer:
             sizes: How many bytes of each file its ``.metadata`` names, by basename.
             group: As before.
         """
-        entries = [
-            FileEntry(f"{opened.name}/{basename}", size, chunk_size_for(size), ()) for basename, size in sizes.items()
-        ]
+        entries = [chunks.unverified(f"{opened.name}/{basename}", size) for basename, size in sizes.items()]
         key = hashlib.sha256(ids.join_url(self._config.dirpath, opened.name).encode() + opened.metadata).hexdigest()
         opened.files = self._open_files(key[:32], entries, group, [])
 

@@ -1,4 +1,4 @@
-"""Bytes from the durable tier into node memory, each range verified as it arrives."""
+"""Reading the chunks of a file, each verified as it is read: in memory, or from the durable tier into memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError
-from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
+from tiered_checkpoint_io.model.hashing import chunk_size_for
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store
 
@@ -20,12 +20,17 @@ from tiered_checkpoint_io.stores.base import Store
 _HASH_THREADS = 4
 
 
+def unverified(key: str, size: int) -> FileEntry:
+    """A file of which no hashes are known, to be read as others are."""
+    return FileEntry(key, size, chunk_size_for(size), ())
+
+
 def fetch(store: Store, entry: FileEntry, view: memoryview, *, concurrency: int) -> None:
-    """Reads a file by ranged requests, one for each hashed chunk.
+    """Reads a file by ranged requests, one for each chunk, and verifies what has a hash.
 
     Args:
         store: Where from.
-        entry: Which file.
+        entry: Which file; see :func:`unverified` for one without hashes.
         view: Where to: ``entry.size`` writable bytes.
         concurrency: Requests in flight at once.
 
@@ -33,42 +38,27 @@ def fetch(store: Store, entry: FileEntry, view: memoryview, *, concurrency: int)
         CorruptCheckpointError: The object is short, or a chunk differs from its hash.
         StoreError: It could not be read.
     """
-    ranges = entry.chunks
     where = f"{store.url}/{entry.path}"
+    ranges = entry.chunks
 
     def one(index: int) -> None:
         offset, length = ranges[index]
         target = view[offset : offset + length]
         store.read_into(entry.path, offset, target)
-        entry.check_chunk(index, target, tier="durable", where=where)
+        if entry.hashes:
+            entry.check_chunk(index, target, tier="durable", where=where)
 
-    _all(one, len(ranges), concurrency)
+    _all(one, range(len(ranges)), concurrency)
 
 
-def fetch_unverified(store: Store, key: str, view: memoryview, *, concurrency: int) -> None:
-    """Reads an object of which no hashes are known, by ranged requests.
+def verify(entry: FileEntry, view: memoryview, *, where: str, indices: Iterable[int] | None = None) -> None:
+    """Compares a file in memory with its hashes.
 
     Args:
-        store: Where from.
-        key: Which object.
-        view: Where to: as many writable bytes as the object has.
-        concurrency: Requests in flight at once.
-
-    Raises:
-        CorruptCheckpointError: The object is shorter than ``view``.
-        StoreError: It could not be read.
-    """
-    ranges = chunk_ranges(len(view), chunk_size_for(len(view)))
-
-    def one(index: int) -> None:
-        offset, length = ranges[index]
-        store.read_into(key, offset, view[offset : offset + length])
-
-    _all(one, len(ranges), concurrency)
-
-
-def verify(entry: FileEntry, view: memoryview, *, where: str) -> None:
-    """Compares a file in memory with its hashes.
+        entry: Which file.
+        view: Its bytes.
+        where: For errors.
+        indices: Which chunks; all of them where it is None.
 
     Raises:
         CorruptCheckpointError: A chunk differs.
@@ -79,7 +69,7 @@ def verify(entry: FileEntry, view: memoryview, *, where: str) -> None:
         offset, length = ranges[index]
         entry.check_chunk(index, view[offset : offset + length], tier="memory", where=where)
 
-    _all(one, len(ranges), _HASH_THREADS)
+    _all(one, range(len(ranges)) if indices is None else indices, _HASH_THREADS)
 
 
 @contextlib.contextmanager
@@ -112,7 +102,7 @@ def temporary_file(size: int) -> Iterator[tuple[Path, memoryview]]:
         ) from error
 
 
-def _all(work: Callable[[int], None], count: int, concurrency: int) -> None:
+def _all(work: Callable[[int], None], indices: Iterable[int], concurrency: int) -> None:
     stop = threading.Event()
 
     def guarded(index: int) -> None:
@@ -124,8 +114,8 @@ def _all(work: Callable[[int], None], count: int, concurrency: int) -> None:
             stop.set()
             raise
 
-    with ThreadPoolExecutor(max(1, min(concurrency, count)), thread_name_prefix="tiered-fetch") as pool:
-        jobs = [pool.submit(guarded, index) for index in range(count)]
+    with ThreadPoolExecutor(max(1, concurrency), thread_name_prefix="tiered-fetch") as pool:
+        jobs = [pool.submit(guarded, index) for index in indices]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
         finally:

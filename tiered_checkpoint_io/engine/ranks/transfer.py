@@ -1,0 +1,345 @@
+"""Chunks and parts from one rank's memory to another's: one protocol, whatever carries the bytes.
+
+In a restore that is a group, in which every rank knows from a plan what comes next; for replication, a link of two
+ranks. Before a part, its receiver says whether it can take it. Before each chunk, its sender says whether it can send
+it. Behind the last one, the receiver says whether the part has arrived: so a rank that can't go on, whatever the
+reason, says so, and both come to the end of this transfer and to the next. Each chunk is verified where it arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Protocol, TypeVar
+
+from tiered_checkpoint_io.engine.chunks import verify
+from tiered_checkpoint_io.engine.ranks.coordination import Group
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MemoryFullError,
+    PeerError,
+    TieredCheckpointError,
+)
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.model.manifest import FileEntry, Part
+
+_T_co = TypeVar("_T_co", covariant=True)
+_T = TypeVar("_T")
+
+_HASH_THREADS = 2
+#: Bytes of a status on the wire; of blanks alone where all is well.
+_STATUS = 1024
+
+
+# --------------------------------------------------------------------------------------- channels
+class Channel(Protocol):
+    """The bytes between this rank and another one.
+
+    Attributes:
+        name: The other rank, for errors.
+    """
+
+    name: str
+
+    def send(self, data: memoryview) -> None:
+        """Sends bytes, straight from where they lie."""
+        ...
+
+    def receive(self, data: memoryview) -> None:
+        """Fills ``data``."""
+        ...
+
+
+class GroupChannel:
+    """A channel to a rank of a group, whose errors it raises."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self.name = f"rank {rank}"
+        self._group = group
+        self._rank = rank
+
+    def send(self, data: memoryview) -> None:
+        self._group.send(data, self._rank)
+
+    def receive(self, data: memoryview) -> None:
+        self._group.receive(data, self._rank)
+
+
+def send_status(channel: Channel, problem: str = "") -> None:
+    """Says what is wrong here; nothing where the text is empty."""
+    channel.send(memoryview(bytearray(problem.encode()[:_STATUS].ljust(_STATUS))))
+
+
+def receive_status(channel: Channel) -> str:
+    """What the other side has to :func:`send_status`."""
+    status = bytearray(_STATUS)
+    channel.receive(memoryview(status))
+    return status.decode(errors="replace").strip()
+
+
+def text_of(error: Exception) -> str:
+    """An error as the other side is to read it."""
+    return str(error) if isinstance(error, TieredCheckpointError) else f"{type(error).__name__}: {error}"
+
+
+# ----------------------------------------------------------------------------------------- chunks
+def send_chunk(channel: Channel, read: Callable[[], memoryview]) -> str:
+    """Sends a chunk, or in its place why it can't be read, which is the answer."""
+    chunk, problem = memoryview(b""), ""
+    try:
+        chunk = read()
+    except Exception as error:
+        problem = text_of(error)
+    send_status(channel, problem)
+    if not problem:
+        channel.send(chunk)
+    return problem
+
+
+def receive_chunk(channel: Channel, entry: FileEntry, chunk: memoryview) -> None:
+    """Receives a chunk, which is still to be verified.
+
+    Raises:
+        CorruptCheckpointError: The other side can't send it.
+    """
+    problem = receive_status(channel)
+    if problem:
+        raise CorruptCheckpointError(
+            f"{channel.name} could not send it: {problem}", operation="restore", key=entry.path
+        )
+    channel.receive(chunk)
+
+
+# ------------------------------------------------------------------------------------------ parts
+def find_part(tier: MemoryTier, save_id: str, rank: int | None = None) -> StoredPart:
+    """A part in this node's memory: its own, or a replica that it keeps.
+
+    Args:
+        tier: This node's memory.
+        save_id: Of which save.
+        rank: Whose; any part where it is None.
+
+    Raises:
+        CheckpointNotFoundError: There is none, or no longer.
+    """
+    for stored in (*tier.parts(), *tier.replicas.parts()):
+        if stored.save_id == save_id and rank in (None, stored.part.rank):
+            return stored
+    raise CheckpointNotFoundError("no longer in memory", operation="restore", tier="memory", key=save_id)
+
+
+def send_part(
+    channel: Channel,
+    part: Part,
+    reading: Callable[[], contextlib.AbstractContextManager[Mapping[str, memoryview]]],
+    is_late: Callable[[], bool] | None = None,
+) -> str:
+    """Sends all files of a part; what went wrong, on either side.
+
+    Args:
+        channel: To the rank that receives it by :func:`receive_part`.
+        part: What it is.
+        reading: Opens its files.
+        is_late: Whether all of it ought to have been sent by now.
+
+    Raises:
+        PeerError: It took too long.
+    """
+    answer = receive_status(channel)
+    if answer:
+        return answer
+    with contextlib.ExitStack() as held:
+        views: Mapping[str, memoryview] | None = None
+
+        def read(entry: FileEntry, offset: int, length: int) -> memoryview:
+            nonlocal views
+            if views is None:
+                views = held.enter_context(reading())
+            return views[entry.basename][offset : offset + length]
+
+        for entry, _, (offset, length) in _chunks(part):
+            problem = send_chunk(channel, partial(read, entry, offset, length))
+            if problem:
+                return problem
+            if is_late is not None and is_late():
+                raise PeerError("not sent in time", operation="replicate", key=channel.name, step=part.content.step)
+        return receive_status(channel)
+
+
+def send_held_part(channel: Channel, tier: MemoryTier, part: Part, is_late: Callable[[], bool] | None = None) -> str:
+    """As :func:`send_part`, of a part that this node's memory holds; quarantines it where it is damaged here."""
+    found: list[StoredPart] = []
+
+    def reading() -> contextlib.AbstractContextManager[Mapping[str, memoryview]]:
+        found.append(find_part(tier, part.save_id, part.rank))
+        return tier.reading(found[0])
+
+    problem = send_part(channel, part, reading, is_late)
+    if problem:
+        for stored in found:
+            with contextlib.suppress(CheckpointNotFoundError, OSError):
+                quarantine_damaged(tier, stored)
+    return problem
+
+
+def quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
+    """Quarantines a part where it differs from its hashes.
+
+    Raises:
+        CheckpointNotFoundError: It was removed meanwhile.
+    """
+    try:
+        with tier.reading(stored) as views:
+            for entry in stored.part.content.files:
+                verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
+    except CorruptCheckpointError as error:
+        tier.quarantine(stored.folder, str(error))
+
+
+class Place(Protocol[_T_co]):
+    """Where a part that arrives is put."""
+
+    def open(self) -> contextlib.AbstractContextManager[Mapping[str, memoryview]]:
+        """Room for its files, by basename."""
+        ...
+
+    def keep(self) -> _T_co:
+        """Makes it exist, once all has arrived and :meth:`open`'s block has ended."""
+        ...
+
+    def drop(self) -> None:
+        """Frees the room."""
+        ...
+
+
+class SlotPlace:
+    """Slots of a memory tier, in which a part becomes this node's."""
+
+    def __init__(
+        self, tier: MemoryTier, part: Part, *, drained: bool = False, acquire: Callable[[int], Slot] | None = None
+    ) -> None:
+        """Takes no room yet.
+
+        Args:
+            tier: This node's memory, or its replicas.
+            part: What arrives.
+            drained: Whether this node has nothing to do for it to get to the durable tier.
+            acquire: Gives a slot of a size; by default, as the tier does.
+        """
+        self._tier = tier
+        self._part = part
+        self._drained = drained
+        self._acquire = acquire or tier.acquire
+        self._slots: dict[str, Slot] = {}
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Mapping[str, memoryview]]:
+        with contextlib.ExitStack() as held:
+            views: dict[str, memoryview] = {}
+            for entry in self._part.content.files:
+                slot = self._slots[entry.basename] = self._acquire(max(1, entry.size))
+                views[entry.basename] = held.enter_context(slot.view)
+            yield views
+
+    def keep(self) -> StoredPart:
+        try:
+            return self._tier.commit(self._part, self._slots, drained=self._drained, saved=False)
+        except MemoryFullError:
+            # The tier has given up the slots as well.
+            self._slots.clear()
+            raise
+
+    def drop(self) -> None:
+        for slot in self._slots.values():
+            self._tier.give_back(slot)
+        self._slots.clear()
+
+
+def receive_part(channel: Channel, part: Part, place: Place[_T]) -> _T:
+    """Receives all files of a part, and verifies them.
+
+    Args:
+        channel: From the rank that sends it.
+        part: What comes, with its hashes.
+        place: Where to put it.
+
+    Raises:
+        CorruptCheckpointError: A chunk differs from its hash, or the other side could not read it.
+        MemoryTierError: There is no room for it, or its place is taken.
+    """
+    try:
+        damage = _receive_files(channel, part, place)
+        if damage is not None:
+            # All bytes have come, and the other side waits for the outcome.
+            send_status(channel, text_of(damage))
+            raise damage
+        try:
+            kept = place.keep()
+        except Exception as error:
+            send_status(channel, text_of(error))
+            raise
+    except BaseException:
+        place.drop()
+        raise
+    send_status(channel)
+    return kept
+
+
+def _receive_files(channel: Channel, part: Part, place: Place[object]) -> Exception | None:
+    """What was wrong with the bytes, all of which have come."""
+    with contextlib.ExitStack() as held:
+        try:
+            views = held.enter_context(place.open())
+        except Exception as error:
+            send_status(channel, text_of(error))
+            raise
+        send_status(channel)
+        checks = held.enter_context(contextlib.closing(_Checks()))
+        damage: Exception | None = None
+        for entry, index, (offset, length) in _chunks(part):
+            chunk = views[entry.basename][offset : offset + length]
+            receive_chunk(channel, entry, chunk)
+            try:
+                checks.add(entry, index, chunk, where=channel.name)
+            except Exception as error:
+                # The other side has to get rid of the rest all the same, and waits for the outcome.
+                damage = damage or error
+        try:
+            return damage or checks.problem()
+        except Exception as error:
+            return error
+
+
+def _chunks(part: Part) -> list[tuple[FileEntry, int, tuple[int, int]]]:
+    """Each chunk of a part's files that has bytes, in the order in which they travel."""
+    return [
+        (entry, index, (offset, length))
+        for entry in part.content.files
+        for index, (offset, length) in enumerate(entry.chunks)
+        if length
+    ]
+
+
+class _Checks:
+    """Hashes chunks while others are on their way."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="tiered-check")
+        self._jobs: list[Future[None]] = []
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def add(self, entry: FileEntry, index: int, chunk: memoryview, *, where: str) -> None:
+        """Begins with a chunk."""
+        self._jobs.append(self._pool.submit(entry.check_chunk, index, chunk, tier="peer", where=where))
+
+    def problem(self) -> Exception | None:
+        """Waits for all of them; what was wrong with the first that was."""
+        found = [job.exception() for job in self._jobs]
+        self._jobs.clear()
+        return next((error for error in found if isinstance(error, Exception)), None)
