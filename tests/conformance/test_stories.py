@@ -125,10 +125,8 @@ def test_a_node_that_lost_its_memory_resumes_from_the_durable_tier(start, memory
 
 
 @pytest.mark.parametrize("landed", [True, False], ids=["landed", "queued"])
-def test_last_is_what_its_alias_means_though_that_is_still_queued(start, can, landed, kind, request):
+def test_last_is_what_its_alias_means_though_that_is_still_queued(start, can, landed):
     can(SENTINELS)
-    if not landed:
-        wrong_today(request, kind, {"sharded"}, "the search for shards is not told of queued aliases")
     job = start()
     with contextlib.nullcontext() if landed else job.without_drain():
         for number in (1, 2):
@@ -207,8 +205,7 @@ def test_an_alias_keeps_what_its_target_held_when_that_is_deleted(start, memory_
 
 # --------------------------------------------------------------------------------------------- damage
 @on_a_directory
-def test_a_newest_part_in_memory_of_a_newer_release_is_an_error(start, kind, request):
-    wrong_today(request, kind, {"local"}, "an older step is loaded without a word")
+def test_a_newest_part_in_memory_of_a_newer_release_is_an_error(start):
     job = start()
     for number in (1, 2):
         job.save(number)
@@ -251,9 +248,7 @@ def test_a_corrupt_newest_gives_way_to_the_one_before(start):
 
 @on_a_directory
 @pytest.mark.parametrize("starts", [1, 2])
-def test_the_only_copy_is_corrupt_at_each_start(start, kind, starts, request):
-    if starts == 2:
-        wrong_today(request, kind, {"local"}, "the second start is not told of what the first one quarantined")
+def test_the_only_copy_is_corrupt_at_each_start(start, starts):
     job = start()
     job.save(1, durable=False)
     corrupt(job.files()[-1])

@@ -250,6 +250,13 @@ def test_what_memory_lacks_is_taken_from_the_durable_tier():
     assert (found.name, found.in_memory, found.durable is not None) == ("step_2", False, True)
 
 
+def test_weights_alone_are_never_resumed_from_and_load_by_their_name():
+    weights = Manifest("w.ckpt", replace(content("w.ckpt", 2), resumable=False))
+    manifests = [weights, Manifest("a.ckpt", content("a.ckpt", 1))]
+    assert [name for name, *_ in chosen({"n": []}, manifests, LATEST)] == ["a.ckpt"]
+    assert [name for name, *_ in chosen({"n": []}, manifests, Selector("name", "w.ckpt"))] == ["w.ckpt"]
+
+
 def test_a_step_or_a_name_selects():
     memory = {"a": [part(number, rank) for number in (1, 2, 3) for rank in (0, 1)]}
     assert names(memory, [manifest(2)], Selector("latest", step=2)) == ["step_2"]
