@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
-from tiered_checkpoint_io.engine.restore.catalog import reading_order
+from tiered_checkpoint_io.engine.restore.catalog import Tiers, reading_order
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restorer
 from tiered_checkpoint_io.errors import (
@@ -64,9 +64,10 @@ class World:
             self.tiers[node] = MemoryTier.open(str(folder), "default", **options)
         return self.tiers[node]
 
-    def restorer(self, node="n", store=None):
+    def restorer(self, node="n", store=None, dirpath=None):
         config = TieredCheckpointConfig(dirpath=self.store.url, memory_dir=str(self.base / node), wait_timeout_s=20)
-        return Restorer(config, self.tier(node), lambda: store or self.store, logging.getLogger("test"))
+        tier, log = self.tier(node), logging.getLogger("test")
+        return Restorer(Tiers(config, tier, lambda: store or self.store, dirpath or self.store.url, log))
 
     def restore(self, selector=LATEST, node="n", store=None):
         """Alone; the restored one and its bytes."""
@@ -362,8 +363,7 @@ def test_a_checkpoint_of_others_is_read_once_per_node(world):
         world.tier(node)
 
     def work(group):
-        restorer = world.restorer(group.node, remote)
-        restorer._fetcher._dirpath = "gs://bucket/run"
+        restorer = world.restorer(group.node, remote, "gs://bucket/run")
         restored = restorer.restore(Selector("name", "plain.ckpt"), group)
         group.all_gather(None)
         data = restored.path.read_bytes()

@@ -20,6 +20,7 @@ from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
+from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
@@ -221,7 +222,9 @@ class TieredStorageReader(StorageReader):
         with FailTogetherGroup(self._joined) as ranks:
             notes = exchange(ranks, files, reader.spans(plan))
         for note in notes:
-            self.session.log.at_step(opened.step).error("%s: not taken, looking further: %s", opened.name, note)
+            self.session.log.at_step(opened.step).error(
+                "%s: skipping this copy, trying the next: %s", opened.name, note
+            )
         opened.rejected.extend(notes)
 
     def _leave(self) -> None:
@@ -251,12 +254,8 @@ class TieredStorageReader(StorageReader):
             with FailTogetherGroup(group) as ranks:
                 coordination.agree(ranks, failed)
                 assert tier is not None
-                restorer = ShardRestorer(config, tier, session.durable, session.log)
-                try:
-                    opened = self.opened = restorer.open(self._selector, ranks, self._rejected)
-                finally:
-                    if restorer.listed is not None and config.dirpath == session.dirpath:
-                        session.known.remember(restorer.listed)
+                restorer = ShardRestorer(tiers_of(session, config))
+                opened = self.opened = restorer.open(self._selector, ranks, self._rejected)
                 metadata = self._parse(opened)
                 if opened.files is None:
                     restorer.open_foreign(opened, _sizes(metadata), ranks)

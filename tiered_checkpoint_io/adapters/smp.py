@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.local_state import fill, local_part
+from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.saving.local_shards import LocalSave, Place, save_local
@@ -167,14 +168,13 @@ def load_local_state(
         alone: Whether no other rank loads.
 
     Raises:
-        TieredCheckpointError: As :meth:`LocalRestorer.open`, and :func:`fill`.
+        TieredCheckpointError: As :meth:`LocalRestorer.restore`, and :func:`fill`.
     """
     reader.reset(checkpoint_id)
     session, config = reader.session, reader.settings.config
     tier = session.open().tier
     peers = None if alone else session.local_peers()
-    restorer = LocalRestorer(config, tier, session.durable, session.log, place, peers)
-    with restorer.open(reader.selector) as found:
+    with LocalRestorer(tiers_of(session, config), place, peers).restore(reader.selector) as found:
         trust = Trust.of(config)
         try:
             loaded = trust.load(found.path, map_location="cpu", mmap=True)
@@ -187,14 +187,15 @@ def load_local_state(
                 tier=found.tier,
                 key=found.name,
                 rank=place.shard,
-                step=found.content.step,
+                step=found.step,
                 hint=trust.hint(found.path),
             ) from error
         fill(state_dict, loaded, where=f"{found.name}, shard {place.shard}")
     content = found.content
-    session.newest_seen = max(filter(None, (session.newest_seen, restorer.newest_seen)), default=None)
+    assert content is not None
+    session.newest_seen = max(filter(None, (session.newest_seen, found.newest_save_id)), default=None)
     reader.opened = OpenShards(
-        found.name, content.save_id, content.step, content, {}, None, found.rejected, restorer.newest_seen
+        found.name, content.save_id, content.step, content, {}, None, found.rejected, found.newest_save_id
     )
     if any(stored.pending for stored in tier.parts()):
         # What an earlier process left; only this node's ranks can see it.

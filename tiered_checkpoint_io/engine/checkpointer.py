@@ -15,8 +15,9 @@ from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
+from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.restore import Restored, Restorer, open_restored
+from tiered_checkpoint_io.engine.restore.restore import Restored, Restorer
 from tiered_checkpoint_io.engine.session import Session, current_rank, current_world_size
 from tiered_checkpoint_io.engine.staging.saver import Facts, part_of, position
 from tiered_checkpoint_io.engine.trust import Trust
@@ -36,7 +37,6 @@ from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Metric
-from tiered_checkpoint_io.stores import Store
 
 TIERS = frozenset({"memory", "durable"})
 
@@ -284,27 +284,19 @@ class Checkpointer:
             with FailTogetherGroup(group) as ranks:
                 coordination.agree(ranks, error)
                 assert tier is not None
-                return self._restore(tier, ranks, dirpath, selector, read)
+                return self._restore(ranks, dirpath, selector, read)
         finally:
             group.close()
 
     def _restore(
         self,
-        tier: MemoryTier,
         group: coordination.Group,
         dirpath: str,
         selector: Selector,
         read: Callable[[Path, Restored], Any],
     ) -> Any:
-        def store() -> Store:
-            return self.session.durable(dirpath)
-
-        restorer = Restorer(self.config, tier, store, self.session.log, dirpath)
-        try:
-            restored = restorer.restore(selector, group)
-        finally:
-            if restorer.listed is not None and dirpath == self.dirpath:
-                self.session.known.remember(restorer.listed)
+        tiers = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
+        restored = Restorer(tiers).restore(selector, group)
         if restored is None and selector.kind == "best":
             raise CheckpointNotFoundError(
                 f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",
@@ -317,9 +309,9 @@ class Checkpointer:
             return NoCheckpoint()
         state: Any = None
         error: Exception | None = None
-        with open_restored(tier, restored) as file:
+        with restored:
             try:
-                state = read(file, restored)
+                state = read(restored.path, restored)
             except Exception as caught:
                 error = caught
             # Nobody leaves before all have opened the file, and all fail if one does.

@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.commit import read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Held, Selector
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     FormatVersionError,
     ManifestError,
@@ -18,8 +20,10 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.memory.tier import PART_FILE, MemoryTier
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.tier import PART_FILE, MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Content, Manifest, Part
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
@@ -28,6 +32,57 @@ from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 _BATCH = 32
 _BY_STEP = 8
 _READ_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Where a restore looks, and how.
+
+    Attributes:
+        config: For bounds and concurrency.
+        memory: This node's memory.
+        store: Opens the durable tier; called on rank 0, and where bytes are fetched.
+        dirpath: The durable tier.
+        log: Where to log.
+        clock: For waits.
+        on_listed: Called with all names on the durable tier, where this rank listed them.
+    """
+
+    config: TieredCheckpointConfig
+    memory: MemoryTier
+    store: Callable[[], Store]
+    dirpath: str
+    log: Logger
+    clock: Clock = SYSTEM
+    on_listed: Callable[[set[str]], None] = lambda _: None
+
+    def held(self) -> list[StoredPart]:
+        """The parts in this node's memory, and the replicas that it keeps."""
+        return [*self.memory.parts(), *self.memory.replicas.parts()]
+
+    def skipped(self, note: str) -> None:
+        """Logs why a copy is not taken."""
+        self.log.error("skipping this copy, trying the next: %s", note)
+
+
+def tiers_of(session: Session, config: TieredCheckpointConfig, dirpath: str | None = None) -> Tiers:
+    """The tiers of a session.
+
+    Args:
+        session: Which.
+        config: That of the load.
+        dirpath: Another durable tier than the session's.
+    """
+    here = dirpath or config.dirpath
+    return Tiers(
+        config=config,
+        memory=session.open().tier,
+        store=session.durable if dirpath is None else lambda: session.durable(dirpath),
+        dirpath=here,
+        log=session.log,
+        clock=session.clock,
+        on_listed=session.known.remember if here == session.dirpath else lambda _: None,
+    )
 
 
 # ----------------------------------------------------------------------------------- durable tier
@@ -41,7 +96,6 @@ class DurableCatalog:
         rejected: Manifests that can't be understood, and why.
         foreign_size: Bytes of an object of the wanted name that has no manifest.
         error: Why the tier could not be asked.
-        listed: All names on the tier; None where it was not listed.
     """
 
     manifests: list[Manifest] = field(default_factory=list)
@@ -49,14 +103,13 @@ class DurableCatalog:
     rejected: list[str] = field(default_factory=list)
     foreign_size: int | None = None
     error: TieredCheckpointError | None = None
-    listed: set[str] | None = None
 
 
-def discover(open_store: Callable[[], Store], selector: Selector, queued: dict[str, str]) -> DurableCatalog:
+def discover(tiers: Tiers, selector: Selector, queued: dict[str, str]) -> DurableCatalog:
     """Asks the durable tier, once: one list, or for a name the few objects that it is about.
 
     Args:
-        open_store: Gives the tier.
+        tiers: Where to look.
         selector: What is wanted.
         queued: Aliases that are not on the tier yet, and their targets.
 
@@ -65,12 +118,12 @@ def discover(open_store: Callable[[], Store], selector: Selector, queued: dict[s
     """
     known = DurableCatalog()
     try:
-        store = open_store()
+        store = tiers.store()
         if selector.kind == "name":
             _discover_name(store, selector.name, known, queued)
         else:
             names = reading_order(list(store.list(ids.MANIFEST_PREFIX)))
-            known.listed = set(names)
+            tiers.on_listed(set(names))
             targets = {target for alias, target in queued.items() if selector.wants(alias)}
             known.rest = [name for name in names if selector.wants(name) or name in targets]
             _read_batch(store, known)
@@ -84,11 +137,11 @@ def discover(open_store: Callable[[], Store], selector: Selector, queued: dict[s
     return known
 
 
-def read_more(open_store: Callable[[], Store], known: DurableCatalog) -> DurableCatalog:
+def read_more(tiers: Tiers, known: DurableCatalog) -> DurableCatalog:
     """Reads the manifests of the next names; as :func:`discover`, it never raises."""
     more = DurableCatalog(rest=known.rest)
     try:
-        _read_batch(open_store(), more)
+        _read_batch(tiers.store(), more)
     except Exception as error:
         return DurableCatalog(error=_as_ours(error))
     return more
@@ -177,14 +230,14 @@ class NodeCatalog:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-def look(tier: MemoryTier, dirpath: str) -> NodeCatalog:
+def look(tiers: Tiers) -> NodeCatalog:
     """Lists this node's memory.
 
     Raises:
         OSError: The memory tier can't be read.
     """
-    here = NodeCatalog()
-    for stored in (*tier.parts(), *tier.replicas.parts()):
+    here, tier, dirpath = NodeCatalog(), tiers.memory, tiers.dirpath
+    for stored in tiers.held():
         part = stored.part
         if part.dirpath == dirpath:
             content = _without_hashes(part.content)

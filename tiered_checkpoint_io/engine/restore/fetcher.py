@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.ranks.coordination import Group, portable
 from tiered_checkpoint_io.engine.ranks.transfer import GroupChannel, SlotPlace, find_part, receive_part, text_of
-from tiered_checkpoint_io.engine.restore.catalog import NodeCatalog, look
+from tiered_checkpoint_io.engine.restore.catalog import NodeCatalog, Tiers, look
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Tier
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -25,15 +24,11 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.logs import Logger, rate
+from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
-from tiered_checkpoint_io.stores.base import Store
-
-_LOCK_POLL_S = 0.05
 
 
 @dataclass(slots=True)
@@ -60,33 +55,18 @@ class FetchResult:
 class NodeFetcher:
     """Verifies and fetches for one node."""
 
-    def __init__(
-        self,
-        config: TieredCheckpointConfig,
-        tier: MemoryTier,
-        store: Callable[[], Store],
-        logger: Logger,
-        dirpath: str,
-        *,
-        part_rank: int | None = None,
-    ) -> None:
+    def __init__(self, tiers: Tiers, *, part_rank: int | None = None) -> None:
         """Takes the tiers.
 
         Args:
-            config: For bounds and concurrency.
-            tier: This node's memory.
-            store: Opens the durable tier.
-            logger: Where to log.
-            dirpath: The durable tier.
+            tiers: Where to look, and where to put what is fetched.
             part_rank: Which rank's part to fetch, of a checkpoint where each has one file; None where
                 there is one file in all.
         """
+        self._tiers = tiers
+        self._tier = tiers.memory
+        self._clock = tiers.clock
         self._part_rank = part_rank
-        self._config = config
-        self._tier = tier
-        self._store = store
-        self._log = logger
-        self._dirpath = dirpath
 
     def fetch(self, candidate: Candidate, sources: tuple[Tier, ...], rank: int) -> FetchResult:
         """Tries one source after the other, until one gives an intact copy. Never raises."""
@@ -104,7 +84,7 @@ class NodeFetcher:
                 step = candidate.content.step
                 note = f"rank {rank}: {tier} {candidate.name} (step {step}): {error}"
                 result.rejected.append(note)
-                self._log.error("skipping this copy, trying the next: %s", note)
+                self._tiers.skipped(note)
             except Exception as error:
                 # The others wait for the outcome, whatever it is.
                 result.error = portable(error, rank)
@@ -129,13 +109,13 @@ class NodeFetcher:
             return
         assert candidate.durable is not None
         entry = self._entry(candidate.durable)
-        concurrency = self._config.read_concurrency()
-        store = self._store()
-        started = time.monotonic()
+        concurrency = self._tiers.config.read_concurrency()
+        store = self._tiers.store()
+        started = self._clock.monotonic()
         try:
             slot = self.room(candidate.content.save_id, entry.size)
         except MemoryTierError as error:
-            self._log.warning("fetching into a temporary file: %s", error)
+            self._tiers.log.warning("fetching into a temporary file: %s", error)
             with chunks.temporary_file(entry.size) as (path, view):
                 chunks.fetch(store, entry, view, concurrency=concurrency)
             result.path, result.temporary = str(path), True
@@ -147,11 +127,11 @@ class NodeFetcher:
                 self._tier.give_back(slot)
                 raise
             content = replace(candidate.durable, files=(entry,))
-            part = Part(candidate.name, self._part_rank or 0, content, self._dirpath, durable=True)
+            part = Part(candidate.name, self._part_rank or 0, content, self._tiers.dirpath, durable=True)
             stored = self._tier.commit(part, {entry.basename: slot}, drained=True, saved=False)
             result.path = str(stored.file(entry.basename))
         result.bytes_read = entry.size
-        self._log.info("fetched %s: %s", candidate.name, rate(entry.size, time.monotonic() - started))
+        self._tiers.log.info("fetched %s: %s", candidate.name, rate(entry.size, self._clock.monotonic() - started))
 
     def _entry(self, content: Content) -> FileEntry:
         """The file to fetch, of all that a manifest names."""
@@ -202,7 +182,7 @@ class NodeFetcher:
         Raises:
             LostRankError: The source is gone.
         """
-        started = time.monotonic()
+        started = self._clock.monotonic()
         place = _SlotOrFile(self, part, drained=drained)
         try:
             path = receive_part(GroupChannel(group, source), part, place)
@@ -211,10 +191,13 @@ class NodeFetcher:
         except Exception as error:
             step = part.content.step
             note = f"rank {group.rank}: peer (rank {source}) {part.name} (step {step}): {text_of(error)}"
-            self._log.error("skipping this copy, trying the next: %s", note)
+            self._tiers.skipped(note)
             return FetchResult(tier="peer", rejected=[note])
-        self._log.info(
-            "received %s from rank %d: %s", part.name, source, rate(part.content.size, time.monotonic() - started)
+        self._tiers.log.info(
+            "received %s from rank %d: %s",
+            part.name,
+            source,
+            rate(part.content.size, self._clock.monotonic() - started),
         )
         return FetchResult(path, "peer", temporary=place.is_temporary)
 
@@ -224,7 +207,7 @@ class NodeFetcher:
         Args:
             rank: This rank, for what is told of the damaged.
         """
-        here = look(self._tier, self._dirpath)
+        here = look(self._tiers)
         if here.damaged:
             # Under the lock, so that no other process moves the same folder; listed again there.
             with self._lock():
@@ -234,7 +217,7 @@ class NodeFetcher:
                         self._tier.quarantine(folder, str(error))
             here.damaged = [f"rank {rank}: {note}" for note in here.damaged]
             for note in here.damaged:
-                self._log.error("skipping this copy, trying the next: %s", note)
+                self._tiers.skipped(note)
         return here
 
     @contextlib.contextmanager
@@ -250,20 +233,20 @@ class NodeFetcher:
         which = "" if part_rank is None else f"-{part_rank}"
         path = self._tier.root / f"restore{which}.lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        deadline = time.monotonic() + self._config.wait_timeout_s
+        deadline = self._clock.monotonic() + self._tiers.config.wait_timeout_s
         try:
             while True:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except OSError:
-                    if time.monotonic() > deadline:
+                    if self._clock.monotonic() > deadline:
                         raise RestoreError(
                             "another process of this node did not finish restoring in time",
                             operation="restore",
                             key=str(path),
                         ) from None
-                    time.sleep(_LOCK_POLL_S)
+                    self._clock.sleep(self._clock.timing.node_lock_poll_s)
             yield
         finally:
             os.close(descriptor)
@@ -272,14 +255,14 @@ class NodeFetcher:
         """Fetches a file of which no hashes are known. Never raises."""
         result = FetchResult(tier="durable")
         try:
-            if ids.url_scheme(self._dirpath) is None:
+            if ids.url_scheme(self._tiers.dirpath) is None:
                 # A local file needs no copy: nothing of it is kept mapped.
-                path = Path(self._dirpath, name)
+                path = Path(self._tiers.dirpath, name)
                 os.stat(path)
             else:
                 with chunks.temporary_file(size) as (path, view):
-                    concurrency = self._config.read_concurrency()
-                    chunks.fetch(self._store(), chunks.unverified(name, size), view, concurrency=concurrency)
+                    concurrency = self._tiers.config.read_concurrency()
+                    chunks.fetch(self._tiers.store(), chunks.unverified(name, size), view, concurrency=concurrency)
                 result.temporary, result.bytes_read = True, size
             result.path = str(path)
         except Exception as error:
@@ -291,7 +274,7 @@ class _SlotOrFile:
     """Where a checkpoint of one file is put: a slot, or a temporary file where memory has no room for it."""
 
     def __init__(self, fetcher: NodeFetcher, part: Part, *, drained: bool) -> None:
-        self._log = fetcher._log
+        self._log = fetcher._tiers.log
         (self._entry,) = part.content.files
         self._path: Path | None = None
         self._slot = SlotPlace(

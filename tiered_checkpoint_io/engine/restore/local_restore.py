@@ -12,83 +12,42 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup, raise_first
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
+from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Evidence, Selector, Tier
 from tiered_checkpoint_io.engine.restore.fetcher import FetchResult, NodeFetcher
-from tiered_checkpoint_io.engine.restore.search import Search, Tiers
+from tiered_checkpoint_io.engine.restore.restore import Restored, restored_from
+from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.saving.local_shards import Place
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, TieredCheckpointError
-from tiered_checkpoint_io.logs import Logger, gib
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.logs import gib
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import Content, Part
-from tiered_checkpoint_io.stores.base import Store
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A local checkpoint, and this rank's file of it.
-
-    Attributes:
-        name: The checkpoint's name.
-        content: The facts of its save, and the file of this rank's shard.
-        tier: Where the file was found.
-        path: A verified local copy.
-        rejected: What was tried before it, and why it was not taken.
-    """
-
-    name: str
-    content: Content
-    tier: Tier
-    path: Path
-    rejected: list[str]
+from tiered_checkpoint_io.model.manifest import Part
 
 
 class LocalRestorer:
     """Finds the local checkpoint to load, and brings this rank's file of it to this node."""
 
-    def __init__(
-        self,
-        config: TieredCheckpointConfig,
-        tier: MemoryTier,
-        store: Callable[[], Store],
-        logger: Logger,
-        place: Place,
-        peers: LocalPeers | None = None,
-    ) -> None:
+    def __init__(self, tiers: Tiers, place: Place, peers: LocalPeers | None = None) -> None:
         """Takes the tiers.
 
         Args:
-            config: For bounds and concurrency.
-            tier: This node's memory.
-            store: Opens the durable tier.
-            logger: Where to log.
+            tiers: Where to look.
             place: Which shard this rank has.
-            peers: Who may have it in memory; None where nobody has copies, or nobody else loads.
+            peers: Who may have it in memory; None where nobody has replicas, or nobody else loads.
         """
-        self._config = config
-        self._tier = tier
-        self._store = store
-        self._log = logger
+        self._tiers = tiers
         self._place = place
         self._peers = peers
         self._load = ""
-        self._fetcher = NodeFetcher(config, tier, store, logger, config.dirpath, part_rank=place.shard)
-        #: The newest save that was seen in any tier.
-        self.newest_seen: str | None = None
+        self._fetcher = NodeFetcher(tiers, part_rank=place.shard)
 
-    @contextlib.contextmanager
-    def open(self, selector: Selector) -> Iterator[Found]:
-        """This rank's file of the checkpoint that is meant; held while the block runs.
+    def restore(self, selector: Selector) -> Restored:
+        """This rank's file of the checkpoint that is meant, to be released once it is loaded.
 
         Raises:
             CheckpointNotFoundError: There is none, or this rank's file of it is nowhere.
@@ -98,12 +57,12 @@ class LocalRestorer:
             StoreError: The durable tier could not be asked, and memory does not suffice.
             UsageError: The other ranks' choice could not be learnt.
         """
-        started = time.monotonic()
+        started = self._tiers.clock.monotonic()
         run = current_run()
-        what = f"{self._config.namespace}/{self._config.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
+        what = f"{self._tiers.config.namespace}/{self._tiers.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
         load = self._load = run.begin_load(what)
         search = Search(
-            Tiers(self._tier, self._store, self._config.dirpath, self._log),
+            self._tiers,
             self._fetcher,
             selector,
             "local",
@@ -121,26 +80,24 @@ class LocalRestorer:
         finally:
             if self._peers is not None:
                 self._peers.end(load)
-        self.newest_seen = max(filter(None, [search.newest, candidate.save_id]))
-        assert fetched.path is not None
-        path, content = Path(fetched.path), candidate.content
-        with contextlib.ExitStack() as stack:
-            if fetched.temporary:
-                stack.callback(path.unlink, missing_ok=True)
-            else:
-                stored = self._fetcher.find(candidate.save_id)
-                stack.enter_context(self._tier.reading(stored))
-                content = stored.part.content
-            self._log.info(
-                "Step %d: resuming from shard %d of %s (%s, %s) after %.2f s",
-                content.step,
-                self._place.shard,
-                candidate.name,
-                fetched.tier,
-                gib(path.stat().st_size),
-                time.monotonic() - started,
-            )
-            yield Found(candidate.name, content, fetched.tier, path, search.rejected)
+        restored = restored_from(fetched, candidate.name, candidate.content)
+        if not fetched.temporary:
+            stored = self._fetcher.find(candidate.save_id)
+            restored.hold(self._tiers.memory.reading(stored))
+            restored.content = stored.part.content
+        restored.seconds = self._tiers.clock.monotonic() - started
+        restored.rejected = search.rejected
+        restored.newest_save_id = max(filter(None, [search.newest, candidate.save_id]))
+        self._tiers.log.info(
+            "Step %d: resuming from shard %d of %s (%s, %s) after %.2f s",
+            restored.step,
+            self._place.shard,
+            restored.name,
+            restored.tier,
+            gib(restored.path.stat().st_size),
+            restored.seconds,
+        )
+        return restored
 
     # ------------------------------------------------------------------------------------ choosing
     def _choose(self, search: Search, load: str, *, has_some: bool) -> tuple[Candidate, FetchResult]:
@@ -187,7 +144,7 @@ class LocalRestorer:
             candidate = Candidate(name, self._fetcher.find(save_id).part.content)
             self._check_degree(candidate)
         if fetched is None:
-            manifest = read_manifest(self._store(), name)
+            manifest = read_manifest(self._tiers.store(), name)
             contents = (manifest.content, *manifest.previous) if manifest is not None else ()
             for content in (each for each in contents if each.save_id == save_id):
                 candidate = Candidate(name, content, durable=content)
@@ -221,9 +178,11 @@ class LocalRestorer:
         if not part.durable:
             return False
         try:
-            manifest = read_manifest(self._store(), part.name)
+            manifest = read_manifest(self._tiers.store(), part.name)
         except TieredCheckpointError as error:
-            self._log.warning("cannot ask whether %s is durable, so it is uploaded once more: %s", part.name, error)
+            self._tiers.log.warning(
+                "cannot ask whether %s is durable, so it is uploaded once more: %s", part.name, error
+            )
             return False
         return manifest is not None and manifest.content.save_id == part.save_id
 
@@ -234,7 +193,7 @@ class LocalRestorer:
             raise RestoreError(
                 f"{candidate.name} is a local checkpoint of {saved} shards, and {mine} are to load it",
                 operation="load",
-                key=ids.join_url(self._config.dirpath, candidate.name),
+                key=ids.join_url(self._tiers.dirpath, candidate.name),
                 rank=self._place.shard,
                 step=candidate.content.step,
                 hint="the shard degree has to stay as it was; the number of replicas may change. To go on with another"
@@ -245,9 +204,9 @@ class LocalRestorer:
         notes = f": {'; '.join(search.rejected)}" if search.rejected else ""
         return RestoreError(
             f"the ranks load save {save_id} of {name}, but shard {self._place.shard} of it is not intact in this node's"
-            f" memory or at {self._config.dirpath}{notes}",
+            f" memory or at {self._tiers.dirpath}{notes}",
             operation="load",
-            key=ids.join_url(self._config.dirpath, name),
+            key=ids.join_url(self._tiers.dirpath, name),
             rank=self._place.shard,
             hint="have all ranks load an older one by its checkpoint_id",
         )

@@ -13,24 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, raise_first
 from tiered_checkpoint_io.engine.ranks.transfer import GroupChannel, send_held_part, text_of
+from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier, spread
 from tiered_checkpoint_io.engine.restore.fetcher import FetchResult, NodeFetcher
-from tiered_checkpoint_io.engine.restore.search import Search, Tiers
+from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
-from tiered_checkpoint_io.logs import Logger, gib
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.logs import gib
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Content, Part
-from tiered_checkpoint_io.stores.base import Store
 
 
 @dataclass(slots=True)
@@ -66,6 +62,16 @@ class Restored:
         step = ids.step_in_name(self.name)
         return -1 if step is None else step
 
+    def hold(self, reading: contextlib.AbstractContextManager[object]) -> None:
+        """Keeps the file where it is until :meth:`release`."""
+        self._held.enter_context(reading)
+
+    def __enter__(self) -> Restored:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Lets the file go. What was mapped from it meanwhile lives on, unchanged."""
         self._held.close()
@@ -74,30 +80,10 @@ class Restored:
 class Restorer:
     """Restores checkpoints of one file, from one durable tier and the memory of the nodes."""
 
-    def __init__(
-        self,
-        config: TieredCheckpointConfig,
-        tier: MemoryTier,
-        store: Callable[[], Store],
-        logger: Logger,
-        dirpath: str | None = None,
-    ) -> None:
-        """Takes the tiers.
-
-        Args:
-            config: For bounds and concurrency.
-            tier: This node's memory.
-            store: Opens the durable tier; called on rank 0, and where bytes are fetched.
-            logger: Where to log.
-            dirpath: The durable tier, where it is another than the configuration's.
-        """
-        self._tier = tier
-        self._log = logger
-        self._dirpath = dirpath or config.dirpath
-        self._tiers = Tiers(tier, store, self._dirpath, logger)
-        #: All names on the durable tier, where this rank listed them.
-        self.listed: set[str] | None = None
-        self._fetcher = NodeFetcher(config, tier, store, logger, self._dirpath)
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._tier = tiers.memory
+        self._fetcher = NodeFetcher(tiers)
 
     def restore(self, selector: Selector, group: Group) -> Restored | None:
         """Fetches the checkpoint that ``selector`` means to every node.
@@ -116,13 +102,10 @@ class Restorer:
             StoreError: The durable tier could not be asked, and memory does not suffice.
             FormatVersionError: A newer release wrote what would have to be chosen.
         """
-        started = time.monotonic()
+        started = self._tiers.clock.monotonic()
         search = Search(self._tiers, self._fetcher, selector, "full", group)
         search.look()
-        try:
-            restored = search.run(lambda candidate: self._try(candidate, search, group))
-        finally:
-            self.listed = search.listed
+        restored = search.run(lambda candidate: self._try(candidate, search, group))
         if restored is None and search.foreign_size is not None and not search.rejected:
             restored = self._foreign(search, group)
         if restored is None:
@@ -130,10 +113,10 @@ class Restorer:
             if selector.kind == "name" or not isinstance(nothing, CheckpointNotFoundError):
                 raise nothing
             return None
-        restored.seconds = time.monotonic() - started
+        restored.seconds = self._tiers.clock.monotonic() - started
         restored.rejected, restored.newest_save_id = search.rejected, search.newest
         if group.rank == 0 and restored.content is not None:
-            self._log.info(
+            self._tiers.log.info(
                 "Step %d: resuming from %s (%s, %s) after %.2f s",
                 restored.step,
                 restored.name,
@@ -189,7 +172,7 @@ class Restorer:
             if group.rank == source:
                 problem = send_held_part(GroupChannel(group, target), self._tier, part)
                 if problem:
-                    self._log.error("rank %d did not get an intact copy: %s", target, problem)
+                    self._tiers.log.error("rank %d did not get an intact copy: %s", target, problem)
             elif group.rank == target:
                 assert mine is not None
                 # Of what only copies are left, one node takes over what the lost one would have done.
@@ -219,12 +202,12 @@ class Restorer:
 
     def _settle(self, candidate: Candidate, here: FetchResult, group: Group) -> Restored:
         """Holds the file on every rank, so that nothing takes it away before it is loaded."""
-        restored = self._restored(candidate.name, candidate.content, here)
+        restored = restored_from(here, candidate.name, candidate.content)
         failed: Exception | None = None
         try:
             if not here.temporary:
                 stored = self._fetcher.find(candidate.save_id)
-                restored._held.enter_context(self._tier.reading(stored, keep=True))
+                restored.hold(self._tier.reading(stored, keep=True))
                 restored.content = stored.part.content
         except Exception as error:
             failed = error
@@ -235,39 +218,29 @@ class Restorer:
             raise
         return restored
 
-    def _restored(self, name: str, content: Content | None, here: FetchResult) -> Restored:
-        assert here.path is not None
-        restored = Restored(name, content, here.tier, Path(here.path), 0.0, here.bytes_read, [], None)
-        if here.temporary:
-            restored._held.callback(_unlink, here.path)
-        return restored
-
     # ------------------------------------------------------------------------- written by others
     def _foreign(self, search: Search, group: Group) -> Restored:
         """A full checkpoint that others wrote: it has no manifest, so nothing can verify it."""
         name = search.selector.name
         assert search.foreign_size is not None
         if group.rank == 0:
-            self._log.warning("%s has no manifest: it is loaded, but nothing verified it", name)
+            self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", name)
         mine = self._fetcher.fetch_foreign(name, search.foreign_size, group.rank) if search.leads else None
         here = self._share(mine, search, group)
         assert here is not None
-        return self._restored(name, None, here)
+        return restored_from(here, name, None)
+
+
+def restored_from(fetched: FetchResult, name: str, content: Content | None) -> Restored:
+    """What a node has fetched, as it is given to the caller."""
+    assert fetched.path is not None
+    restored = Restored(name, content, fetched.tier, Path(fetched.path), 0.0, fetched.bytes_read, [], None)
+    if fetched.temporary:
+        restored._held.callback(_unlink, fetched.path)
+    return restored
 
 
 def _unlink(path: str) -> None:
     # The first rank of the node to come does it; by then all have opened the file.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-
-
-@contextlib.contextmanager
-def open_restored(tier: MemoryTier, restored: Restored) -> Iterator[Path]:  # noqa: ARG001
-    """The local file of a restored checkpoint, held while it is loaded.
-
-    What the block maps may live on: the file is never written to again.
-    """
-    try:
-        yield restored.path
-    finally:
-        restored.release()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tiered_checkpoint_io.engine.ranks.coordination import Group, portable, raise_first
-from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, discover, read_more
+from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, discover, read_more
 from tiered_checkpoint_io.engine.restore.choice import (
     Candidate,
     Catalog,
@@ -23,30 +23,10 @@ from tiered_checkpoint_io.engine.restore.choice import (
 )
 from tiered_checkpoint_io.engine.restore.fetcher import NodeFetcher
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, TieredCheckpointError
-from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind
-from tiered_checkpoint_io.stores.base import Store
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Tiers:
-    """Where a restore looks.
-
-    Attributes:
-        memory: This node's memory.
-        store: Opens the durable tier; called on rank 0, and where bytes are fetched.
-        dirpath: The durable tier.
-        log: Where to log.
-    """
-
-    memory: MemoryTier
-    store: Callable[[], Store]
-    dirpath: str
-    log: Logger
 
 
 @dataclass(slots=True)
@@ -108,8 +88,6 @@ class Search:
         self.newest: str | None = None
         #: Bytes of an object of the wanted name that has no manifest; to be asked at the end.
         self.foreign_size: int | None = None
-        #: All names on the durable tier, where this rank listed them.
-        self.listed: set[str] | None = None
         self._suspects: list[str] = []
         #: On rank 0: what the tiers hold, and what of it is left to try.
         self._memory: dict[str, NodeCatalog] = {}
@@ -227,14 +205,13 @@ class Search:
         """Reads what the durable tier says, or more of it, and chooses from that and memory."""
         aliases = self._memory[self._group.node].aliases
         if self._durable is None:
-            self._durable = discover(self._tiers.store, self.selector, aliases)
-            self.listed = self._durable.listed
+            self._durable = discover(self._tiers, self.selector, aliases)
         else:
             # None of the newest is intact: older ones are better than none.
-            self._durable = read_more(self._tiers.store, self._durable)
+            self._durable = read_more(self._tiers, self._durable)
         known = self._durable
         for note in known.rejected:
-            self._tiers.log.error("skipping this copy, trying the next: %s", note)
+            self._tiers.skipped(note)
         self._notes += known.rejected
         self._seen |= {manifest.content.save_id for manifest in known.manifests}
         memory = {node: catalog.held for node, catalog in self._memory.items()}

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, Span, chunks_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError, MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
@@ -36,13 +38,10 @@ class PartFile:
         Raises:
             CorruptCheckpointError: One differs from its hash.
         """
-        ranges = self.entry.chunks
-        for index in chunks_of(self.entry, spans):
-            if not self._verified[index]:
-                offset, length = ranges[index]
-                chunk = self.view[offset : offset + length]
-                self.entry.check_chunk(index, chunk, tier="memory", where=self._where)
-                self._verified[index] = _VERIFIED
+        needed = [index for index in chunks_of(self.entry, spans) if not self._verified[index]]
+        chunks.verify(self.entry, self.view, where=self._where, indices=needed)
+        for index in needed:
+            self._verified[index] = _VERIFIED
 
 
 class ShardFiles:
@@ -58,6 +57,7 @@ class ShardFiles:
         concurrency: int,
         timeout_s: float,
         on_damage: Callable[[StoredPart, CorruptCheckpointError], None],
+        clock: Clock = SYSTEM,
     ) -> None:
         """Joins the other readers of this node.
 
@@ -68,7 +68,8 @@ class ShardFiles:
             durable: The files that the durable tier holds of it.
             concurrency: Requests in flight at once.
             timeout_s: See :class:`FetchedFile`.
-            on_damage: Told of a damaged part in memory; the durable copy is taken in its place.
+            on_damage: Called with a damaged part in memory; the durable copy is taken in its place.
+            clock: For waits.
         """
         self._tier = tier
         self._store = store
@@ -76,11 +77,12 @@ class ShardFiles:
         self._concurrency = concurrency
         self._timeout_s = timeout_s
         self._on_damage = on_damage
+        self._clock = clock
         self._held = ExitStack()
         self._parts: dict[str, tuple[StoredPart, PartFile]] = {}
         self._fetched: dict[str, FetchedFile] = {}
         self._private: Path | None = None
-        self._folder = SharedFolder(tier.root, key)
+        self._folder = SharedFolder(tier.root, key, clock)
         self._held.callback(self._folder.close)
 
     def hold(self, stored: StoredPart) -> None:
@@ -187,6 +189,7 @@ class ShardFiles:
                 self._private or self._folder.path,
                 concurrency=self._concurrency,
                 timeout_s=self._timeout_s,
+                clock=self._clock,
             )
             self._held.callback(fetched.close)
         return fetched

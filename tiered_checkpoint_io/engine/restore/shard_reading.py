@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
+from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
 from tiered_checkpoint_io.engine.restore.fetcher import NodeFetcher
-from tiered_checkpoint_io.engine.restore.search import Search, Tiers
+from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.restore.shard_homing import restore_owners
 from tiered_checkpoint_io.engine.restore.shared_reads import clear_reads
@@ -26,12 +27,9 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry
-from tiered_checkpoint_io.stores.base import Store
 
 _DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError)
 
@@ -76,16 +74,9 @@ class OpenShards:
 class ShardRestorer:
     """Opens sharded checkpoints of one durable tier, and of the memory of the nodes."""
 
-    def __init__(
-        self, config: TieredCheckpointConfig, tier: MemoryTier, store: Callable[[], Store], logger: Logger
-    ) -> None:
-        self._config = config
-        self._tier = tier
-        self._store = store
-        self._log = logger
-        self._fetcher = NodeFetcher(config, tier, store, logger, config.dirpath)
-        #: All names on the durable tier, where this rank listed them.
-        self.listed: set[str] | None = None
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._tier = tiers.memory
         self._nodes: list[str] = []
 
     def open(self, selector: Selector, group: Group, rejected: Collection[str] = ()) -> OpenShards:
@@ -103,21 +94,17 @@ class ShardRestorer:
             StoreError: The durable tier could not be asked, and memory does not suffice.
             FormatVersionError: A newer release wrote what would have to be chosen.
         """
-        tiers = Tiers(self._tier, self._store, self._config.dirpath, self._log)
-        search = Search(tiers, self._fetcher, selector, "sharded", group)
+        search = Search(self._tiers, NodeFetcher(self._tiers), selector, "sharded", group)
         search.look(rejected)
         self._nodes = search.nodes
-        try:
-            opened = search.run(lambda candidate: self._try(candidate, search, group))
-        finally:
-            self.listed = search.listed
+        opened = search.run(lambda candidate: self._try(candidate, search, group))
         if opened is None and selector.kind == "name" and not search.rejected:
             opened = self._foreign(selector.name, group)
         if opened is None:
             raise search.nothing()
         opened.rejected, opened.newest_save_id = search.rejected, search.newest
         if group.rank == 0:
-            self._log.info("Step %d: resuming from %s", opened.step, opened.name)
+            self._tiers.log.info("Step %d: resuming from %s", opened.step, opened.name)
         return opened
 
     # ------------------------------------------------------------------------------- one candidate
@@ -132,7 +119,7 @@ class ShardRestorer:
         if small is None:
             return None
         if candidate.in_memory:
-            restore_owners(group, self._tier, self._log, candidate, search.nodes)
+            restore_owners(group, self._tier, self._tiers.log, candidate, search.nodes)
         files: ShardFiles | None = None
         failed: Exception | None = None
         try:
@@ -140,7 +127,7 @@ class ShardRestorer:
                 candidate.save_id,
                 list(candidate.durable.files) if candidate.durable else [],
                 group,
-                [stored for stored in self._held() if stored.save_id == candidate.save_id],
+                [stored for stored in self._tiers.held() if stored.save_id == candidate.save_id],
             )
         except Exception as error:
             failed = error
@@ -179,7 +166,7 @@ class ShardRestorer:
                 mine = (read(), "", None)
             except _DAMAGE as error:
                 note = f"rank {rank}: {tier} {candidate.name} (step {candidate.content.step}): {error}"
-                self._log.error("skipping this copy, trying the next: %s", note)
+                self._tiers.skipped(note)
                 mine = (None, note, None)
             except Exception as error:
                 mine = (None, "", portable(error, rank))
@@ -192,7 +179,7 @@ class ShardRestorer:
 
     def _small_here(self, candidate: Candidate) -> dict[str, bytes]:
         damage: CorruptCheckpointError | None = None
-        for stored in self._held():
+        for stored in self._tiers.held():
             if stored.save_id == candidate.save_id and stored.part.commits:
                 try:
                     with self._tier.reading(stored) as views:
@@ -221,7 +208,7 @@ class ShardRestorer:
         for entry in _small(candidate.durable.files):
             data = bytearray(entry.size)
             with memoryview(data) as view:
-                chunks.fetch(self._store(), entry, view, concurrency=self._config.read_concurrency())
+                chunks.fetch(self._tiers.store(), entry, view, concurrency=self._tiers.config.read_concurrency())
             found[entry.basename] = bytes(data)
         if METADATA not in found:
             raise CorruptCheckpointError("its manifest names no .metadata", operation="restore", key=candidate.name)
@@ -233,11 +220,12 @@ class ShardRestorer:
         here = self._nodes.count(group.node)
         files = ShardFiles(
             self._tier,
-            self._store,
+            self._tiers.store,
             key,
             durable=durable,
-            concurrency=max(1, self._config.read_concurrency() // here),
-            timeout_s=float(self._config.wait_timeout_s),
+            concurrency=max(1, self._tiers.config.read_concurrency() // here),
+            timeout_s=float(self._tiers.config.wait_timeout_s),
+            clock=self._tiers.clock,
             on_damage=self._quarantine,
         )
         for stored in parts:
@@ -246,11 +234,11 @@ class ShardRestorer:
             except CorruptCheckpointError as error:
                 self._quarantine(stored, error)
             except CheckpointNotFoundError as error:
-                self._log.warning("%s: %s", stored.part.name, error)
+                self._tiers.log.warning("%s: %s", stored.part.name, error)
         return files
 
     def _quarantine(self, stored: StoredPart, error: CorruptCheckpointError) -> None:
-        self._log.error("skipping this copy, trying the next: %s", error)
+        self._tiers.skipped(str(error))
         with suppress(OSError):
             self._tier.quarantine(stored.folder, str(error))
 
@@ -260,7 +248,7 @@ class ShardRestorer:
         candidate: tuple[bytes | None, TieredCheckpointError | None] | None = None
         if group.rank == 0:
             try:
-                candidate = (self._store().get(f"{name}/{METADATA}"), None)
+                candidate = (self._tiers.store().get(f"{name}/{METADATA}"), None)
             except StoreNotFoundError:
                 candidate = (None, None)
             except Exception as error:
@@ -270,7 +258,7 @@ class ShardRestorer:
         if shared[0] is None:
             return None
         if group.rank == 0:
-            self._log.warning("%s has no manifest: it is loaded, but nothing verified it", name)
+            self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", name)
         step = ids.step_in_name(name)
         return OpenShards(name, "", -1 if step is None else step, None, {METADATA: shared[0]}, None, [], None)
 
@@ -283,12 +271,8 @@ class ShardRestorer:
             group: As before.
         """
         entries = [chunks.unverified(f"{opened.name}/{basename}", size) for basename, size in sizes.items()]
-        key = hashlib.sha256(ids.join_url(self._config.dirpath, opened.name).encode() + opened.metadata).hexdigest()
+        key = hashlib.sha256(ids.join_url(self._tiers.dirpath, opened.name).encode() + opened.metadata).hexdigest()
         opened.files = self._open_files(key[:32], entries, group, [])
-
-    # ------------------------------------------------------------------------------------ inside
-    def _held(self) -> list[StoredPart]:
-        return [*self._tier.parts(), *self._tier.replicas.parts()]
 
 
 def _small(files: Iterable[FileEntry]) -> list[FileEntry]:

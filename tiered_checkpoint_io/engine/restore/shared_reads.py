@@ -13,12 +13,12 @@ import os
 import shutil
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError
 from tiered_checkpoint_io.memory.space import needs_space
 from tiered_checkpoint_io.model.manifest import FileEntry
@@ -26,9 +26,6 @@ from tiered_checkpoint_io.stores.base import Store
 
 #: Below the memory tier's root: chunks that this node has fetched, a folder a save.
 READS = "reads"
-_POLL_S = 0.005
-#: A folder is removed within milliseconds; there is nothing to wait for beyond that.
-_JOIN_S = 60.0
 _PAGE = mmap.PAGESIZE
 _VERIFIED = 1
 _FULL_HINT = (
@@ -42,29 +39,30 @@ Span = tuple[int, int]
 class SharedFolder:
     """A folder for the chunks of one save on this node, for as long as some rank reads them."""
 
-    def __init__(self, root: Path, key: str) -> None:
+    def __init__(self, root: Path, key: str, clock: Clock = SYSTEM) -> None:
         """Makes the folder, or joins those who read from it.
 
         Args:
             root: The memory tier's.
             key: Which save.
+            clock: For waits.
 
         Raises:
             RestoreError: Another process has been removing it for too long.
         """
         self.path = root / READS / key
         self._descriptor: int | None = None
-        deadline = time.monotonic() + _JOIN_S
+        deadline = clock.monotonic() + clock.timing.chunk_folder_s
         while self._descriptor is None:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 self._descriptor = _hold(self.path, fcntl.LOCK_SH)
             if self._descriptor is None:
-                if time.monotonic() > deadline:
+                if clock.monotonic() > deadline:
                     raise RestoreError(
                         "another process holds the folder of fetched chunks", operation="restore", key=str(self.path)
                     )
-                time.sleep(_POLL_S)
+                clock.sleep(clock.timing.chunk_poll_s)
 
     def close(self) -> None:
         """Leaves it; the last one to leave removes it."""
@@ -107,7 +105,14 @@ class FetchedFile:
     """A file of the durable tier, of which this node holds the chunks that some rank has needed."""
 
     def __init__(
-        self, entry: FileEntry, store: Callable[[], Store], folder: Path, *, concurrency: int, timeout_s: float
+        self,
+        entry: FileEntry,
+        store: Callable[[], Store],
+        folder: Path,
+        *,
+        concurrency: int,
+        timeout_s: float,
+        clock: Clock = SYSTEM,
     ) -> None:
         """Maps the node's file; fetches nothing yet.
 
@@ -117,6 +122,7 @@ class FetchedFile:
             folder: A :class:`SharedFolder`'s path.
             concurrency: Requests in flight at once.
             timeout_s: Bound of the wait for a chunk that another rank fetches, seconds.
+            clock: For waits.
 
         Raises:
             MemoryFullError: No space for its table of chunks.
@@ -126,6 +132,7 @@ class FetchedFile:
         self._store = store
         self._concurrency = concurrency
         self._timeout_s = timeout_s
+        self._clock = clock
         #: Behind the data, a byte for each chunk: whether it is here and verified. The same bytes
         #: are what a chunk's lock is on.
         self._table = -(-entry.size // _PAGE) * _PAGE
@@ -169,7 +176,7 @@ class FetchedFile:
                     failed.set()
                     raise
 
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._clock.monotonic() + self._timeout_s
         with ThreadPoolExecutor(max(1, min(self._concurrency, len(missing))), "tiered-fetch") as pool:
             while missing:
                 # As many threads as the pool has: each of them goes on until nothing is left.
@@ -180,14 +187,14 @@ class FetchedFile:
                 missing.extend(index for index in busy if not self._is_here(index))
                 busy.clear()
                 if missing:
-                    if time.monotonic() > deadline:
+                    if self._clock.monotonic() > deadline:
                         raise RestoreError(
                             f"another process of this node has not fetched {len(missing)} chunks in time",
                             operation="restore",
                             tier="durable",
                             key=self._where,
                         )
-                    time.sleep(_POLL_S)
+                    self._clock.sleep(self._clock.timing.chunk_poll_s)
 
     def put(self, index: int, data: bytes | memoryview) -> None:
         """Takes a chunk that did not come from the durable tier.
