@@ -5,7 +5,7 @@ a node may take to fetch. Inside ``with FailTogetherGroup(group)`` it makes one 
 the others get it in their next exchange, and raise the same. The block itself ends with an exchange, so every rank
 makes as many as any other.
 
-Transfers between two ranks are no exchanges: see ``carrying`` for how a rank that fails in one goes on to its end.
+Transfers between two ranks are no exchanges: see ``transfer`` for how a rank that fails in one goes on to its end.
 """
 
 from __future__ import annotations
