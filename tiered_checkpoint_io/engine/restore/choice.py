@@ -187,11 +187,8 @@ def choose(
     complete = {each.save_id for each in ordered if _is_complete(each, evidence)}
     usable = [each for each in ordered if each.save_id in complete]
     usable += [each for each in ordered if each.save_id not in complete and _suffices(each, selector, evidence)]
-    if selector.kind != "name":
-        # Weights alone load by their name; a restart can't go on from them.
-        usable = [each for each in usable if each.content.resumable]
     if selector.companion and selector.kind != "name":
-        usable = _paired(usable, selector.companion)
+        usable = [each for each in _paired(usable, selector.companion) if selector.takes(each.content)]
     passed = _PASSED_OVER.get(accepts or "", ())
     kept = [each for each in usable if each.content.kind not in passed]
     # Asked for by its name, it is refused by what it is, and not said to be missing.
