@@ -29,7 +29,6 @@ from support.fault_proxy import FaultProxy, refuse
 from support.restoring import flip, of_a_newer_release
 from support.tenants import mounted_tmpfs
 
-from tiered_checkpoint_io.engine.drain import ledger
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
@@ -288,11 +287,11 @@ def test_memory_that_is_too_small_is_passed_by(start, tmp_path, memory_dir):
 
 
 @pytest.fixture
-def proxy(s3_server, monkeypatch):
+def proxy(s3_server):
     """S3 that may be away, and clients that find that out soon."""
-    monkeypatch.setattr(ledger, "_FIRST_BACKOFF_S", 0.05)
-    monkeypatch.setattr(ledger, "_MAX_BACKOFF_S", 0.2)
-    quick = hurried(retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2)
+    quick = hurried(
+        retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2, redo_first_s=0.05, redo_max_s=0.2
+    )
     with quick, FaultProxy(s3_server.endpoint_url) as proxy:
         yield proxy
 

@@ -191,7 +191,10 @@ class TieredCheckpointIO(CheckpointIO):
     def _is_elsewhere(self, path: str | os.PathLike[str]) -> bool:
         """Whether a path is an absolute local one outside dirpath."""
         text = os.fspath(path)
-        return os.path.isabs(text) and not ids.normalize_dirpath(text).startswith(self.config.dirpath.rstrip("/") + "/")
+        if not os.path.isabs(text) or ".." in text.split("/"):
+            # A name says where it lies: the engine refuses what leaves its folder again.
+            return False
+        return not ids.normalize_dirpath(text).startswith(self.config.dirpath.rstrip("/") + "/")
 
     def teardown(self) -> None:
         """Waits for queued work and frees everything; the IO may be used again."""
