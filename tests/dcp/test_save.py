@@ -106,7 +106,7 @@ def test_a_rank_that_fails_behind_a_save_fails_the_next_on_all_ranks(ranks, memo
         assert ended[0] == ended[3] == "None"
         assert ("memory is gone" in ended[1]) == (each == rank)
         assert ended[2] == "SaveError"
-        assert "did not become whole in memory" in answer[2]["message"]
+        assert "not completed in memory" in answer[2]["message"]
         assert {part[0] for part in answer[3]["got"]["parts"]} >= {"step_1", "step_4"}, "step_1 was the last whole one"
         assert answer[4]["got"]["matches"]
     assert plain(gathered(memory_dir, "step_4", tmp_path / "read"), 4)

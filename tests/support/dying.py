@@ -152,18 +152,18 @@ def options_of(order):
 
 def run_trainer(order, counter):
     """Lives a life of :data:`LIVES`; tells whenever an operation is done."""
-    from tiered_checkpoint_io.engine.staging.saver import Saver
+    from tiered_checkpoint_io.engine.staging.capture import Capturer
 
     name_operations(counter)
     if order["drain"] == "process":
         fork_drains(order, counter)
-    retain = Saver._retain
+    retain = Capturer.retain
 
-    def retaining(*args):
+    def retaining(*args, **options):
         with counter.during("prune"):
-            retain(*args)
+            retain(*args, **options)
 
-    Saver._retain = retaining
+    Capturer.retain = retaining
     life = (FullLife if order["kind"] == "full" else ShardedLife)(order)
     seen = set()
     for number, (action, name, what) in enumerate(LIVES[order["kind"]], start=1):

@@ -111,26 +111,29 @@ def node(order, rank):
 
 
 def send(order, counter, store):
-    from tiered_checkpoint_io.engine.staging.saver import Facts, Saver, plan
+    from support.saving import save_full
+
+    from tiered_checkpoint_io.engine.staging.capture import Capturer
 
     counter.phase = "replicate: save and send"
     tier, replicator = replicator_of(order, 0, store)
     run_id = ids.new_run_id(after=max((stored.save_id for stored in tier.parts()), default=None))
-    saver = Saver(tier, keep_last=KEEP_LAST)
+    capturer = Capturer(tier)
     for number in order["numbers"]:
-        facts = Facts(f"{number}.ckpt", ids.save_id(run_id, number), number, 0, 2, 0, order["dirpath"], durable=False)
-        saver.save(plan(story.state(number)), facts)
+        save_id = ids.save_id(run_id, number)
+        options = {"keep_last": KEEP_LAST, "dirpath": order["dirpath"], "world_size": 2}
+        save_full(tier, capturer, story.state(number), f"{number}.ckpt", save_id, number, **options)
         counter.tell(done=["saved", number])
         deadline = time.monotonic() + 3 * SOON_S
         while time.monotonic() < deadline:
-            safe = [stored for stored in tier.parts() if stored.save_id == facts.save_id and stored.replicated]
+            safe = [stored for stored in tier.parts() if stored.save_id == save_id and stored.replicated]
             if safe:
                 counter.tell(done=["safe", number])
             if safe or (replicator._counts["unreplicated"] and not replicator.pending):
                 break
             time.sleep(0.005)
     replicator.close(SOON_S)
-    saver.close()
+    capturer.close()
     tier.close()
 
 

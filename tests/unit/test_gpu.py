@@ -5,8 +5,9 @@ import mmap
 
 import pytest
 import torch
+from support.saving import save_full
 
-from tiered_checkpoint_io.engine.staging.saver import Facts, HostPins, Saver
+from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -69,16 +70,15 @@ def test_what_is_still_being_computed_is_waited_for():
 def test_later_kernels_change_nothing(memory_dir):
     pins = HostPins()
     tier = MemoryTier.open(memory_dir, "test", unmap=pins.unpin)
-    saver = Saver(tier, keep_last=1, pins=pins)
+    capturer = Capturer(tier, pins)
     weight = torch.zeros(64 << 20, device="cuda")
     for step in range(1, 6):
         weight.fill_(step)
-        facts = Facts(f"{step}.ckpt", ids.save_id(RUN, step), step, 0, 1, 0, "d", durable=False)
-        stored = saver.save(plan({"w": weight}), facts)
+        stored = save_full(tier, capturer, {"w": weight}, f"{step}.ckpt", ids.save_id(RUN, step), step, keep_last=1)
         weight.fill_(-1)
         loaded = torch.load(stored.file(f"{step}.ckpt"), map_location="cpu", weights_only=True)
         assert (loaded["w"] == step).all()
-    saver.close()
+    capturer.close()
     tier.close()
 
 

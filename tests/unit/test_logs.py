@@ -61,7 +61,7 @@ def test_a_life_in_lines(job, tmp_path):
     for file, step, text in (
         ("checkpointer.py", None, "no checkpoint at .*/d: starting from scratch"),
         ("worker.py", "7", f"a.ckpt is durable: {amount}"),
-        ("checkpointer.py", "7", f"saved a.ckpt to memory and .*/d: {amount}"),
+        ("part.py", "7", f"saved a.ckpt to memory and .*/d: {amount}"),
         ("restore.py", "7", r"resuming from a.ckpt \(memory, 0.02 GiB\) after \d+\.\d+ s"),
     ):
         assert [t for t in texts if t[:2] == (file, step) and re.fullmatch(text, t[2])], (file, step, text, texts)

@@ -1,99 +1,228 @@
-"""What memory keeps, stated as rules that hold for any content of the tier."""
+"""What memory keeps, stated as rules that hold for any content of a node's memory and any evidence."""
+
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine.staging.retention import Copy, Held, make_room, outdated_copies, surplus
-
-IDS = [f"{number:02d}" for number in range(12)]
-held_parts = st.lists(
-    st.builds(Held, st.sampled_from(IDS), st.integers(0, 100), st.booleans()), unique_by=lambda part: part.save_id
+from tiered_checkpoint_io.engine.staging.retention import (
+    Evidence,
+    Scope,
+    all_complete,
+    complete_here,
+    outdated_replicas,
+    removable,
+    room_for,
 )
-protected = st.sets(st.sampled_from(IDS))
+from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
+
+RUNS = [ids.new_run_id(now=1_700_000_000 + number) for number in range(2)]
+NOW = ids.save_id(RUNS[1], 99)
+SERIES = ids.series_of("step_1")
 
 
-def newest_first(held):
-    return sorted((part.save_id for part in held), reverse=True)
+def save_id(number, run=1):
+    return ids.save_id(RUNS[run], number)
 
 
-def untouchable(held, protect):
-    return {part.save_id for part in held if part.pending} | set(protect)
+def part(number, rank=0, run=1, *, size=10, pending=False, replicated=False, name="", dirpath="d", payload="local"):
+    name = name or f"step_{number}"
+    content = Content(save_id(number, run), number, -1, payload, 1.0, 2, {}, (FileEntry(f"{name}/x", size, 10, ()),))
+    return StoredPart(Part(name, rank, content, dirpath, pending), Path(f"/saves/{number}/{rank}"), False, replicated)
 
 
-@given(held_parts, st.integers(1, 5), protected)
-def test_surplus_keeps_the_newest_the_pending_and_the_protected(held, keep_last, protect):
-    removed = surplus(held, keep_last=keep_last, protect=protect)
-    kept_by_age = set(newest_first(held)[:keep_last])
-    assert not set(removed) & (kept_by_age | untouchable(held, protect))
-    assert set(newest_first(held)) - set(removed) <= kept_by_age | untouchable(held, protect), "nothing else is kept"
-    assert len(set(removed)) == len(removed)
+def scope(rank=0, series=SERIES, **more):
+    return Scope(NOW, rank, "local", "d", series, **more)
 
 
-@given(held_parts, st.integers(1, 400), protected)
-def test_room_is_made_from_the_oldest_never_from_the_newest_and_all_or_nothing(held, missing, protect):
-    removed = make_room(held, missing=missing, protect=protect)
-    sizes = {part.save_id: part.size for part in held}
-    free_to_go = sorted(set(newest_first(held)[1:]) - untouchable(held, protect))
-    if sum(sizes[save_id] for save_id in free_to_go) < missing:
-        assert removed == []
-        return
-    assert removed == free_to_go[: len(removed)], "the oldest first"
-    assert sum(sizes[save_id] for save_id in removed) >= missing
-    assert sum(sizes[save_id] for save_id in removed[:-1]) < missing, "and no more than needed"
+def parts(ranks=2):
+    built = st.builds(
+        part,
+        st.integers(1, 6),
+        st.integers(0, ranks - 1),
+        st.integers(0, 1),
+        size=st.integers(0, 100),
+        pending=st.booleans(),
+        replicated=st.booleans(),
+        dirpath=st.sampled_from("dde"),
+    )
+    return st.lists(built, unique_by=lambda each: (each.save_id, each.part.rank))
+
+
+def evidences(held, lacking):
+    """The three kinds of evidence."""
+    done = sorted({each.save_id for each in held})[1::2]
+    return [all_complete(held, scope()), complete_here(held, scope(), lacking), Evidence(tuple(done))]
+
+
+def numbers(held):
+    return [int(each.part.name.rpartition("_")[2]) for each in held]
+
+
+# ------------------------------------------------------------------------------------------ properties
+@given(parts(), st.integers(1, 4), st.sets(st.builds(save_id, st.integers(1, 6))))
+def test_what_is_complete_stays_until_a_newer_one_is(held, keep, lacking):
+    for known in evidences(held, lacking):
+        gone = removable(held, scope(), keep, known)
+        covered = [each for each in held if scope().covers(each)]
+        safe = max((each.save_id for each in covered if each.replicated), default="")
+        newest = max((each.save_id for each in covered), default="")
+        for each in gone:
+            assert each in covered, "of another job"
+            assert not each.pending
+            assert each.part.rank == 0 or not scope().of_this_run(each), "another rank's"
+            assert each.save_id not in known.completed[-keep:]
+            # A complete save may also be one that a restore has loaded from elsewhere.
+            assert each.save_id != newest or newest < known.completed[-1]
+            # Either memory will never have all of it, or a newer one is complete.
+            assert each.save_id in known.lacking or each.save_id < known.completed[-1]
+            assert each.save_id in known.lacking or each.save_id != safe
+            assert known.covers_earlier_runs or scope().of_this_run(each)
+        assert len({id(each) for each in gone}) == len(gone)
+
+
+@given(parts(1), st.integers(1, 5))
+def test_of_saves_of_one_part_the_newest_stay_and_nothing_else(held, keep):
+    gone = removable(held, scope(own_rank_only=True), keep, all_complete(held, scope()))
+    covered = sorted((each for each in held if each.part.dirpath == "d"), key=lambda each: each.save_id, reverse=True)
+    safe = max((each.save_id for each in covered if each.replicated), default="")
+    kept = [each for each in covered[keep:] if each.pending or each.save_id == safe]
+    assert {each.save_id for each in covered} - {each.save_id for each in gone} == {
+        each.save_id for each in covered[:keep] + kept
+    }
+
+
+@given(parts(), st.integers(1, 400), st.sets(st.builds(save_id, st.integers(1, 6))))
+def test_room_is_made_from_the_oldest_never_from_the_newest_and_all_or_nothing(held, missing, retained):
+    gone = room_for(missing, held, scope(), retained)
+    own = [each for each in held if each.part.dirpath == "d" and (each.part.rank == 0 or not scope().of_this_run(each))]
+    assert not {each.save_id for each in gone} & {
+        *retained,
+        *(each.save_id for each in own if each.pending),
+        max((each.save_id for each in own), default=""),
+        max((each.save_id for each in own if each.replicated), default=""),
+    }
+    order = [each.save_id for each in gone]
+    assert order == sorted(order)
+    if gone:
+        last = order[-1]
+        assert sum(each.part.content.size for each in gone) >= missing
+        assert sum(each.part.content.size for each in gone if each.save_id != last) < missing, "no more than needed"
 
 
 def test_nothing_held_nothing_removed():
-    assert surplus([], keep_last=1) == []
-    assert make_room([], missing=1) == []
+    assert removable([], scope(), 1, Evidence(())) == []
+    assert room_for(1, [], scope()) == []
 
 
-# ----------------------------------------------------------------------------------- copies on peers
+# -------------------------------------------------------------------------------------------- examples
+def left(held, completed, keep):
+    gone = removable(held, scope(), keep, Evidence(tuple(map(save_id, completed))))
+    return numbers(each for each in held if each not in gone)
+
+
+def test_as_many_complete_saves_stay_as_are_asked_for():
+    held = [part(n) for n in (1, 2, 3)]
+    assert left(held, [1, 2, 3], 1) == [3]
+    assert left(held, [1, 2, 3], 2) == [2, 3]
+
+
+def test_before_this_run_has_a_complete_save_nothing_is_removed():
+    assert left([part(n) for n in (1, 2, 3)], [], 1) == [1, 2, 3]
+
+
+def test_earlier_saves_fill_up_what_this_run_has_not_completed():
+    assert left([part(n) for n in (1, 2, 3)], [3], 2) == [2, 3]
+
+
+def test_failed_saves_go_and_those_being_finished_stay():
+    assert left([part(n) for n in (1, 2, 3, 4)], [1, 3], 2) == [1, 3, 4]
+
+
+def test_what_waits_for_the_durable_tier_and_other_series_stay():
+    held = [part(1, pending=True), part(2, name="tp1/step_2"), part(3), part(4)]
+    assert left(held, [3, 4], 1) == [1, 2, 4]
+
+
+def test_what_was_saved_for_another_durable_tier_does_not_count_but_makes_room():
+    held = [part(1, dirpath="e"), part(2), part(3)]
+    assert left(held, [2, 3], 1) == [1, 3]
+    assert numbers(room_for(10, held, scope())) == [1]
+    assert numbers(room_for(20, held, scope())) == [1, 2]
+    assert room_for(30, held, scope()) == [], "the newest of this one stays"
+
+
+def test_what_other_ranks_save_alone_is_not_removed():
+    """Each has a session, and so a run id, of its own."""
+    held = [part(1), part(2, rank=1, run=0), part(3, rank=1, run=0), part(4), part(5)]
+    alone = scope(own_rank_only=True)
+    assert numbers(removable(held, alone, 2, all_complete(held, alone))) == [1]
+
+
+def test_a_save_that_some_node_has_no_room_for_lets_no_older_one_go():
+    held = [part(n) for n in (1, 2, 3)]
+    lacking = {save_id(2), save_id(3)}
+    assert numbers(removable(held, scope(), 1, complete_here(held, scope()))) == [1, 2]
+    known = complete_here(held, scope(), lacking)
+    assert known.completed == (save_id(1),)
+    assert numbers(removable(held, scope(), 1, known)) == [2], "of no use"
+
+
+def test_names_that_differ_by_step_and_epoch_are_one_series():
+    assert ids.series_of("tp0/step_5") == ids.series_of("tp0/step_12") != ids.series_of("tp1/step_5")
+    assert ids.series_of("epoch=0-step=12.ckpt") == ids.series_of("epoch=3-step=99.ckpt")
+    assert ids.series_of("tp0_ep0") != ids.series_of("tp1_ep0")
+
+
+# -------------------------------------------------------------------------------------------- replicas
 def test_what_is_safe_with_peers_stays_until_a_newer_save_is():
-    held = [Held("1", 10, pending=False, replicated=True), *(Held(str(n), 10, pending=False) for n in (2, 3, 4))]
-    assert surplus(held, keep_last=2) == ["2"]
-    assert make_room(held, missing=25) == []
-    assert make_room(held, missing=20) == ["2", "3"]
-    newer = [*held[:3], Held("4", 10, pending=False, replicated=True)]
-    assert surplus(newer, keep_last=2) == ["2", "1"]
-    assert make_room(newer, missing=25) == ["1", "2", "3"]
+    held = [part(1, replicated=True), part(2), part(3), part(4)]
+    assert left(held, [1, 2, 3, 4], 2) == [1, 3, 4]
+    assert room_for(25, held, scope()) == []
+    assert numbers(room_for(20, held, scope())) == [2, 3]
+    newer = [*held[:3], part(4, replicated=True)]
+    assert left(newer, [1, 2, 3, 4], 2) == [3, 4]
+    assert numbers(room_for(25, newer, scope())) == [1, 2, 3]
 
 
-def copies(*told, name="step=1.ckpt"):
+def copies(*told, name="step_1"):
     """Of ``"3r1+"``: save 3, rank 1's part, safe."""
-    return [Copy(each[0], int(each[2]), name, each.endswith("+")) for each in told]
+    return [part(int(each[0]), int(each[2]), replicated=each.endswith("+"), name=name) for each in told]
 
 
-def ids_of(removed):
-    return [f"{copy.save_id}r{copy.rank}" for copy in removed]
+def outdated(held, keep):
+    return [f"{int(each.save_id.rpartition('-')[2])}r{each.part.rank}" for each in outdated_replicas(held, keep=keep)]
 
 
 def test_of_each_ranks_copies_the_newest_stay_and_the_newest_that_is_safe():
     held = copies("1r0+", "2r0+", "3r0", "4r0", "2r1+", "4r1")
-    assert ids_of(outdated_copies(held, keep_last=2)) == ["1r0"]
-    assert ids_of(outdated_copies(held, keep_last=1)) == ["1r0", "3r0"]
+    assert outdated(held, 2) == ["1r0"]
+    assert outdated(held, 1) == ["1r0", "3r0"]
 
 
 def test_copies_for_ranks_that_send_here_no_longer_go_once_a_newer_save_is_safe():
-    assert ids_of(outdated_copies(copies("1r0+", "2r1", "3r1"), keep_last=2)) == []
-    assert ids_of(outdated_copies(copies("1r0+", "2r1", "3r1+"), keep_last=2)) == ["1r0"]
+    assert outdated(copies("1r0+", "2r1", "3r1"), 2) == []
+    assert outdated(copies("1r0+", "2r1", "3r1+"), 2) == ["1r0"]
 
 
 def test_process_groups_that_save_side_by_side_keep_their_own_copies():
-    held = [*copies("1r0+", name="a/step_1"), *copies("2r0+", "3r0+", name="b/step_1")]
-    assert outdated_copies(held, keep_last=2) == []
+    assert outdated([*copies("1r0+", name="a/step_1"), *copies("2r0+", "3r0+", name="b/step_1")], 2) == []
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.booleans()), unique_by=lambda each: each[:2]),
     st.integers(1, 4),
 )
-def test_the_newest_safe_copy_of_a_rank_goes_only_if_a_newer_save_is_safe(told, keep_last):
-    held = [Copy(str(save), rank, "step=1.ckpt", safe) for save, rank, safe in told]
-    left = set(held) - set(outdated_copies(held, keep_last=keep_last))
+def test_the_newest_safe_copy_of_a_rank_goes_only_if_a_newer_save_is_safe(told, keep):
+    held = [part(save, rank, replicated=safe, name="step_1") for save, rank, safe in told]
+    gone = outdated_replicas(held, keep=keep)
+    left = [copy for copy in held if copy not in gone]
     newest_safe = max((copy.save_id for copy in held if copy.replicated), default="")
     for rank in range(3):
-        mine = [copy for copy in held if copy.rank == rank]
+        mine = [copy for copy in held if copy.part.rank == rank]
         safe = max((copy.save_id for copy in mine if copy.replicated), default=None)
         if safe == newest_safe:
             assert any(copy in left for copy in mine if copy.save_id == safe)
-        assert len([copy for copy in left if copy.rank == rank]) <= keep_last + 1
+        assert len([copy for copy in left if copy.part.rank == rank]) <= keep + 1

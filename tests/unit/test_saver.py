@@ -6,43 +6,49 @@ import os
 import pytest
 import torch
 
-from tiered_checkpoint_io.engine.staging.saver import Facts, Saver, part_of
-from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.engine import checkpointer, session
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.errors import SaveError, UsageError
 from tiered_checkpoint_io.formats.image import plan
-from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 MIB = 1 << 20
-RUN = ids.new_run_id()
 
 
 @pytest.fixture
-def opened(memory_dir):
-    """Opens a tier with a budget and a saver on it."""
-    tiers = []
+def opened(memory_dir, tmp_path, monkeypatch):
+    """Opens memory with a budget, for a job whose drain never gets to work."""
+    monkeypatch.setattr(DrainHandle, "ensure", lambda _: None)
+    made = []
 
-    def open_tier(budget_bytes=None, keep_last=2):
-        tier = MemoryTier.open(memory_dir, "test", budget_bytes=budget_bytes)
-        saver = Saver(tier, keep_last=keep_last)
-        tiers.append((saver, tier))
-        return tier, saver
+    def open_memory(budget_bytes=None, keep_last=2):
+        monkeypatch.setattr(session, "node_budget", lambda *_: budget_bytes)
+        engine = Checkpointer(
+            TieredCheckpointConfig(
+                dirpath=str(tmp_path),
+                memory_dir=memory_dir,
+                memory_keep_last=keep_last,
+                on_save_error="raise",
+                max_pending=9,
+            )
+        )
+        made.append(engine)
+        return engine.session.open().tier, engine
 
-    yield open_tier
-    for saver, tier in tiers:
-        saver.close()
-        tier.close()
-
-
-def facts_of(step, *, durable=False):
-    return Facts(f"step={step}.ckpt", ids.save_id(RUN, step), step, 0, 1, 0, "s3://b/run", durable)
+    yield open_memory
+    for engine in made:
+        engine.session.release()
 
 
 def state_of(step, mib=4):
     return {"w": torch.full((mib * MIB // 4,), float(step)), "global_step": step}
 
 
-def save(saver, step, *, mib=4, durable=False, **options):
-    return saver.save(plan(state_of(step, mib)), facts_of(step, durable=durable), **options)
+def save(engine, step, *, mib=4, durable=False):
+    tiers = {"memory", "durable"} if durable else {"memory"}
+    engine.save(state_of(step, mib), f"step={step}.ckpt", tiers=tiers, wait=False)
+    return engine.session.open().tier.parts()[-1]
 
 
 def steps(tier):
@@ -58,10 +64,10 @@ def load(tier, stored):
 
 
 def test_what_was_saved_is_loaded_and_not_what_came_after(opened):
-    tier, saver = opened()
+    tier, engine = opened()
     weight = torch.randn(5 << 20)
     expected = weight.clone()
-    saver.save(plan({"w": weight, "global_step": 7}), facts_of(7))
+    engine.save({"w": weight, "global_step": 7}, "step=7.ckpt", tiers={"memory"})
     weight.zero_()
     (stored,) = tier.parts()
     loaded = load(tier, stored)
@@ -72,26 +78,26 @@ def test_what_was_saved_is_loaded_and_not_what_came_after(opened):
 
 
 def test_the_newest_stay_and_what_waits_for_the_durable_tier(opened):
-    tier, saver = opened(keep_last=2)
-    save(saver, 1, durable=True)
+    tier, engine = opened(keep_last=2)
+    save(engine, 1, durable=True)
     for step in range(2, 6):
-        save(saver, step)
+        save(engine, step)
     assert steps(tier) == [1, 4, 5]
     tier.mark_drained(tier.parts()[0])
-    save(saver, 6, protect={ids.save_id(RUN, 4)})
-    assert steps(tier) == [4, 5, 6]
+    save(engine, 6)
+    assert steps(tier) == [5, 6]
 
 
 def test_a_steady_run_takes_no_space_and_no_new_file(opened, monkeypatch):
-    tier, saver = opened(keep_last=2)
+    tier, engine = opened(keep_last=2)
     for step in range(1, 5):
-        save(saver, step)
-    saver.close()
+        save(engine, step)
+    engine.session.open().capturer.close()
     used = tier.usage()
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("space was taken again"))
     inodes = set()
     for step in range(5, 12):
-        stored = save(saver, step)
+        stored = save(engine, step)
         inodes.add(os.stat(stored.file(f"step={step}.ckpt")).st_ino)
         assert load(tier, stored)["w"][-1] == step
     assert len(inodes) == 3
@@ -99,9 +105,9 @@ def test_a_steady_run_takes_no_space_and_no_new_file(opened, monkeypatch):
 
 
 def test_short_of_room_memory_goes_below_keep_last_but_never_below_one(opened):
-    tier, saver = opened(budget_bytes=22 * MIB, keep_last=3)
+    tier, engine = opened(budget_bytes=22 * MIB, keep_last=3)
     for step in range(1, 8):
-        save(saver, step, mib=7)
+        save(engine, step, mib=7)
         assert steps(tier)[-1] == step
         assert 1 <= len(steps(tier)) <= 3
         assert tier.usage() <= 22 * MIB
@@ -110,20 +116,21 @@ def test_short_of_room_memory_goes_below_keep_last_but_never_below_one(opened):
 
 
 def test_with_no_room_even_so_nothing_is_lost(opened):
-    tier, saver = opened(budget_bytes=22 * MIB)
-    save(saver, 1, durable=True, mib=7)
-    save(saver, 2, durable=True, mib=7)
-    with pytest.raises(MemoryFullError):
-        save(saver, 3, mib=12)
+    # The drain's own files take some of it.
+    tier, engine = opened(budget_bytes=24 * MIB)
+    save(engine, 1, durable=True, mib=7)
+    save(engine, 2, durable=True, mib=7)
+    with pytest.raises(SaveError, match="does not fit"):
+        save(engine, 3, mib=12)
     assert steps(tier) == [1, 2]
     for stored in tier.parts():
         assert load(tier, stored)["w"][0] == stored.part.content.step
     assert steps(tier) == [1, 2]
-    with pytest.raises(MemoryFullError):
-        save(saver, 4, mib=100)
+    with pytest.raises(SaveError, match="does not fit"):
+        save(engine, 4, mib=100)
     for stored in tier.parts():
         tier.mark_drained(stored)
-    save(saver, 5, mib=12)
+    save(engine, 5, mib=12)
     assert steps(tier)[-1] == 5, "once the durable tier has them there is room"
 
 
@@ -132,28 +139,28 @@ def no_more_space(*_):
 
 
 def test_a_capture_that_fails_leaves_no_part_and_gives_the_slot_back(opened, monkeypatch):
-    tier, saver = opened()
-    save(saver, 1)
-    saver.close()
+    tier, engine = opened()
+    save(engine, 1)
+    engine.session.open().capturer.close()
     weight = torch.ones(MIB)
     image = plan({"w": weight})
     weight.untyped_storage().resize_(4)
     used = tier.usage()
+    monkeypatch.setattr(checkpointer, "plan", lambda _: image)
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="resized"):
-            saver.save(image, facts_of(2))
+        with pytest.raises(UsageError, match="resized"):
+            save(engine, 2)
+    monkeypatch.setattr(checkpointer, "plan", plan)
     monkeypatch.setattr(os, "posix_fallocate", no_more_space)
     assert steps(tier) == [1]
     assert tier.usage() == used
-    save(saver, 3)
+    save(engine, 3)
     assert steps(tier) == [1, 3]
 
 
-def test_the_description_tells_the_files_name_size_and_hashes():
-    image = plan(state_of(3, mib=40))
-    buffer = bytearray(image.size)
-    part = part_of(image, facts_of(3, durable=True), image.fill(memoryview(buffer)))
-    (entry,) = part.content.files
-    assert (entry.path, entry.size, len(entry.hashes)) == ("step=3.ckpt", image.size, 3)
-    for index, (offset, length) in enumerate(entry.chunks):
-        entry.check_chunk(index, buffer[offset : offset + length], tier="memory", where="x")
+def test_the_description_tells_the_files_name_size_and_hashes(opened):
+    tier, engine = opened()
+    stored = save(engine, 3, mib=40)
+    (entry,) = stored.part.content.files
+    assert (entry.path, len(entry.hashes)) == ("step=3.ckpt", 3)
+    load(tier, stored)

@@ -23,7 +23,7 @@ from tiered_checkpoint_io.adapters.full_state import save_full
 from tiered_checkpoint_io.adapters.planners import save_planner
 from tiered_checkpoint_io.adapters.smp import load_local_state, place_of, rank_in_group, save_local_state
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.saving.local_shards import LocalSave, Place, op_id
+from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place
 from tiered_checkpoint_io.errors import (
     ConfigError,
     InvalidNameError,
@@ -146,10 +146,10 @@ def async_save(
     """Saves as :func:`save` does, and returns once the state is captured in node memory.
 
     That takes hardly longer than copying the tensors once, because they go straight to where the
-    upload reads them. Of kind ``sharded``, each rank hashes its part behind that, at several gigabytes a
-    second and thread, and then commits it in memory; a process that is killed meanwhile leaves the
-    checkpoint before as the newest. What memory has no room for goes straight to the durable tier, behind the
-    call as well, from a copy that this process keeps; the next save waits for that.
+    upload reads them. Of kind ``sharded``, each rank then hashes its part in the background, at several gigabytes
+    a second and thread, and commits it in memory; a process that is killed meanwhile leaves the checkpoint before
+    as the newest. What memory has no room for goes straight to the durable tier, in the background as well, from a
+    copy that this process keeps; the next save waits for that.
 
     A failure on the way to the durable tier is shown once: by the future, where it is asked, by
     :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
@@ -175,19 +175,17 @@ def async_save(
     writer = storage_writer or TieredStorageWriter(**options)
     is_local = _is_local(kind, planner, replication_group)
     sealing: Future[None] | None = None
-    way: str | None = None
+    op_id: str | None = None
     if is_local:
         show_failures()
         place = _place(process_group, replication_group, coordinator_rank, no_dist)
         ranks = None if no_dist else (process_group,)
-        done = _save_local(state_dict, writer, place, checkpoint_id, ranks, behind=True)
+        done = _save_local(state_dict, writer, place, checkpoint_id, ranks, background=True)
         saved: Any = None
         if done is not None:
-            saved, sealing = done.report, done.ending
-            if saved.tiers >= {"memory", "durable"}:
-                way = op_id(saved.save_id, place)
+            saved, sealing, op_id = done.report, done.ending, done.op_id
     else:
-        writer.seals_behind, told = True, writer.seals_behind
+        before, writer.seals_in_background = writer.seals_in_background, True
         try:
             saved = save(
                 state_dict,
@@ -199,18 +197,18 @@ def async_save(
                 coordinator_rank=coordinator_rank,
             )
         finally:
-            writer.seals_behind = told
+            writer.seals_in_background = before
         if saved is not None:
             writer.seal()
-            sealing, way = writer.sealing, writer.op_id
+            sealing, op_id = writer.sealing, writer.op_id
     located, session = writer.located, writer.session
     groups = (process_group or _world(), replication_group)
     future = AsyncSave(session, located.name, located.step, tuple(group for group in groups if group is not None))
     register(future)
-    if sealing is None and way is None:
+    if sealing is None and op_id is None:
         future.set_result(saved)
     else:
-        future.follow(sealing, way, saved)
+        future.follow(sealing, op_id, saved)
     return future
 
 
@@ -243,7 +241,7 @@ def _save_local(
     checkpoint_id: str | os.PathLike[str] | None,
     ranks: tuple[Any] | None,
     *,
-    behind: bool = False,
+    background: bool = False,
 ) -> LocalSave | None:
     writer.reset(checkpoint_id)
     session, located = writer.session, writer.located
@@ -254,7 +252,7 @@ def _save_local(
     if not place.writes:
         return None
     try:
-        return save_local_state(state_dict, writer, place, checkpoint_id, behind=behind)
+        return save_local_state(state_dict, writer, place, checkpoint_id, background=background)
     except (ConfigError, InvalidNameError, UsageError):
         raise
     except Exception as error:

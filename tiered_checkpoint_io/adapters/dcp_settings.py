@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiered_checkpoint_io.engine.saving.shards import ShardSaver
+from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger, get_logger
@@ -140,7 +140,7 @@ class Shared:
     """What all writers and readers of one configuration share in a process."""
 
     session: Session
-    saver: ShardSaver
+    saver: CoordinatedSaver
 
 
 _shared: dict[tuple[int, TieredCheckpointConfig], Shared] = {}
@@ -153,7 +153,7 @@ def shared_of(settings: Settings) -> Shared:
     shared = _shared.get(key)
     if shared is None:
         session = Session(settings.config, logger=settings.logger)
-        shared = _shared[key] = Shared(session, ShardSaver(session))
+        shared = _shared[key] = Shared(session, CoordinatedSaver(session))
         if len(_shared) == 1:
             atexit.register(_release)
     elif settings.logger is not None:

@@ -24,7 +24,7 @@ from torch.futures import Future as TorchFuture
 from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.saving.tickets import Ticket, arrived, expect_ticket
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
 from tiered_checkpoint_io.engine.session import Session, current_rank
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
 from tiered_checkpoint_io.formats.shard_image import Item
@@ -40,7 +40,7 @@ class _Written(NamedTuple):
 
 
 class TieredStorageWriter(StorageWriter):
-    """Saves a sharded checkpoint to node memory, and from there, behind training, to the durable tier.
+    """Saves a sharded checkpoint to node memory, and from there, in the background, to the durable tier.
 
     For ``torch.distributed.checkpoint.save`` and ``async_save``. Any rank's failure reaches all
     ranks by DCP itself, as an exception of the save (or of its future), whatever ``on_save_error``
@@ -101,12 +101,13 @@ class TieredStorageWriter(StorageWriter):
         self.settings = settings_of(self._told, self._options)
         self.step = step
         self.save_to_s3 = save_to_s3
-        #: The epoch, what a ModelCheckpoint monitored, and a small file to go with the checkpoint.
+        #: The epoch, whether training can resume from it, what a ModelCheckpoint monitored, and a small file beside it.
         self.epoch = -1
+        self.resumable = True
         self.metric: tuple[str, float] | None = None
         self.extra: tuple[str, bytes] | None = None
-        #: Whether a save returns once all ranks have captured the state, and hashes and commits it behind that.
-        self.seals_behind = False
+        #: Whether a save returns once all ranks have captured the state, and hashes and commits it in the background.
+        self.seals_in_background = False
         self._path = path
         self._wait = wait
         self._require_step = require_step
@@ -117,8 +118,7 @@ class TieredStorageWriter(StorageWriter):
         self._located: ids.Located | None = None
         self._rank = 0
         self._is_coordinator = False
-        self._issued: Ticket | None = None
-        self._ticket: Ticket | None = None
+        self._issued: SaveFacts | None = None
         self._newest_seen: str | None = None
         self._uuid = ""
         if step is not None:
@@ -187,7 +187,7 @@ class TieredStorageWriter(StorageWriter):
             SaveError: The last save did not become whole in memory; or did not reach the durable tier,
                 and ``on_save_error`` is ``raise``.
         """
-        expect_ticket()
+        expect_facts()
         self._issued = None
         try:
             self._shared.saver.begin()
@@ -199,7 +199,7 @@ class TieredStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Gives each rank's plan the ticket of this save; called on the coordinator."""
+        """Gives each rank's plan the facts of this save; called on the coordinator."""
         located, expected = self._place(), self.settings.world_size
         if expected is not None and expected != len(plans):
             raise UsageError(
@@ -210,16 +210,18 @@ class TieredStorageWriter(StorageWriter):
             )
         durable = self.settings.is_durable(located.step, self.save_to_s3)
         with self._counting("beginning"):
-            ticket = self._shared.saver.issue(
+            facts = self._shared.saver.issue(
                 located.name,
                 step=located.step,
                 world_size=len(plans),
                 durable=durable,
+                rank=self._rank,
                 epoch=self.epoch,
                 metric=self.metric,
+                resumable=self.resumable,
             )
-        self._issued = ticket
-        return [dataclasses.replace(plan, storage_data=ticket) for plan in plans]
+        self._issued = facts
+        return [dataclasses.replace(plan, storage_data=facts) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Puts this rank's items into memory."""
@@ -277,21 +279,18 @@ class TieredStorageWriter(StorageWriter):
         return self._threads
 
     def seal(self) -> None:
-        """Behind a save with :attr:`seals_behind`, once it has succeeded: see :meth:`ShardSaver.seal_behind`."""
-        self._shared.saver.seal_behind()
+        """Seals a save with :attr:`seals_in_background`, once it has succeeded on all ranks."""
+        self._shared.saver.seal_in_background()
 
     @property
     def sealing(self) -> Future[None] | None:
-        """How the part ends that this rank seals behind its last save; None where it is sealed."""
+        """The result of the background task that seals this rank's part of the last save; None where there is none."""
         return self._shared.saver.sealing
 
     @property
     def op_id(self) -> str | None:
-        """The operation that brings what this rank saved last to the durable tier; None where none does."""
-        assert self._ticket is not None
-        if not self._ticket.durable or not self._shared.saver.is_drained:
-            return None
-        return ids.part_op_id(self._ticket.save_id, self._rank, commits=self._is_coordinator)
+        """The operation that uploads this rank's part of the last save; None where none does."""
+        return self._shared.saver.op_id
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all that this node has queued is on the durable tier; see :meth:`Session.wait`."""
@@ -302,8 +301,8 @@ class TieredStorageWriter(StorageWriter):
     def close(self) -> None:
         """Waits for the durable tier, shows failures once, and frees all that writers of this process share."""
         try:
-            # What went past node memory behind a save has to end, before it can be shown.
-            self.session.settle()
+            # What is sent straight to the durable tier in the background has to end before its failure can be shown.
+            self.session.background.wait()
             show_failures()
         finally:
             close_shared(self.settings)
@@ -338,10 +337,10 @@ class TieredStorageWriter(StorageWriter):
         return self._located
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        ticket = self._issued or arrived() or plan.storage_data
+        facts = self._issued or arrived() or plan.storage_data
         located = self._place()
-        if not isinstance(ticket, Ticket) or ticket.name != located.name or ticket.step != located.step:
-            meant = ticket.name if isinstance(ticket, Ticket) else "an unknown checkpoint"
+        if not isinstance(facts, SaveFacts) or facts.name != located.name or facts.step != located.step:
+            meant = facts.name if isinstance(facts, SaveFacts) else "an unknown checkpoint"
             raise SaveError(
                 f"this rank saves {located.name} (step {located.step}), the coordinator {meant}",
                 operation="save",
@@ -350,7 +349,6 @@ class TieredStorageWriter(StorageWriter):
                 hint="give all ranks the same checkpoint_id and step; if they have them, the planner keeps storage_data"
                 " of earlier saves: switch its plan caching off",
             )
-        self._ticket = ticket
         # As FileSystemWriter orders them.
         ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
         items, descriptors = [], []
@@ -359,14 +357,13 @@ class TieredStorageWriter(StorageWriter):
             items.append(data)
             descriptors.append(transformed)
         placed, in_memory = self._shared.saver.capture(
-            ticket,
+            facts,
             self._rank,
             items,
-            coordinator=self._is_coordinator,
             threads=self._threads,
-            behind=self.seals_behind and not self._wait,
+            background=self.seals_in_background and not self._wait,
         )
-        path = ticket.file_name(self._rank)
+        path = facts.file_name(self._rank)
         return [
             WriteResult(
                 index=item.index,

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.adapters.local_state import fill, local_part
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
-from tiered_checkpoint_io.engine.saving.local_shards import LocalSave, Place, save_local
+from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place, save_local
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, UsageError
 from tiered_checkpoint_io.formats.image import plan
@@ -113,7 +113,7 @@ def save_local_state(
     place: Place,
     checkpoint_id: str | os.PathLike[str] | None,
     *,
-    behind: bool = False,
+    background: bool = False,
 ) -> LocalSave:
     """Saves what this rank has of a state, without any collective.
 
@@ -122,7 +122,7 @@ def save_local_state(
         writer: Which checkpoint, and where to.
         place: Which shard this rank has.
         checkpoint_id: As ``dcp.save`` takes it.
-        behind: Whether what memory has no room for goes to the durable tier while training goes on.
+        background: Whether what memory has no room for goes to the durable tier while training goes on.
 
     Raises:
         UsageError: ``world_size`` was told, and is not the shard degree.
@@ -145,7 +145,7 @@ def save_local_state(
         step=located.step,
         durable=settings.is_durable(located.step, writer.save_to_s3),
         wait=writer.waits,
-        behind=behind and not writer.waits,
+        background=background and not writer.waits,
         threads=writer.threads,
     )
 

@@ -26,6 +26,7 @@ from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
     TieredCheckpointIO,
+    is_resumable,
     read_storage_options,
     tiered_io_of,
 )
@@ -40,7 +41,7 @@ from tiered_checkpoint_io.adapters.strategy_io import (
 )
 from tiered_checkpoint_io.engine.checkpointer import NoCheckpoint
 from tiered_checkpoint_io.engine.restore.restore import Restored
-from tiered_checkpoint_io.engine.saving.shards import ShardSaver
+from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -69,7 +70,7 @@ class TieredSharding(_Base):
     """
 
     _model_key = MODEL_KEYS[0]
-    _shard_saver: ShardSaver | None = None
+    _saver: CoordinatedSaver | None = None
     _local_file: Path | None = None
 
     @property
@@ -89,8 +90,8 @@ class TieredSharding(_Base):
     def teardown(self) -> None:
         """As upstream, which forgets the checkpoint IO."""
         try:
-            if self._shard_saver is not None:
-                self._shard_saver.close()
+            if self._saver is not None:
+                self._saver.close()
         finally:
             try:
                 self.checkpoint_io.teardown()
@@ -111,9 +112,9 @@ class TieredSharding(_Base):
     @property
     def _shared(self) -> Shared:
         session = self._tiered_io.checkpointer.session
-        if self._shard_saver is None:
-            self._shard_saver = ShardSaver(session, one_series=True)
-        return Shared(session, self._shard_saver)
+        if self._saver is None:
+            self._saver = CoordinatedSaver(session, one_series=True)
+        return Shared(session, self._saver)
 
     # ------------------------------------------------------------------------------------ state
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -163,8 +164,9 @@ class TieredSharding(_Base):
         writer = StrategyWriter(
             self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
         )
-        writer.seals_behind = isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        writer.seals_in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer.epoch, writer.metric = checkpoint.get("epoch", -1), metric
+        writer.resumable = is_resumable(checkpoint, path)
         if self.is_global_zero:
             buffer = io.BytesIO()
             torch.save(rest, buffer)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -12,27 +10,25 @@ from typing import Any, Literal
 
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
-from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, Restorer
-from tiered_checkpoint_io.engine.session import Session, current_rank, current_world_size
-from tiered_checkpoint_io.engine.staging.saver import Facts, part_of, position
+from tiered_checkpoint_io.engine.save.facts import admit, alone, position
+from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.session import Session, current_rank
+from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
     InvalidNameError,
-    MemoryFullError,
     RestoreError,
-    SaveError,
     UsageError,
 )
-from tiered_checkpoint_io.formats.image import Image, plan
+from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.node import refuse_beyond_memory
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -75,7 +71,7 @@ class Checkpointer:
     ) -> SaveReport | None:
         """Saves a state.
 
-        When this returns, what training does to the tensors is not in the checkpoint.
+        When this returns, later changes to the tensors do not affect the checkpoint.
 
         Args:
             state: Anything that ``torch.save`` takes; step and epoch come from a Lightning
@@ -102,86 +98,37 @@ class Checkpointer:
                 f"tiers is {sorted(wanted)}", operation="save", hint="allowed: 'memory', 'durable', or both"
             )
         name = ids.name_in(self.dirpath, path)
-        started = time.monotonic()
-        self.session.surface()
-        self.session.check_lease()
+        session, started = self.session, self.session.clock.monotonic()
+        session.surface()
+        session.check_lease()
         if "durable" in wanted and current_rank() == 0:
-            self.session.claim()
-        step, epoch = position(state, name)
+            session.claim()
+        rated = Metric(*metric) if metric is not None else None
         try:
-            facts = Facts(
-                name=name,
-                save_id=self.session.next_id(),
-                step=step,
-                epoch=epoch,
-                world_size=current_world_size(),
-                rank=current_rank(),
-                dirpath=self.dirpath,
-                durable="durable" in wanted,
-                metric=Metric(*metric) if metric is not None else None,
-                resumable=resumable,
-            )
-            size, done = self._save(state, facts, wait=wait)
+            session.open()
+            rank, durable = current_rank(), "durable" in wanted
+            facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
+            image = plan(state)
+            part = PartSave(session, admit(session, facts), rank, image, started=started)
+            part.capture()
+            part.commit()
+            # Before the next save's slot is prepared: what goes may be that slot.
+            self._retain(part)
+            part.finish()
+            if wait:
+                part.wait()
         except (InvalidNameError, ConfigError, UsageError):
             raise
         except Exception as error:
-            self.session.failed(name, step, error)
+            session.failed(name, position(state, name)[0], error)
             return None
-        stall = time.monotonic() - started
-        self.session.counts["saved"] += 1
-        # What waited is there, and what went past memory did not queue.
-        report = SaveReport(name, step, facts.save_id, size, stall, done, queued=not wait and done == TIERS)
-        self.session.last_save = report
-        self.session.log.at_step(step).info(report.line(self.dirpath))
-        return report
+        return part.report(waited=wait)
 
-    def _save(self, state: Any, facts: Facts, *, wait: bool) -> tuple[int, frozenset[str]]:
-        _, saver, drain = self.session.open()
-        image = plan(state)
-        try:
-            if facts.durable:
-                drain.start()
-                if not drain.has_room(self.session.next_id()):
-                    self.session.counts["skipped"] += 1
-                    self.session.log.warning(
-                        "Step %d: %s stays in memory: the durable tier is behind", facts.step, facts.name
-                    )
-                    facts = replace(facts, durable=False)
-                else:
-                    self.session.known.note(facts.name, exists=True)
-            saver.save(image, facts)
-        except MemoryFullError as error:
-            if not facts.durable:
-                raise
-            self._save_direct(image, facts, error)
-            return image.size, frozenset({"durable"})
-        if facts.durable and wait:
-            outcome = drain.wait(facts.save_id, self.config.wait_timeout_s)
-            if outcome.state != "committed":
-                raise SaveError(
-                    f"{facts.name} is in memory, but not on the durable tier: {outcome.error}",
-                    operation="save",
-                    tier="durable",
-                    key=ids.join_url(self.dirpath, facts.name),
-                    step=facts.step,
-                )
-        return image.size, frozenset({"memory", "durable"} if facts.durable else {"memory"})
-
-    def _save_direct(self, image: Image, facts: Facts, reason: MemoryFullError) -> None:
-        """Writes straight to the durable tier, where memory can't hold the checkpoint."""
-        self.session.warn_small(reason)
-        drain = self.session.open().drain
-        # Two that write to one name at a time would leave the bytes of one and the manifest of the other.
-        drain.make_way(facts.name, self.config.wait_timeout_s)
-        refuse_beyond_memory(image.size, operation="save")
-        with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
-            hashes = image.fill(view)
-            with view.toreadonly() as data:
-                commit.commit_full(self.session.durable(), part_of(image, facts, hashes), data)
-        try:
-            drain.queue.note_past(facts.save_id, facts.name, facts.step, image.size, self.dirpath)
-        except OSError as error:
-            self.session.log.warning("deletes that wait for a durable save may wait for the next: %s", error)
+    def _retain(self, part: PartSave) -> None:
+        """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""
+        held = self.session.open().tier.parts()
+        evidence = all_complete(held, part.facts.scope(part.rank, self.dirpath))
+        part.retain(held, self.config.memory_keep_last, evidence)
 
     # --------------------------------------------------------------------------- alias and remove
     def alias(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -191,7 +138,7 @@ class Checkpointer:
         self.session.known.note(name, exists=True)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint from memory now, and from the durable tier behind earlier commits."""
+        """Removes a checkpoint from memory now, and from the durable tier after earlier commits."""
         name = ids.name_in(self.dirpath, path)
         here: list[StoredPart] = []
         try:
@@ -203,7 +150,7 @@ class Checkpointer:
         except OSError as error:
             self.session.not_done("removal", name, error)
         memory_only = here and not any(stored.part.durable for stored in here)
-        # Memory may have let go of an earlier save of that name that went on to the durable tier.
+        # Memory may have removed an earlier save of that name that the durable tier has.
         if not memory_only or self.session.known.may_be_durable(name):
             self.session.submit("delete", name)
         self.session.known.note(name, exists=False)

@@ -7,22 +7,21 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.behind import Behind
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.inbox import OutcomeInbox
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport, told_as
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
-from tiered_checkpoint_io.engine.known_names import KnownNames
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, launch_rank, owner_of_process
 from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
-from tiered_checkpoint_io.engine.staging.saver import HostPins, Saver
+from tiered_checkpoint_io.engine.staging.background import BackgroundTask
+from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
+from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger, rate
 from tiered_checkpoint_io.memory.tier import MemoryTier, node_budget
@@ -37,7 +36,7 @@ class Opened(NamedTuple):
     """What is open while a session is in use."""
 
     tier: MemoryTier
-    saver: Saver
+    capturer: Capturer
     drain: DrainHandle
 
 
@@ -51,8 +50,9 @@ class Session:
         log: Where to log.
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
-        newest_seen: The newest save id that a restore saw in any tier; new ids sort behind it.
+        newest_seen: The newest save id that a restore saw in any tier; new ids sort after it.
         known: Which names the durable tier has.
+        background: The end of a save that runs while training goes on.
     """
 
     def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None, clock: Clock = SYSTEM) -> None:
@@ -63,7 +63,8 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
         self.newest_seen: str | None = None
-        self.known = KnownNames(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked)
+        self.known = DurableNameCache(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked)
+        self.background = BackgroundTask(float(config.wait_timeout_s))
         self._pins = HostPins()
         self._opened: Opened | None = None
         self._peering = Peering(config, self.counts, clock)
@@ -75,20 +76,19 @@ class Session:
         self._inbox = OutcomeInbox(config.dirpath)
         self._lease: LeaseKeeper | None = None
         self._namespace_lock: NamespaceLock | None = None
-        self._behind = Behind(float(config.wait_timeout_s))
         self._warned_small = False
         self._leave_by: float | None = None
 
     # ------------------------------------------------------------------------------------- tiers
     def open(self) -> Opened:
-        """The memory tier, the saver and the drain's handle, behind what :meth:`run_behind` still runs.
+        """The memory tier, the capturer and the drain's handle, once the background task has ended.
 
         Raises:
-            DrainError: That has not ended within ``wait_timeout_s``.
+            DrainError: It has not ended within ``wait_timeout_s``.
             MemoryUnsafeError: The memory tier's folder is not safe to use.
             MemoryTierError: memory_dir is missing or can't be written.
         """
-        self.settle()
+        self.background.wait()
         if self._opened is None:
             config = self.config
             budget = None
@@ -98,8 +98,8 @@ class Session:
                 config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin, clock=self.clock
             )
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
-            saver = Saver(tier, keep_last=config.memory_keep_last, pins=self._pins)
-            self._opened = Opened(tier, saver, DrainHandle(tier, config, self.log, clock=self.clock))
+            capturer = Capturer(tier, self._pins)
+            self._opened = Opened(tier, capturer, DrainHandle(tier, config, self.log, clock=self.clock))
             self._opened.drain.leave_by = self._leave_by
         return self._opened
 
@@ -134,7 +134,7 @@ class Session:
             self._stores.clear()
 
     def _close_tiers(self) -> None:
-        tier, saver, drain = self.open()
+        tier, capturer, drain = self.open()
         try:
             self._peering.close(self._in_time(self.config.wait_timeout_s))
             try:
@@ -151,27 +151,19 @@ class Session:
             self.surface()
         finally:
             self._opened = None
-            saver.close()
+            capturer.close()
             drain.close(timeout_s=self.config.wait_timeout_s)
             tier.close()
 
     def release(self) -> None:
         """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
         if self._opened is not None:
-            tier, saver, _ = self.open()
+            tier, capturer, _ = self.open()
             self._peering.close(self.clock.timing.replication_release_s)
-            saver.close()
+            capturer.close()
             tier.close()
         if self._lease is not None:
             self._lease.close(self._in_time(self.clock.timing.lease_close_s))
-
-    def run_behind(self, name: str, work: Callable[[], T]) -> Future[T]:
-        """See :meth:`Behind.run`."""
-        return self._behind.run(name, work)
-
-    def settle(self) -> None:
-        """See :meth:`Behind.settle`."""
-        self._behind.settle()
 
     # ------------------------------------------------------------------------------------- lease
     def claim(self, wait_s: float | None = None) -> None:
@@ -231,7 +223,7 @@ class Session:
 
     # --------------------------------------------------------------------------------------- ids
     def next_id(self) -> str:
-        """The id of the next operation of this process, behind all that it has seen of others."""
+        """The id of the next operation of this process, after all that it has seen of others."""
         if self._run_id is not None and ids.save_id(self._run_id, self._counter + 1) <= (self.newest_seen or ""):
             # Others have saved since this process' first save, and it has gone on from there.
             self._run_id, self._counter = None, 0
@@ -242,11 +234,11 @@ class Session:
         return ids.save_id(self._run_id, self._counter)
 
     def new_run_id(self, seen: Iterable[str | None]) -> str:
-        """The id of a run that begins now, behind all save ids that were seen."""
+        """The id of a run that begins now, after all save ids that were seen."""
         return ids.new_run_id(after=max(filter(None, seen), default=None), clock=self.clock)
 
     def follow(self, save_id: str) -> None:
-        """Makes this process' next ids sort behind one that it did not give out itself."""
+        """Makes this process' next ids sort after one that it did not give out itself."""
         self.newest_seen = max(self.newest_seen or save_id, save_id)
         if self._run_id is not None and self._run_id < save_id:
             self._run_id = None
@@ -300,7 +292,7 @@ class Session:
             queued = any(request.name == name for request in drain.queue.requests())
             return queued or any(stored.pending and stored.part.name == name for stored in tier.parts())
 
-        return self._behind.is_running(name) or self._looking(look, otherwise=True)
+        return self.background.is_running(name) or self._looking(look, otherwise=True)
 
     def outcome(self, save_id: str) -> Outcome | None:
         """What became of a save on the durable tier; None while it is queued, or where that was forgotten."""
@@ -308,11 +300,11 @@ class Session:
 
     def progress(self) -> Progress:
         """Where background work stands."""
-        pending, told = 0, DrainProgress()
+        pending, progress = 0, DrainProgress()
         if self._opened is not None:
             drain = self._opened.drain
-            pending, told = self._looking(lambda: (len(drain.pending()), drain.progress()), (pending, told))
-        return Progress(pending, told, self.last_save, dict(self.counts))
+            pending, progress = self._looking(lambda: (len(drain.pending()), drain.progress()), (pending, progress))
+        return Progress(pending, progress, self.last_save, dict(self.counts))
 
     def _looking(self, look: Callable[[], T], otherwise: T) -> T:
         """What a look at the queue gives; where there can be none just now, something else."""
@@ -355,7 +347,7 @@ class Session:
         return self._leave_by is not None and self.clock.monotonic() >= self._leave_by
 
     def submit(self, action: Literal["alias", "delete"], name: str, target: str = "") -> None:
-        """Queues an alias or a delete behind what was saved before it.
+        """Queues an alias or a delete after what was saved before it.
 
         Raises:
             SaveError: There is no room for it in node memory, or memory can't be used, and ``on_save_error`` is
@@ -369,10 +361,10 @@ class Session:
 
     def not_done(self, action: str, name: str, reason: OSError | DrainError) -> None:
         """As :meth:`failed`, of what was not done with a name in node memory."""
-        told = reason if isinstance(reason, TieredCheckpointError) else TieredCheckpointError(str(reason))
-        key, hint = ids.join_url(self.dirpath, name), "; ".join(filter(None, ["it is not done", told.hint]))
+        known = reason if isinstance(reason, TieredCheckpointError) else TieredCheckpointError(str(reason))
+        key, hint = ids.join_url(self.dirpath, name), "; ".join(filter(None, ["it is not done", known.hint]))
         error = SaveError(
-            f"{action} of {name} failed: {told.message}", operation=action, tier="memory", key=key, hint=hint
+            f"{action} of {name} failed: {known.message}", operation=action, tier="memory", key=key, hint=hint
         )
         error.__cause__ = reason
         self.failed(name, -1, error)

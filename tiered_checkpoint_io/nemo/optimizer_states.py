@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.engine.rewriting import rewrite
+from tiered_checkpoint_io.engine.save.rewrite import rewrite
 from tiered_checkpoint_io.model import ids
 
 _OPTIMIZER = "optimizer_states"

@@ -115,14 +115,10 @@ class Keeper:
 
     def _prune(self, part: Part, *, keep_last: int) -> None:
         kept = self._tier.replicas
-        held = {
-            (stored.save_id, stored.part.rank): stored
+        of_kind = [
+            stored
             for stored in kept.parts()
             if stored.part.dirpath == part.dirpath and stored.part.content.kind == part.content.kind
-        }
-        copies = [
-            retention.Copy(stored.save_id, stored.part.rank, stored.part.name, stored.replicated)
-            for stored in held.values()
         ]
-        for copy in retention.outdated_copies(copies, keep_last=keep_last):
-            kept.remove(held[copy.save_id, copy.rank])
+        for stored in retention.outdated_replicas(of_kind, keep=keep_last):
+            kept.remove(stored)

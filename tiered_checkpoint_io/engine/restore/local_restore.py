@@ -22,7 +22,7 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate, Evidence, Sele
 from tiered_checkpoint_io.engine.restore.fetcher import FetchResult, NodeFetcher
 from tiered_checkpoint_io.engine.restore.restore import Restored, restored_from
 from tiered_checkpoint_io.engine.restore.search import Search
-from tiered_checkpoint_io.engine.saving.local_shards import Place
+from tiered_checkpoint_io.engine.save.uncoordinated import Place
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import gib
 from tiered_checkpoint_io.model import ids

@@ -1,1 +1,1 @@
-"""From a state to a committed part in node memory."""
+"""What a session itself needs of a save: slots filled in node memory, retention, the background task, known names."""

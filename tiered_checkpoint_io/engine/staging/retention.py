@@ -1,94 +1,186 @@
-"""Which checkpoints memory keeps: a pure function of what is there."""
+"""Retention: which parts a rank may remove from a node's memory. Pure functions of what is held.
+
+One rule for all payloads. What differs between ways to save is the evidence: which saves are known to be complete.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What retention needs to know of one part in memory."""
-
-    save_id: str
-    size: int
-    pending: bool
-    replicated: bool = False
-
-
-def surplus(held: Sequence[Held], *, keep_last: int, protect: Collection[str] = ()) -> list[str]:
-    """Save ids to remove so that the newest ``keep_last`` stay.
-
-    A part that waits for the durable tier stays, so does a protected one, and so does the newest that is
-    safe with peers, until a newer one is; none of them counts against those that are kept.
-    """
-    ordered = sorted(held, key=lambda part: part.save_id, reverse=True)
-    kept = {*protect, *safest((part.save_id, part.replicated) for part in ordered)}
-    return [part.save_id for part in ordered[keep_last:] if not part.pending and part.save_id not in kept]
-
-
-def safest(held: Iterable[tuple[str, bool]]) -> set[str]:
-    """Of save ids, each with whether it is safe with peers, the newest that is; none where none is."""
-    newest = max((save_id for save_id, replicated in held if replicated), default=None)
-    return set() if newest is None else {newest}
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """What retention needs to know of a copy that this node keeps for another one.
+class Scope:
+    """Which parts one save of one rank is about.
 
     Attributes:
-        save_id: Its save.
-        rank: Whose part it is.
-        name: The checkpoint's name.
-        replicated: Whether all parts of the save are on their peers.
+        save_id: The save.
+        rank: The rank that saves.
+        payload: Its payload format.
+        dirpath: Its durable tier.
+        series: To which names the count applies, see :func:`ids.series_of`; empty for all names.
+        own_rank_only: Whether parts of other ranks stay whichever run wrote them; by default those of earlier
+            runs, whose ranks may be gone, do not.
     """
 
     save_id: str
     rank: int
-    name: str
-    replicated: bool
+    payload: str
+    dirpath: str
+    series: str = ""
+    own_rank_only: bool = False
+
+    def covers(self, stored: StoredPart) -> bool:
+        """Whether a part counts as one of the same job's checkpoints."""
+        return self._matches(stored) and stored.part.dirpath == self.dirpath
+
+    def _matches(self, stored: StoredPart) -> bool:
+        part = stored.part
+        return part.content.kind == self.payload and (not self.series or ids.series_of(part.name) == self.series)
+
+    def of_this_run(self, stored: StoredPart) -> bool:
+        """Whether this run saved it."""
+        return ids.line_of(stored.save_id) == ids.line_of(self.save_id)
+
+    def may_remove(self, stored: StoredPart) -> bool:
+        """Whether it is for this rank to remove: its own parts, and those of earlier runs."""
+        return stored.part.rank == self.rank or (not self.own_rank_only and not self.of_this_run(stored))
+
+    def may_make_room(self, stored: StoredPart) -> bool:
+        """Whether it may go where there is no room otherwise: also what was saved for another durable tier."""
+        own = stored.part.rank == self.rank or not self.of_this_run(stored)
+        return stored.part.dirpath != self.dirpath or (self._matches(stored) and own)
 
 
-def outdated_copies(copies: Sequence[Copy], *, keep_last: int) -> list[Copy]:
-    """The copies to remove: of each rank's, the newest ``keep_last`` stay, and the newest of a save that is safe.
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of the saves whose parts memory holds.
 
-    Copies for ranks that send here no longer (the job has other nodes now) go once a newer save is safe.
+    Attributes:
+        completed: Saves that are complete, the oldest first.
+        lacking: Saves of which the memory of some node has no part, so that it will never hold all of them.
+        covers_earlier_runs: Whether it is enough to remove what earlier runs have saved.
+    """
+
+    completed: tuple[str, ...]
+    lacking: frozenset[str] = frozenset()
+    covers_earlier_runs: bool = True
+
+
+def all_complete(held: Iterable[StoredPart], scope: Scope) -> Evidence:
+    """The evidence where each save has one part: all that this rank has in memory is complete."""
+    return Evidence(
+        tuple(sorted({each.save_id for each in held if scope.covers(each) and each.part.rank == scope.rank}))
+    )
+
+
+def complete_here(held: Iterable[StoredPart], scope: Scope, lacking: Collection[str] = ()) -> Evidence:
+    """The evidence of one node, where ranks do not talk: saves of which each rank seen here has its part.
+
+    Ranks that train together are never more than one save apart, since each step needs all of them. What earlier
+    runs have saved goes only once this run has completed two.
 
     Args:
-        copies: Those of one kind and one durable tier.
-        keep_last: How many saves are kept.
+        held: All parts in this node's memory.
+        scope: Of the save that begins.
+        lacking: See :class:`Evidence`.
     """
-    removed = []
-    for series in {ids.series_of(copy.name) for copy in copies}:
-        mine = [copy for copy in copies if ids.series_of(copy.name) == series]
-        safe = safest((copy.save_id, copy.replicated) for copy in mine)
-        for rank in {copy.rank for copy in mine}:
-            ordered = sorted((copy for copy in mine if copy.rank == rank), key=lambda copy: copy.save_id, reverse=True)
-            if safe and ordered[0].save_id < min(safe):
-                removed += ordered
-                continue
-            kept = safest((copy.save_id, copy.replicated) for copy in ordered)
-            removed += [copy for copy in ordered[keep_last:] if copy.save_id not in kept]
-    return sorted(removed, key=lambda copy: (copy.save_id, copy.rank))
+    ranks: dict[str, set[int]] = {}
+    for each in held:
+        if scope.covers(each) and scope.of_this_run(each):
+            ranks.setdefault(each.save_id, set()).add(each.part.rank)
+    seen = set().union(*ranks.values())
+    completed = sorted(save_id for save_id, have in ranks.items() if have == seen and save_id not in lacking)
+    return Evidence(tuple(completed), frozenset(lacking), covers_earlier_runs=len(completed) > 1)
 
 
-def make_room(held: Sequence[Held], *, missing: int, protect: Collection[str] = ()) -> list[str]:
-    """Save ids to remove, the oldest first, so that ``missing`` bytes come free.
+def removable(held: Iterable[StoredPart], scope: Scope, keep: int, evidence: Evidence) -> list[StoredPart]:
+    """The parts that a rank removes so that memory holds ``keep`` of the checkpoints that are there.
 
-    The newest stays whatever happens, and the newest that is safe with peers: what was good stays until
-    what replaces it is good. Where that cannot free enough, nothing is removed.
+    A part that waits for the durable tier stays, and so does all that is as new as the newest complete save, or
+    newer: other ranks may be finishing it. The newest save that is safe with peers stays until a newer one is. A
+    save that memory will never hold completely is of no use once there is a newer one, and goes.
+
+    Args:
+        held: The parts in memory.
+        scope: Which of them this is about.
+        keep: How many checkpoints stay, one at least. What this run has not completed, earlier saves fill up.
+        evidence: What is known to be complete.
     """
-    ordered = sorted(held, key=lambda part: part.save_id)
-    kept = {*protect, *safest((part.save_id, part.replicated) for part in ordered)}
-    removed: list[str] = []
-    freed = 0
-    for part in ordered[:-1]:
-        if freed >= missing:
+    covered = [each for each in held if scope.covers(each)]
+    free = [each for each in covered if scope.may_remove(each) and not each.pending]
+    newest = max((each.save_id for each in covered), default="")
+    useless = [each for each in free if each.save_id in evidence.lacking and each.save_id < newest]
+    if not evidence.completed:
+        return useless
+    older = [
+        each
+        for each in free
+        if each.save_id < evidence.completed[-1]
+        and each.save_id not in evidence.lacking
+        and (evidence.covers_earlier_runs or scope.of_this_run(each))
+    ]
+    retained = set(evidence.completed[-keep:])
+    if len(retained) < keep:
+        others = sorted({each.save_id for each in older} - retained)
+        retained.update(others[len(retained) - keep :])
+    retained |= _newest_safe(covered)
+    return useless + [each for each in older if each.save_id not in retained]
+
+
+def room_for(
+    missing: int, held: Iterable[StoredPart], scope: Scope, retained: Collection[str] = ()
+) -> list[StoredPart]:
+    """The parts to remove, the oldest saves first, so that ``missing`` bytes come free; none where that is not enough.
+
+    The newest save of this durable tier stays whatever happens, and the newest that is safe with peers.
+
+    Args:
+        missing: Bytes.
+        held: The parts in memory.
+        scope: Of the save that needs room.
+        retained: Ids of saves that stay as well.
+    """
+    candidates = [each for each in held if scope.may_make_room(each)]
+    own = [each for each in candidates if each.part.dirpath == scope.dirpath]
+    kept = {*retained, *_newest_safe(own), *(each.save_id for each in candidates if each.pending)}
+    kept.add(max((each.save_id for each in own), default=""))
+    removed: list[StoredPart] = []
+    for save_id in sorted({each.save_id for each in candidates} - kept):
+        if sum(each.part.content.size for each in removed) >= missing:
             break
-        if not part.pending and part.save_id not in kept:
-            removed.append(part.save_id)
-            freed += part.size
-    return removed if freed >= missing else []
+        removed += [each for each in candidates if each.save_id == save_id]
+    return removed if sum(each.part.content.size for each in removed) >= missing else []
+
+
+def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPart]:
+    """The replicas that a node removes: of each rank's, the newest ``keep`` stay, and its newest of a safe save.
+
+    Replicas of ranks that send here no longer (the job has other nodes now) go once a newer save is safe.
+
+    Args:
+        held: Replicas of one payload format and one durable tier.
+        keep: How many saves stay.
+    """
+    held = list(held)
+    outdated: list[StoredPart] = []
+    for series, rank in {(ids.series_of(each.part.name), each.part.rank) for each in held}:
+        of_series = [each for each in held if ids.series_of(each.part.name) == series]
+        replicas = [each for each in of_series if each.part.rank == rank]
+        first = replicas[0].part
+        newest = max(each.save_id for each in replicas)
+        if newest < max(_newest_safe(of_series), default=""):
+            outdated += replicas
+            continue
+        scope = Scope(newest, rank, first.content.kind, first.dirpath, series)
+        outdated += removable(replicas, scope, keep, all_complete(replicas, scope))
+    return sorted(outdated, key=lambda each: (each.save_id, each.part.rank))
+
+
+def _newest_safe(held: Iterable[StoredPart]) -> set[str]:
+    """The newest save that is safe with peers, if any."""
+    newest = max((each.save_id for each in held if each.replicated), default=None)
+    return set() if newest is None else {newest}

@@ -1,4 +1,4 @@
-"""A checkpoint at the durable tier put anew with another state, in its own place in the order of saves."""
+"""A checkpoint on the durable tier replaced by another state, in its own place in the order of saves."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.staging.saver import Facts, part_of
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import FileEntry
 
 
 def rewrite(session: Session, name: str, state: Any) -> bool:
-    """Replaces what a full checkpoint at the durable tier holds; readers see the old or the new, whole.
+    """Replaces what a full checkpoint on the durable tier holds; readers see the old or the new one, complete.
 
-    It counts as older than every save of the run that made it, so that nobody resumes from it who may
+    It counts as older than every save of the run that made it, so that no run resumes from it that may
     have a later one. Nothing may be queued for this name meanwhile.
 
     Args:
@@ -28,27 +29,28 @@ def rewrite(session: Session, name: str, state: Any) -> bool:
         False where there is no full checkpoint of this name.
 
     Raises:
-        StoreError: Repeat the call to finish; what was there is whole.
+        StoreError: Repeat the call to finish; what was there is complete.
     """
     store = session.durable()
     manifest = current(store, name)
     if manifest is None or manifest.alias_of is not None or manifest.content.kind != "full":
         return False
     old = manifest.content
-    facts = Facts(
-        name=name,
-        save_id=ids.before_its_run(old.save_id),
-        step=old.step,
-        epoch=old.epoch,
-        world_size=old.world_size,
-        rank=0,
-        dirpath=session.dirpath,
+    facts = SaveFacts(
+        name,
+        ids.before_its_run(old.save_id),
+        old.step,
+        old.world_size,
         durable=True,
+        payload="full",
+        epoch=old.epoch,
         metric=old.metric,
+        coordinator=0,
     )
     image = plan(state)
     with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
-        hashes = image.fill(view)
+        entry = FileEntry(name, image.size, image.chunk_size, image.fill(view))
+        part = facts.describe(0, session.dirpath, (entry,), created=session.clock.wall(), namespace=old.namespace)
         with view.toreadonly() as data:
-            commit.commit_full(store, part_of(image, facts, hashes), data)
+            commit.commit_full(store, part, data)
     return True

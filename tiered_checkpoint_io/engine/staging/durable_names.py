@@ -1,45 +1,48 @@
-"""Which names the durable tier has, as far as one process knows without asking again and again."""
+"""Which names the durable tier has, as far as one process knows without asking it again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
 
-class KnownNames:
-    """The names that were listed once, and what this process has given out and taken away since."""
+class DurableNameCache:
+    """The names that were listed once, and what this process has saved and removed since."""
 
     def __init__(
-        self, ask: Callable[[], Iterable[str]], queued: Callable[[], Iterable[str]], has_worked: Callable[[], bool]
+        self,
+        list_names: Callable[[], Iterable[str]],
+        queued: Callable[[], Iterable[str]],
+        has_worked: Callable[[], bool],
     ) -> None:
         """Takes where to look.
 
         Args:
-            ask: The names on the durable tier, by one LIST.
-            queued: Those that are on their way there.
+            list_names: The names on the durable tier, by one LIST.
+            queued: Those whose upload is queued.
             has_worked: Whether a drain has ever worked for this node's memory.
         """
-        self._ask = ask
+        self._list_names = list_names
         self._queued = queued
         self._has_worked = has_worked
         self._listed: set[str] | None = None
-        self._given: set[str] = set()
+        self._saved: set[str] = set()
 
     def remember(self, listed: Iterable[str]) -> None:
         """Takes the names on the durable tier, as they were just listed."""
         self._listed = {*listed, *self._queued()}
 
     def note(self, name: str, *, exists: bool) -> None:
-        """Takes note of a name that is given out, or taken away."""
-        for names in (self._given, self._listed):
+        """Takes note of a name that this process saves or removes."""
+        for names in (self._saved, self._listed):
             if names is not None:
                 (names.add if exists else names.discard)(name)
 
     def may_be_durable(self, name: str) -> bool:
-        """Whether the durable tier may have a name, as far as can be told without asking it.
+        """Whether the durable tier may have a name; asks nothing.
 
-        A process that has not listed it can't know what earlier ones saved, where a drain has worked for them.
+        A process that has not listed the names can't know what earlier ones saved, where a drain has worked for them.
         """
-        if name in self._given:
+        if name in self._saved:
             return True
         return self._has_worked() if self._listed is None else name in self._listed
 
@@ -50,5 +53,5 @@ class KnownNames:
             StoreError: The durable tier could not be asked.
         """
         if self._listed is None:
-            self.remember(self._ask())
+            self.remember(self._list_names())
         return frozenset(self._listed or ())

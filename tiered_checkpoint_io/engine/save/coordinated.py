@@ -1,0 +1,316 @@
+"""Saving a checkpoint whose ranks agree: one coordinates, and each puts its part into memory.
+
+The coordinator issues the :class:`SaveFacts`, which reach the other ranks by whatever carries the plan of the save.
+Each rank then captures its own file. The coordinator's part, with ``.metadata``, is sealed once every rank has
+reported that it has captured its own; without it the other parts make no checkpoint.
+
+A part is sealed with its save, or in the background: the ranks then go on as soon as all have captured. A checkpoint
+counts as complete, so that older ones may be removed from memory, once all ranks have come to the next save without a
+failure.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit
+from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.staging.retention import Evidence
+from tiered_checkpoint_io.errors import SaveError, StoreError
+from tiered_checkpoint_io.formats.filling import Segment
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.shard_image import Item, Placed, plan_shard
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import METADATA, Metric
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A part that is captured, but not sealed.
+
+    Attributes:
+        part: The part.
+        background: Whether it is sealed in the background.
+        small: Its other files; None for the coordinator's, until the other ranks have reported.
+    """
+
+    part: PartSave
+    background: bool
+    small: dict[str, bytes] | None
+
+
+class CoordinatedSaver:
+    """Saves one process' parts of checkpoints that several ranks save together."""
+
+    def __init__(self, session: Session, *, one_series: bool = False) -> None:
+        """Takes the tiers.
+
+        Args:
+            session: Both tiers.
+            one_series: Whether all names are one job's, however they are made; by default process
+                groups that save side by side keep their own, by the form of their names.
+        """
+        self._session = session
+        self._one_series = one_series
+        self._lock = threading.Lock()
+        self._captured: _Captured | None = None
+        #: By series of names; the oldest first.
+        self._completed: dict[str, list[str]] = {}
+        #: The save that this process finished in the background, and that other ranks may still be sealing.
+        self._finished: SaveFacts | None = None
+        self._agreeing: SaveFacts | None = None
+        #: The result of the background task of the last save, where it has one.
+        self.sealing: Future[None] | None = None
+        #: The drain's operation that uploads this rank's part of the last save; None where none does.
+        self.op_id: str | None = None
+
+    # -------------------------------------------------------------------------------- every rank
+    def begin(self) -> None:
+        """Waits until this rank's part of the last save is sealed; each rank calls this before the next save.
+
+        Raises:
+            SaveError: Sealing it failed in the background. All ranks have to learn of it, and save nothing: memory
+                would remove older checkpoints for a newer one that is not complete.
+        """
+        self.give_up()
+        self._session.background.wait()
+        # The coordinator knows when it issues the next facts that all ranks have come past here.
+        self._agreeing, self._finished = self._finished, None
+        sealing, self.sealing = self.sealing, None
+        error = sealing.exception(0) if sealing is not None else None
+        if error is not None:
+            self._session.counts["failed"] += 1
+            raise SaveError(
+                f"the last save was captured, but not completed in memory: {error}",
+                operation="save",
+                tier="memory",
+                hint="this save is not made; the next one is",
+            ) from error
+
+    def close(self) -> None:
+        """Waits for this rank's part of the last save, and shows its failure.
+
+        Raises:
+            SaveError: There is one, and ``on_save_error`` is ``raise``.
+        """
+        try:
+            self.begin()
+        except SaveError as error:
+            self._session.counts["failed"] -= 1
+            last = self._session.last_save
+            self._session.failed(last.name if last else "", last.step if last else -1, error)
+
+    # ------------------------------------------------------------------------------- coordinator
+    def issue(
+        self,
+        name: str,
+        *,
+        step: int,
+        world_size: int,
+        durable: bool,
+        rank: int = 0,
+        epoch: int = -1,
+        metric: tuple[str, float] | None = None,
+        resumable: bool = True,
+    ) -> SaveFacts:
+        """Decides what the ranks of a save have to agree on; called by the coordinator alone.
+
+        Waits for room on the way to the durable tier, as the configuration says.
+
+        Args:
+            name: The checkpoint's name.
+            step: The training step.
+            world_size: How many ranks contribute.
+            durable: Whether it is to go to the durable tier, where there is room.
+            rank: The coordinator's rank.
+            epoch: The epoch.
+            metric: What a ModelCheckpoint monitored, and its value.
+            resumable: Whether training can resume from it.
+
+        Raises:
+            UsageError: Another live run writes to the same dirpath and namespace.
+        """
+        session = self._session
+        session.check_lease()
+        if durable:
+            session.claim()
+        session.open()
+        if self._agreeing is not None:
+            self.is_complete(self._agreeing.name, self._agreeing.save_id)
+            self._agreeing = None
+        series = self._series(name)
+        facts = SaveFacts(
+            name,
+            session.next_id(),
+            step,
+            world_size,
+            durable,
+            taken=durable and self._is_taken(name),
+            completed=tuple(self._completed.get(series, ())),
+            epoch=epoch,
+            metric=Metric(*metric) if metric is not None else None,
+            series=series,
+            coordinator=rank,
+            resumable=resumable,
+        )
+        return admit(session, facts)
+
+    def _is_taken(self, name: str) -> bool:
+        try:
+            return name in self._session.known.all()
+        except StoreError as error:
+            self._session.log.warning(
+                "cannot ask whether %s exists, so the files beside its shards get other names: %s", name, error
+            )
+            return True
+
+    def finish(
+        self,
+        save_id: str,
+        metadata: bytes,
+        *,
+        wait: bool,
+        extra: tuple[str, bytes] | None = None,
+        in_memory: bool = True,
+    ) -> None:
+        """Makes the checkpoint exist; called by the coordinator once every rank has reported.
+
+        Where it was captured with ``background``, that is left to :meth:`seal_in_background`.
+
+        Args:
+            save_id: Which save.
+            metadata: The content of ``.metadata``.
+            wait: Whether to return only when a durable save is committed there; not with ``background``.
+            extra: The name and content of a small file that goes with it; it gets another name where the
+                checkpoint's own is taken.
+            in_memory: Whether all other ranks have their parts in memory.
+
+        Raises:
+            SaveError: The save was given up, or did not reach the durable tier while we waited.
+            MemoryFullError: No space for ``metadata``.
+        """
+        with self._lock:
+            captured, self._captured = self._captured, None
+        if captured is None or captured.part.facts.save_id != save_id:
+            raise SaveError(
+                "a later save began before this one was finished",
+                operation="finish",
+                key=save_id,
+                hint="wait for one save to end before the next",
+            )
+        facts = captured.part.facts
+        captured.small = {METADATA: metadata}
+        if extra is not None:
+            captured.small[facts.name_beside(extra[0])] = extra[1]
+        if captured.background:
+            with self._lock:
+                self._captured = captured
+        else:
+            captured.part.seal(captured.small)
+        if in_memory and captured.part.in_memory:
+            # Otherwise memory does not have all of it, and no older one may go for it.
+            if captured.background:
+                self._finished = facts
+            else:
+                self.is_complete(facts.name, save_id)
+        if not captured.background:
+            self._report(captured, wait=wait)
+
+    def is_complete(self, name: str, save_id: str) -> None:
+        """Takes note that a checkpoint is complete: this process finished it, or a restore has loaded it."""
+        keep = max(1, self._session.config.memory_keep_last)
+        series = self._series(name)
+        self._completed[series] = sorted({*self._completed.get(series, ()), save_id})[-keep:]
+
+    def _series(self, name: str) -> str:
+        return "" if self._one_series else ids.series_of(name)
+
+    # ------------------------------------------------------------------------------------- ranks
+    def capture(
+        self,
+        facts: SaveFacts,
+        rank: int,
+        items: Sequence[Item],
+        *,
+        threads: int | None = None,
+        background: bool = False,
+    ) -> tuple[list[Placed], bool]:
+        """Captures this rank's items. When it returns, later changes of them are not in the checkpoint.
+
+        The part is sealed as well, but for the coordinator's, which :meth:`finish` seals, and for those that
+        :meth:`seal_in_background` does. Where memory has no room for a durable save, the part goes straight to the
+        durable tier, with one warning.
+
+        Args:
+            facts: From the coordinator.
+            rank: This rank, in the group that saves.
+            items: What it contributes; it has no file where there is nothing.
+            threads: How many threads copy.
+            background: Whether the part is hashed and sealed by :meth:`seal_in_background`.
+
+        Returns:
+            Where each item lies in the rank's file; and whether that is in memory.
+
+        Raises:
+            MemoryFullError: No room, even after older checkpoints made some; and the save is of memory alone.
+        """
+        self.give_up()
+        image, placed = plan_shard(items)
+        if placed and not image.size:
+            image = _one_byte()
+        part = PartSave(self._session, facts, rank, image if placed else None, threads)
+        keep = max(1, self._session.config.memory_keep_last - 1)
+        # This save makes it one more; memory keeps two at least, because it may fail.
+        part.retain(self._session.open().tier.parts(), keep, Evidence(facts.completed), size=image.size)
+        part.capture(retained=facts.completed[-1:], hashed=not background)
+        captured = _Captured(part, background, None if rank == facts.coordinator else {})
+        if captured.small is None or background:
+            with self._lock:
+                self._captured = captured
+        else:
+            part.seal()
+            self._report(captured)
+        return placed, part.in_memory
+
+    def seal_in_background(self) -> None:
+        """Hashes and seals, in the background, what was captured for that: see :attr:`sealing`.
+
+        To be called when the save has succeeded on all ranks, and not before: what they still have to
+        tell each other would wait for the processor.
+        """
+        with self._lock:
+            captured = self._captured
+            if captured is None or captured.small is None or not captured.background:
+                return
+            self._captured = None
+        part, small = captured.part, captured.small
+        self._report(captured)
+        self.sealing = self._session.background.run(part.facts.name, lambda: part.seal(small))
+
+    def give_up(self) -> None:
+        """Frees what a save left that did not finish: some other rank failed, and DCP has told all."""
+        with self._lock:
+            captured, self._captured = self._captured, None
+        if captured is not None:
+            facts = captured.part.facts
+            self._session.log.at_step(facts.step).error("%s was not finished: another rank failed", facts.name)
+            self._session.counts["failed"] += 1
+            captured.part.give_back()
+
+    # ------------------------------------------------------------------------------------ inside
+    def _report(self, captured: _Captured, *, wait: bool = False) -> None:
+        part = captured.part
+        self.op_id = part.op_id
+        if wait:
+            part.wait()
+        small = sum(map(len, (captured.small or {}).values()))
+        part.report(small=small, waited=wait, background=captured.background)
+
+
+def _one_byte() -> Image:
+    """The file of items that have no bytes: an empty one could not be mapped."""
+    return Image(1, (Segment(0, memoryview(b"\0")),), (), planned=True)

@@ -1,0 +1,252 @@
+"""The facts of a save: what all its ranks have to agree on before they write.
+
+There are three ways to obtain them: *alone*, where one rank has the whole state; *coordinated*, where one rank issues
+them and they reach the others with DCP's plan; *uncoordinated*, where each rank derives them from the run's id and the
+step. From then on a save is carried out in one way: see :mod:`tiered_checkpoint_io.engine.save.part`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiered_checkpoint_io.engine.ranks.local_run import current_run
+from tiered_checkpoint_io.engine.session import Session, current_world_size
+from tiered_checkpoint_io.engine.staging.retention import Scope
+from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Kind, Metric, Part
+from tiered_checkpoint_io.version import __version__
+
+#: Where the newest facts that this thread has unpickled are kept; see :func:`arrived`.
+_arrivals = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFacts:
+    """What all ranks of one save agree on.
+
+    Attributes:
+        name: The checkpoint's name.
+        save_id: The save's id.
+        step: The training step; -1 where it is not known.
+        world_size: How many ranks the job has; of a checkpoint of several parts, how many save one.
+        durable: Whether it is to go to the durable tier.
+        payload: The payload format.
+        taken: Whether the checkpoint's name is, or may be, in use already.
+        completed: The newest saves of this run that are complete, the oldest first.
+        epoch: The epoch; -1 where it is not known.
+        metric: What a ModelCheckpoint monitored.
+        series: To which names ``memory_keep_last`` applies together, see :func:`ids.series_of`; empty
+            for all names.
+        coordinator: The rank whose drain commits; -1 where ranks need not know.
+        resumable: Whether training can resume from it.
+    """
+
+    name: str
+    save_id: str
+    step: int
+    world_size: int
+    durable: bool
+    payload: Kind = "sharded"
+    taken: bool = False
+    completed: tuple[str, ...] = ()
+    epoch: int = -1
+    metric: Metric | None = None
+    series: str = ""
+    coordinator: int = -1
+    resumable: bool = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_arrive, tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    @property
+    def mark(self) -> str:
+        """What tells the files of this save from those of any other of the same name.
+
+        Neither an overwrite nor a drain that comes late with an earlier save may write to another save's files.
+        """
+        return hash_bytes(self.save_id.encode())[:8]
+
+    def path(self, rank: int) -> str:
+        """The file that holds a rank's state."""
+        if self.payload == "full":
+            return self.name
+        if self.payload == "local":
+            return f"{self.name}/{ids.rank_folder(rank)}-{self.mark}.pt"
+        return f"{self.name}/__{rank}_0-{self.mark}.distcp"
+
+    def file_name(self, rank: int) -> str:
+        """The basename of :meth:`path`."""
+        return self.path(rank).rpartition("/")[2]
+
+    def name_beside(self, basename: str) -> str:
+        """The name of another file: its own, where no other save of this checkpoint's name can have it."""
+        stem, dot, ending = basename.partition(".")
+        return f"{stem}-{self.mark}{dot}{ending}" if self.taken else basename
+
+    def scope(self, rank: int, dirpath: str) -> Scope:
+        """Which parts in memory retention counts together with a rank's part."""
+        # What other ranks save alone has ids of other runs, and is not for this one to remove.
+        alone = self.payload == "full"
+        return Scope(self.save_id, rank, self.payload, dirpath, self.series, own_rank_only=alone)
+
+    def describe(
+        self, rank: int, dirpath: str, files: tuple[FileEntry, ...], *, created: float, namespace: str = ""
+    ) -> Part:
+        """The description of a rank's part that has these files."""
+        switches = {"full": self.name.rpartition("/")[2], "sharded": METADATA, "local": None}
+        content = Content(
+            save_id=self.save_id,
+            step=self.step,
+            epoch=self.epoch,
+            kind=self.payload,
+            created=created,
+            world_size=self.world_size,
+            writer=versions(),
+            files=files,
+            metric=self.metric,
+            parts=1 if self.payload == "full" else self.world_size,
+            coordinator=self.coordinator,
+            switch=switches[self.payload],
+            resumable=self.resumable,
+            namespace=namespace,
+        )
+        return Part(self.name, rank, content, dirpath, self.durable)
+
+
+def _arrive(*fields: Any) -> SaveFacts:
+    facts = SaveFacts(*fields)
+    _arrivals.facts = facts
+    return facts
+
+
+def expect_facts() -> None:
+    """Forgets which facts this thread has received."""
+    _arrivals.facts = None
+
+
+def arrived() -> SaveFacts | None:
+    """The facts that this thread has received since :func:`expect_facts`.
+
+    With ``enable_plan_caching``, DCP's planner receives the coordinator's new plan, facts and all, finds it empty,
+    and hands the writer the plan of an earlier save in its place. Counting saves on each rank would agree only until
+    one of them misses a save, and could not tell whether *this* save goes to the durable tier. But the facts did
+    reach every rank, in the thread that saves: so they are noted when they are unpickled.
+    """
+    facts: SaveFacts | None = getattr(_arrivals, "facts", None)
+    return facts
+
+
+# -------------------------------------------------------------------------------- how to obtain them
+def alone(
+    session: Session,
+    name: str,
+    state: Any,
+    *,
+    rank: int,
+    durable: bool,
+    metric: Metric | None = None,
+    resumable: bool = True,
+) -> SaveFacts:
+    """The facts of a save of one rank that has the whole state."""
+    step, epoch = position(state, name)
+    return SaveFacts(
+        name,
+        session.next_id(),
+        step,
+        current_world_size(),
+        durable,
+        payload="full",
+        epoch=epoch,
+        metric=metric,
+        coordinator=rank,
+        resumable=resumable,
+    )
+
+
+def uncoordinated(
+    session: Session, name: str, *, step: int, degree: int, durable: bool, held: Collection[StoredPart]
+) -> SaveFacts:
+    """The facts of a save that each of ``degree`` ranks makes by itself.
+
+    Args:
+        session: Both tiers.
+        name: The checkpoint's name.
+        step: The training step; -1 where it is not known.
+        degree: How many ranks save.
+        durable: Whether it is to go to the durable tier.
+        held: All parts in this node's memory.
+
+    Raises:
+        UsageError: The run's id could not be asked.
+    """
+    series = ids.series_of(name)
+    seen = [*(stored.save_id for stored in held), session.newest_seen]
+    save_id = current_run().save_id(session.config.namespace, series, step, lambda: session.new_run_id(seen))
+    session.follow(save_id)
+    return SaveFacts(name, save_id, step, degree, durable, payload="local", series=series, coordinator=0)
+
+
+def admit(session: Session, facts: SaveFacts, held: Collection[StoredPart] = ()) -> SaveFacts:
+    """The same facts, for memory alone where too many saves wait for the durable tier already.
+
+    Waits for room on the way to the durable tier, as the configuration says.
+
+    Args:
+        session: Both tiers.
+        facts: What is to be saved.
+        held: Parts in this node's memory; where one is of this save, another rank has decided.
+    """
+    if not facts.durable:
+        return facts
+    if _has_room(session, facts, held):
+        session.known.note(facts.name, exists=True)
+        return facts
+    session.counts["skipped"] += 1
+    session.log.at_step(facts.step).warning("%s stays in memory: too many saves wait for the durable tier", facts.name)
+    return dataclasses.replace(facts, durable=False)
+
+
+def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) -> bool:
+    decided = [stored.part.durable for stored in held if stored.save_id == facts.save_id]
+    if decided:
+        return decided[0]
+    drain = session.open().drain
+    try:
+        drain.start()
+        return drain.has_room(session.next_id(), besides=facts.save_id)
+    except MemoryFullError as error:
+        # Memory has no room for the little that the drain needs: the save goes to the durable tier without it.
+        session.warn_small(error)
+        return True
+
+
+def versions() -> dict[str, str]:
+    """What a checkpoint says of the software that wrote it."""
+    return {
+        "tiered_checkpoint_io": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def position(state: Any, name: str) -> tuple[int, int]:
+    """The step and the epoch of a state, as it says, or else its name; -1 where neither does."""
+    said = state if isinstance(state, dict) else {}
+    step = _count(said.get("global_step"))
+    return step if step >= 0 else _count(ids.step_in_name(name)), _count(said.get("epoch"))
+
+
+def _count(value: Any) -> int:
+    # What no manifest can hold would leave a checkpoint that can't be read.
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return value if fits else -1

@@ -1,0 +1,180 @@
+"""Saving a local checkpoint: each rank its own state, as one file, without asking any other rank.
+
+How the ranks' save ids agree is said in ``local_run``. On the durable tier the checkpoint exists once the parts of all
+shards are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.ranks.local_run import Watch, Where, current_run
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, uncoordinated
+from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.staging.retention import complete_here
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.memory.tier import StoredPart
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which shard of a state a rank has.
+
+    Attributes:
+        shard: Its number, from 0 on.
+        degree: How many shards make the state.
+        writes: Whether this rank saves it: one of those that hold the same.
+    """
+
+    shard: int = 0
+    degree: int = 1
+    writes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSave:
+    """What a local save did.
+
+    Attributes:
+        report: Where the part is, or is on its way to.
+        op_id: The drain's operation that uploads it; None where none does.
+        ending: The result of sending it straight to the durable tier, where that goes on in the background.
+    """
+
+    report: SaveReport
+    op_id: str | None = None
+    ending: Future[None] | None = None
+
+
+def save_local(
+    session: Session,
+    image: Image,
+    place: Place,
+    *,
+    name: str,
+    step: int,
+    durable: bool,
+    wait: bool = False,
+    background: bool = False,
+    threads: int | None = None,
+) -> LocalSave:
+    """Puts this rank's shard into memory, and queues its upload.
+
+    Where memory has no room for a durable save, the part goes straight to the durable tier, with one warning. The
+    call then returns once it is there, and of shard 0 once the checkpoint is, for which the parts of all others are
+    waited for, up to ``wait_timeout_s`` in all; or, with ``background``, once it is captured, and the next one waits.
+
+    Args:
+        session: Both tiers.
+        image: The state, planned.
+        place: Which shard it is.
+        name: The checkpoint's name.
+        step: The training step; -1 where it is not known.
+        durable: Whether it is to go to the durable tier, where there is room on the way.
+        wait: Whether to return only when this rank's part, and of shard 0 all of them, are there.
+        background: Whether what memory has no room for is sent while training goes on.
+        threads: How many threads copy.
+
+    Raises:
+        MemoryFullError: No room, even after older checkpoints made some; and the save is of memory alone, or the
+            node has no memory left at all.
+        SaveError: It did not reach the durable tier while we waited.
+        UsageError: The run's id could not be learnt; or another live run writes to the same dirpath and
+            namespace.
+    """
+    started = session.clock.monotonic()
+    session.check_lease()
+    if durable and place.shard == 0:
+        session.claim()
+    held = session.open().tier.parts()
+    facts = uncoordinated(session, name, step=step, degree=place.degree, durable=durable, held=held)
+    run = _RunWide(session, facts, place.shard)
+    part: PartSave | None = None
+    try:
+        facts = admit(session, facts, held)
+        part = PartSave(session, facts, place.shard, image, threads, started)
+        part.capture(retained=_make_room(part, held, run))
+        part.commit()
+    except Exception:
+        if part is not None and part.direct is not None:
+            part.direct.close()
+        run.report_missing("memory")
+        if durable:
+            run.report_missing("durable")
+        raise
+    if durable and not facts.durable:
+        run.report_missing("durable")
+    ending: Future[None] | None = None
+    if part.in_memory:
+        part.finish()
+    else:
+        run.report_missing("memory")
+
+        def finish() -> None:
+            try:
+                part.finish(watching=lambda: contextlib.closing(run.watch()))
+            except Exception:
+                run.report_missing("durable")
+                raise
+
+        if background:
+            ending = session.background.run(name, finish)
+        else:
+            finish()
+    if wait:
+        part.wait()
+    return LocalSave(part.report(waited=wait, background=background and ending is not None), part.op_id, ending)
+
+
+def _make_room(part: PartSave, held: Collection[StoredPart], run: _RunWide) -> tuple[str, ...]:
+    """Removes what memory need not keep; the saves that must stay even if the new one does not fit."""
+    session = part.session
+    scope = part.facts.scope(part.rank, session.dirpath)
+    lacking = run.lacking({each.save_id for each in held if scope.covers(each) and scope.of_this_run(each)})
+    if lacking is None:
+        return tuple(each.save_id for each in held)
+    evidence = complete_here(held, scope, lacking)
+    assert part.image is not None
+    # This save makes it one more; memory keeps two at least, because it may fail.
+    part.retain(list(held), max(1, session.config.memory_keep_last - 1), evidence, size=part.image.size)
+    return evidence.completed[-1:]
+
+
+class _RunWide:
+    """What the ranks of a run tell each other of saves of which a part is missing."""
+
+    def __init__(self, session: Session, facts: SaveFacts, shard: int) -> None:
+        self._session = session
+        self._facts = facts
+        self._shard = shard
+        self._run = current_run()
+
+    def report_missing(self, where: Where) -> None:
+        """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
+        try:
+            self._run.tell_missing(self._facts.save_id, where)
+        except UsageError as error:
+            # The save goes on, or has failed already of what matters more.
+            self._session.log.at_step(self._facts.step).warning(
+                "could not tell the other ranks that the part of shard %d is missing: %s", self._shard, error
+            )
+
+    def lacking(self, save_ids: Collection[str]) -> set[str] | None:
+        """Those of which some node's memory has no part; None where that can't be known."""
+        try:
+            return self._run.lacking(sorted(save_ids))
+        except UsageError as error:
+            self._session.log.at_step(self._facts.step).warning(
+                "retention skipped: it is not known whether the newer checkpoint is complete: %s", error
+            )
+            return None
+
+    def watch(self) -> Watch:
+        """See :class:`Watch`."""
+        return Watch(self._run, self._facts.save_id, self._session.log, self._session.clock)

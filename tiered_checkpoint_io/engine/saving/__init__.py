@@ -1,1 +1,0 @@
-"""Saves of several ranks."""

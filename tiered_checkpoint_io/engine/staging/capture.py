@@ -1,0 +1,139 @@
+"""Capture: a planned file is copied into a slot of node memory, for which retention makes room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+from typing import Any, cast
+
+import torch
+
+from tiered_checkpoint_io.engine.staging.retention import Evidence, Scope, removable, room_for
+from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+
+#: Slots are rounded up to this many bytes.
+_ROUND = 2 << 20
+
+
+class HostPins:
+    """Registers slots as pinned memory, once each, so that a GPU copies into them at full speed."""
+
+    def __init__(self) -> None:
+        self._pinned: dict[int, int] = {}
+
+    def pin(self, view: memoryview) -> None:
+        """Registers the pages of ``view``; a refusal only costs speed."""
+        address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+        if self._pinned.get(address, 0) >= len(view):
+            return
+        runtime: Any = cast("Any", torch.cuda).cudart()
+        if address in self._pinned:
+            runtime.cudaHostUnregister(address)
+        if int(runtime.cudaHostRegister(address, len(view), 0)) == 0:
+            self._pinned[address] = len(view)
+
+    def unpin(self, view: memoryview) -> None:
+        """Ends the registration of a mapping that is about to end."""
+        if not self._pinned:
+            return
+        address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+        if self._pinned.pop(address, None) is not None:
+            runtime: Any = cast("Any", torch.cuda).cudart()
+            runtime.cudaHostUnregister(address)
+
+
+class Capturer:
+    """Fills slots of one process' memory tier, and removes what retention gives up for them."""
+
+    def __init__(self, tier: MemoryTier, pins: HostPins | None = None) -> None:
+        """Takes an open tier.
+
+        Args:
+            tier: Where to.
+            pins: The register of pinned memory that the tier tells of ending mappings.
+        """
+        self._tier = tier
+        self._pins = pins or HostPins()
+        self._preparing: threading.Thread | None = None
+
+    def capture(
+        self,
+        image: Image,
+        scope: Scope,
+        *,
+        retained: Collection[str] = (),
+        threads: int | None = None,
+        hashed: bool = True,
+    ) -> tuple[Slot, tuple[str, ...]]:
+        """Fills a slot with a planned file.
+
+        Args:
+            image: The file.
+            scope: The save; where there is no room, what it may remove goes, the oldest first.
+            retained: Ids of saves that must not go for it.
+            threads: How many threads copy; see :meth:`Image.fill`.
+            hashed: Whether to hash it while it is copied.
+
+        Returns:
+            The slot, which is the caller's to commit or to give back, and the hashes of its chunks, or none.
+
+        Raises:
+            MemoryFullError: No room even so; all parts in memory are still there.
+        """
+        self._finish_preparing()
+        slot = self._acquire(image.size, scope, retained)
+        try:
+            return slot, image.fill(slot.view, threads=threads, pin=self._pins.pin, hashed=hashed)
+        except BaseException:
+            self._tier.give_back(slot)
+            raise
+
+    def retain(
+        self, parts: Collection[StoredPart], scope: Scope, keep: int, evidence: Evidence, *, size: int | None = None
+    ) -> None:
+        """Removes the parts that memory need not keep any longer.
+
+        Args:
+            parts: All in this node's memory.
+            scope: See :func:`removable`, as for the next two.
+            keep: How many stay.
+            evidence: What is known.
+            size: The file that needs the room, bytes: nothing goes for one that does not fit even then.
+        """
+        going = removable(parts, scope, keep, evidence)
+        freed = sum(stored.part.content.size for stored in going)
+        if going and (size is None or freed >= size or freed + self._tier.room() >= size):
+            self._remove(going)
+
+    def prepare(self, size: int) -> None:
+        """Makes a slot for the next file of this size, in the background."""
+        self._preparing = threading.Thread(target=self._tier.prepare, args=(size,), name="tiered-prepare", daemon=True)
+        self._preparing.start()
+
+    def close(self) -> None:
+        """Waits for background preparation."""
+        self._finish_preparing()
+
+    def _finish_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _acquire(self, size: int, scope: Scope, retained: Collection[str]) -> Slot:
+        try:
+            return self._tier.acquire(size)
+        except MemoryFullError:
+            # The pool has just given up its free slots, so what is missing is known exactly.
+            missing = max(1, size + _ROUND - self._tier.room())
+            going = room_for(missing, self._tier.parts(), scope, retained)
+            if not going:
+                raise
+            self._remove(going)
+            return self._tier.acquire(size)
+
+    def _remove(self, parts: Iterable[StoredPart]) -> None:
+        for stored in parts:
+            self._tier.remove(stored)
