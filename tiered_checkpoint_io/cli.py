@@ -16,7 +16,8 @@ from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import held_back, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.engine.durable.commit import read_manifest
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -273,7 +274,7 @@ def _verify(store: Store, manifest: Manifest) -> None:
     first: TieredCheckpointError | None = None
     for content in (manifest.content, *manifest.previous):
         try:
-            for entry in content.files:
+            for entry in files_of(store, content).all():
                 _verify_file(store, entry)
         except TieredCheckpointError as error:
             first = first or error

@@ -84,6 +84,8 @@ class Timing:
         respawn_max_s: The longest such time.
         stalled_s: A drain that moves nothing for so long is not waited for: its store's own deadline has passed.
         reap_s: How long a closing trainer waits for a drain with nothing to do to leave.
+        left_over_s: A save that waited in node memory for longer is no newer than what another run has put under its
+            name since.
     """
 
     retry_deadline_s: float = 120.0
@@ -145,6 +147,7 @@ class Timing:
     respawn_max_s: float = 30.0
     stalled_s: float = 300.0
     reap_s: float = 2.0
+    left_over_s: float = 60.0
 
     # ------------------------------------------------------------------------------------------ save
     #: Where memory has no room for the coordinator's part: the first look for the parts of the others, and the

@@ -22,6 +22,7 @@ from support.fault_proxy import (
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
+from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import SaveError
@@ -105,7 +106,8 @@ def test_s3_is_away_for_a_whole_run_and_comes_back(io_of, options, proxy, caplog
 @pytest.mark.timeout(60)
 def test_what_a_dead_run_left_on_its_node_does_not_replace_what_was_saved_since(io_of, proxy, monkeypatch):
     """A job is preempted while S3 is away, goes on and is preempted on another node, and comes back to the first."""
-    monkeypatch.setattr(commit, "_LEFT_OVER_S", 0.0)
+    soon, gone_past = Clock(Timing(left_over_s=0.0)), commit.gone_past
+    monkeypatch.setattr(commit, "gone_past", lambda old, part, _: gone_past(old, part, soon))
     proxy.plan = where(SLOW_DOWN)
     first = io_of()
     first.checkpointer.save(state(1), "preempted.ckpt", wait=False)

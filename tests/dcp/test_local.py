@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import launch
+from support.sharded import incomplete
 
 from tiered_checkpoint_io import dcp
+from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, OtherKindError, RestoreError, UsageError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 from .conftest import DEADLINE_S
 
@@ -116,11 +119,14 @@ def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, m
     assert [(answer["same"], answer["rejected"]) for answer in got(final)] == [(True, []), (True, [])]
     found = manifest(tmp_path, "step_4")
     assert (found.content.kind, found.content.world_size, found.previous) == ("local", 2, ())
-    assert sorted(os.listdir(tmp_path / "durable" / "step_4")) == sorted(f.basename for f in found.content.files)
-    assert [f.basename.rpartition("-")[0] for f in found.content.files] == ["rank-00000", "rank-00001"]
-    plain = torch.load(tmp_path / "durable" / found.content.files[1].path)
+    store = DirectoryStore(str(tmp_path / "durable"))
+    files = files_of(store, found.content)
+    assert sorted(os.listdir(tmp_path / "durable" / "step_4")) == sorted(f.basename for f in files.all())
+    (mine,) = files.of_rank(1)
+    assert mine.basename.startswith("rank-00001-")
+    plain = torch.load(tmp_path / "durable" / mine.path)
     assert plain["text"] == "shard 1 of 2, 8"
-    assert not list((tmp_path / "durable" / ids.PART_PREFIX).rglob("*.json"))
+    assert not incomplete(store)
 
     # Another number of shards, and another kind: refused, and said so.
     state = {"text": ""}

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from support.sharded import incomplete
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import dcp
@@ -16,6 +17,7 @@ from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 from .test_local import got, job  # noqa: F401
 from .test_small_memory import small  # noqa: F401
@@ -95,7 +97,7 @@ def test_a_shard_that_does_not_come_holds_up_nobody_for_long(job, small, tmp_pat
     assert "the parts of 1 of 2 ranks are not there, and some were given up: 1" in told[0]["message"]
     assert told[0]["seconds"] < 15
     assert [answer["ended"] for answer in got(after)] == [["step_3"]] * 2
-    assert not list((tmp_path / "durable" / ids.PART_PREFIX).rglob("*.json")), "what did not become whole is gone"
+    assert not incomplete(DirectoryStore(str(tmp_path / "durable"))), "what did not become complete is gone"
     assert not list((tmp_path / "durable" / "step_2").glob("*.pt"))
 
 
@@ -121,7 +123,8 @@ def test_a_process_that_dies_on_the_way_leaves_the_one_before_and_what_is_swept(
     job(2, ["save_local", 1, LARGE], **options)
     # Its part is there, and the checkpoint is not.
     job(2, ["save_local", 2, {**LARGE, "dies": 0}], **options)
-    left = list((tmp_path / "durable" / ids.PART_PREFIX).rglob("*.json"))
+    store = DirectoryStore(str(tmp_path / "durable"))
+    left = [tmp_path / "durable" / key for key in incomplete(store)]
     assert any(path.name == "rank-00000.json" for path in left)
     assert not (tmp_path / "durable" / ids.manifest_key("step_2")).exists()
     for path in left:
@@ -132,7 +135,7 @@ def test_a_process_that_dies_on_the_way_leaves_the_one_before_and_what_is_swept(
     assert [answer["ended"] for answer in got(saved)] == [["step_3"]] * 2
     (loaded,) = job(2, ["load_local", 3, LARGE], **options)
     assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 3)] * 2
-    assert not list((tmp_path / "durable" / ids.PART_PREFIX).rglob("*.json"))
+    assert not incomplete(store)
     assert not list((tmp_path / "durable" / "step_2").glob("*.pt"))
 
 

@@ -5,7 +5,8 @@ from support.story import op_id
 
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -75,13 +76,13 @@ class Node:
 
 def readable(store, name):
     """What a reader makes of a name: the bytes that some content of its manifest describes; None if absent."""
-    manifest = commit.read_manifest(store, name)
+    manifest = read_manifest(store, name)
     if manifest is None:
         return None
-    if manifest.alias_of and (target := commit.read_manifest(store, manifest.alias_of)):
+    if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)):
         manifest = target
     for content in (manifest.content, *manifest.previous):
-        (entry,) = content.files
+        (entry,) = files_of(store, content).all()
         data = store.get(entry.path)
         pieces = [hash_bytes(data[start : start + size]) for start, size in entry.chunks]
         if len(data) == entry.size and tuple(pieces) == entry.hashes:

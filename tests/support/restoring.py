@@ -6,7 +6,7 @@ import pickle
 import queue
 import threading
 
-from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
@@ -38,10 +38,10 @@ def into_memory(tier, dirpath, name, data, number, *, chunk=CHUNK):
 
 def into_durable(store, name, data, number, *, chunk=CHUNK):
     part = Part(name, 0, make_content(name, data, number, chunk=chunk), store.url, durable=True)
-    commit.commit_full(store, part, memoryview(data))
+    commit(store, part, {part.content.files[0].basename: memoryview(data)})
 
 
-def of_a_newer_release(document, version=2):
+def of_a_newer_release(document, version=3):
     """A stored manifest or part, as a release would write it whose format is newer than ours."""
     raw = json.loads(document)
     del raw["digest"]

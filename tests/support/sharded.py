@@ -5,7 +5,8 @@ import random
 
 from support.story import op_id
 
-from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE, chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
@@ -51,15 +52,39 @@ def readable(store, name):
 
     All files of the content that is found must be there, and match.
     """
-    manifest = commit.read_manifest(store, name)
+    manifest = read_manifest(store, name)
     if manifest is None:
         return None
-    if manifest.alias_of and (target := commit.read_manifest(store, manifest.alias_of)):
+    if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)):
         manifest = target
     for content in (manifest.content, *manifest.previous):
-        if all(_matches(store, entry) for entry in content.files):
+        if all(_matches(store, entry) for entry in files_of(store, content).all()):
             return content.step
     raise AssertionError(f"{name} matches none of its contents")
+
+
+def named(store):
+    """All keys that a durable tier should have, besides manifests: what those that count name."""
+    names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
+    manifests = {name: read_manifest(store, name) for name in names}
+    keys = set()
+    for manifest in manifests.values():
+        if manifest.alias_of not in manifests:
+            for content in (manifest.content, *manifest.previous):
+                keys |= set(files_of(store, content).sizes)
+                if content.index:
+                    keys |= {entry.key for entry in store.list(ids.save_prefix(content.save_id))}
+    return sorted(keys)
+
+
+def objects(store):
+    """All keys of a durable tier, besides manifests."""
+    return sorted(entry.key for entry in store.list("") if not entry.key.startswith(ids.MANIFEST_PREFIX))
+
+
+def incomplete(store):
+    """Descriptions of saves that no manifest names."""
+    return sorted(key for key in set(objects(store)) - set(named(store)) if key.startswith(ids.SAVES_PREFIX))
 
 
 def _matches(store, entry):
@@ -76,6 +101,8 @@ class FlatStore(DirectoryStore):
     def _path(self, key):
         super()._path(key)
         return f"{self._root}/{key.replace('/', '%')}"
+
+    folders = None
 
     def list(self, prefix):
         for entry in super().list(""):

@@ -7,8 +7,6 @@ from support import sharded, story
 from support.draining import Node, names, objects, readable
 from support.sweeping import Lost, Mixed, verdict
 
-from tiered_checkpoint_io.model import ids
-
 #: Above the smallest part size, so that an upload to S3 goes in two parts.
 LARGE = (8 << 20) + 5000
 MOMENTS = story.moments()
@@ -122,7 +120,7 @@ class ShardedDrain(FullDrain):
     def finished(self, store, node):
         kept = {f"{name}/.metadata" for name in "ab"}
         kept |= {f"{name}/__{f}-{n}.distcp" for name, n in (("a", 2), ("b", 4)) for f in ("0_0", "0_1", "1_0", "1_1")}
-        left = [*store.list(ids.PART_PREFIX)]
+        left = sharded.incomplete(store)
         if (names(store), set(objects(store)), left) != (["b", "last"], kept, []):
             raise Lost(f"at the end {objects(store)}, {left} are there")
         if set(node.states().values()) != {"committed"} or (

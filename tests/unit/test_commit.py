@@ -1,306 +1,391 @@
-"""The durable protocol: killed before any of its writes, a reader finds old or new, and a rerun ends it."""
+"""The writes of a commit: stopped at any of them, a reader finds old or new, complete, and a rerun finishes it.
+
+One list of stories, over checkpoints of one part and of several, listed in the manifest and beside it.
+"""
 
 import contextlib
 import itertools
-import time
 from dataclasses import replace
 
 import pytest
 from support.restoring import of_a_newer_release
+from support.sharded import FlatStore, bytes_of, entry_of, make_part, named, objects, readable, views_of
 
-from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.durable import aliases, commit
+from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.garbage import collect
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
+from tiered_checkpoint_io.model.manifest import Content, Part
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
-RUN = ids.new_run_id()
+RUN = "20260101T000000.000000-00000000"
+#: Made of one part and listed in the manifest, or beside it; of several parts; of several without a switch.
+KINDS = ["full", "full, indexed", "sharded", "sharded, one rank", "local"]
 
 
-def part_of(name, data, number):
-    entry = FileEntry(name, len(data), 16 << 20, (hash_bytes(data),))
-    content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry,))
-    return Part(name, 0, content, "d", True)
+class Journals:
+    """The journals of one story, by what they belong to."""
+
+    def __init__(self):
+        self._all = {}
+
+    def of(self, *what):
+        return self._all.setdefault(what, MemoryJournal())
+
+    def left(self):
+        return [what for what, journal in self._all.items() if journal.read() is not None]
 
 
-def save(store, name, data, number, journal=None):
-    return commit.commit_full(store, part_of(name, data, number), memoryview(data), journal=journal)
+def full_part(name, number):
+    data = bytes_of(number, 0, "full")
+    content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry_of(name, data),))
+    return Part(name, 0, content, "d", True), {name.rpartition("/")[2]: data}
 
 
-def readable(store, name):
-    """What a reader makes of a name: the content whose hashes the object matches; None if absent."""
-    manifest = commit.read_manifest(store, name)
-    if manifest is None:
-        return None
-    if manifest.alias_of and (target := commit.read_manifest(store, manifest.alias_of)):
-        manifest = target
-    for content in (manifest.content, *manifest.previous):
-        (entry,) = content.files
-        data = store.get(entry.path)
-        if len(data) == entry.size and hash_bytes(data) == entry.hashes[0]:
-            return data
-    raise AssertionError(f"{name} matches none of its contents")
+def save(store, name, number, journals=None, *, kind="full", world_size=2):
+    """All ranks' drains, one after the other, that of the coordinator last, and last of all what is left of others."""
+    journals = journals or Journals()
+    if kind.startswith("full"):
+        part, files = full_part(name, number)
+        return commit.commit(store, part, views_of(files), journal=journals.of(name, number))
+    payload, _, alone = kind.partition(", ")
+    ranks = 1 if alone else world_size
+    for rank in reversed(range(ranks)):
+        part, files = make_part(name, number, rank, world_size=ranks, kind=payload, suffix=f"-{number:08d}")
+        journal = journals.of(name, number, rank)
+        fate = commit.put_part(store, part, views_of(files), journal=journal) if ranks > 1 else "sent"
+        if part.commits and fate != "replaced":
+            arrivals = Arrivals(part)
+            if fate == "sent" and ranks > 1:
+                arrivals.look(store)
+                assert not arrivals.missing
+            fate = commit.commit(store, part, views_of(files), arrivals.rows, journal=journal)
+            if ranks > 1:
+                collect(store, part, patience_s=3600)
+        elif fate == "committed":
+            # Its drain ends here: the part is marked.
+            journal.clear()
+    return fate
 
 
-def objects(store):
-    return sorted(entry.key for entry in store.list("") if not entry.key.startswith(".tiered/"))
+def part_only(store, name, number, rank):
+    part, files = make_part(name, number, rank, suffix=f"-{number:08d}")
+    assert commit.put_part(store, part, views_of(files)) == "sent"
 
 
-def deleted_under_alias(store):
-    save(store, "a.ckpt", b"A", 1)
-    commit.put_alias(store, "last.ckpt", "a.ckpt")
-    commit.delete(store, "a.ckpt", journal=MemoryJournal())
-    return []
+def alias(store, name, target, journals=None):
+    aliases.put_alias(store, name, target, journal=(journals or Journals()).of("alias", name, target))
 
 
+def delete(store, name, journals=None):
+    aliases.delete(store, name, journal=(journals or Journals()).of("delete", name))
+
+
+def deleted_under_alias(store, kind):
+    save(store, "a", 1, kind=kind)
+    alias(store, "last", "a")
+    delete(store, "a")
+
+
+#: What was there, what is done, and which saves a reader may find under which name before and after.
 STORIES = {
+    "first": (lambda s, k: None, lambda s, k, j: save(s, "a", 2, j, kind=k), "a", (None, 2)),
     "overwrite": (
-        lambda s: save(s, "a.ckpt", b"old", 1),
-        lambda s, j: save(s, "a.ckpt", b"new!", 2, j),
-        "a.ckpt",
-        (b"old", b"new!"),
+        lambda s, k: save(s, "a", 1, kind=k),
+        lambda s, k, j: save(s, "a", 2, j, kind=k),
+        "a",
+        (1, 2),
     ),
-    "first": (lambda s: None, lambda s, j: save(s, "a.ckpt", b"new!", 2, j), "a.ckpt", (None, b"new!")),
-    "delete": (
-        lambda s: save(s, "a.ckpt", b"old", 1),
-        lambda s, j: commit.delete(s, "a.ckpt", journal=j),
-        "a.ckpt",
-        (b"old", None),
-    ),
-    "alias": (
-        lambda s: [save(s, "a.ckpt", b"A", 1), commit.put_alias(s, "last.ckpt", "a.ckpt"), save(s, "b.ckpt", b"BB", 2)],
-        lambda s, j: commit.put_alias(s, "last.ckpt", "b.ckpt", journal=j),
-        "last.ckpt",
-        (b"A", b"BB"),
+    "delete": (lambda s, k: save(s, "a", 1, kind=k), lambda s, k, j: delete(s, "a", j), "a", (1, None)),
+    "alias moves": (
+        lambda s, k: [save(s, "a", 1, kind=k), alias(s, "last", "a"), save(s, "b", 2, kind=k)],
+        lambda s, k, j: alias(s, "last", "b", j),
+        "last",
+        (1, 2),
     ),
     "alias becomes real": (
-        lambda s: [save(s, "a.ckpt", b"A", 1), commit.put_alias(s, "last.ckpt", "a.ckpt")],
-        lambda s, j: save(s, "last.ckpt", b"real", 3, j),
-        "last.ckpt",
-        (b"A", b"real"),
+        lambda s, k: [save(s, "a", 1, kind=k), alias(s, "last", "a")],
+        lambda s, k, j: save(s, "last", 3, j, kind=k),
+        "last",
+        (1, 3),
     ),
     "real becomes alias": (
-        lambda s: [save(s, "last.ckpt", b"real", 1), save(s, "a.ckpt", b"A", 2)],
-        lambda s, j: commit.put_alias(s, "last.ckpt", "a.ckpt", journal=j),
-        "last.ckpt",
-        (b"real", b"A"),
+        lambda s, k: [save(s, "last", 1, kind=k), save(s, "a", 2, kind=k)],
+        lambda s, k, j: alias(s, "last", "a", j),
+        "last",
+        (1, 2),
     ),
     "real with an alias becomes alias": (
-        lambda s: [
-            save(s, "last.ckpt", b"real", 1),
-            commit.put_alias(s, "best.ckpt", "last.ckpt"),
-            save(s, "a.ckpt", b"A", 2),
-        ],
-        lambda s, j: commit.put_alias(s, "last.ckpt", "a.ckpt", journal=j),
-        "best.ckpt",
-        (b"real", b"A"),
+        lambda s, k: [save(s, "last", 1, kind=k), alias(s, "best", "last"), save(s, "a", 2, kind=k)],
+        lambda s, k, j: alias(s, "last", "a", j),
+        "best",
+        (1, 2),
     ),
     "alias moves off a deleted target": (
-        lambda s: [*deleted_under_alias(s), save(s, "b.ckpt", b"BB", 2)],
-        lambda s, j: commit.put_alias(s, "last.ckpt", "b.ckpt", journal=j),
-        "last.ckpt",
-        (b"A", b"BB"),
+        lambda s, k: [deleted_under_alias(s, k), save(s, "b", 2, kind=k)],
+        lambda s, k, j: alias(s, "last", "b", j),
+        "last",
+        (1, 2),
     ),
     "alias becomes real, off a deleted target": (
         deleted_under_alias,
-        lambda s, j: save(s, "last.ckpt", b"real", 3, j),
-        "last.ckpt",
-        (b"A", b"real"),
+        lambda s, k, j: save(s, "last", 3, j, kind=k),
+        "last",
+        (1, 3),
     ),
-    "alias of a deleted target goes": (
-        deleted_under_alias,
-        lambda s, j: commit.delete(s, "last.ckpt", journal=j),
-        "last.ckpt",
-        (b"A", None),
-    ),
+    "alias of a deleted target goes": (deleted_under_alias, lambda s, k, j: delete(s, "last", j), "last", (1, None)),
     "target goes, alias stays": (
-        lambda s: [save(s, "a.ckpt", b"A", 1), commit.put_alias(s, "last.ckpt", "a.ckpt"), save(s, "a.ckpt", b"AA", 2)],
-        lambda s, j: commit.delete(s, "a.ckpt", journal=j),
-        "last.ckpt",
-        (b"AA", b"AA"),
+        lambda s, k: [save(s, "a", 1, kind=k), alias(s, "last", "a"), save(s, "a", 2, kind=k)],
+        lambda s, k, j: delete(s, "a", j),
+        "last",
+        (2, 2),
     ),
     "a deleted target is saved anew under its alias": (
         deleted_under_alias,
-        lambda s, j: save(s, "a.ckpt", b"AA", 3, j),
-        "last.ckpt",
-        (b"A", b"AA"),
+        lambda s, k, j: save(s, "a", 3, j, kind=k),
+        "last",
+        (1, 3),
     ),
+}
+#: Those of several parts alone, and changes from one kind to another.
+MIXED = {
+    "overwrite by fewer ranks": (
+        lambda s, k: save(s, "a", 1, kind="sharded", world_size=3),
+        lambda s, k, j: save(s, "a", 2, j, kind="sharded"),
+        "a",
+        (1, 2),
+    ),
+    "what never became complete is removed": (
+        lambda s, k: [save(s, "a", 1, kind="sharded"), part_only(s, "a", 2, 1), part_only(s, "b", 3, 1)],
+        lambda s, k, j: save(s, "a", 4, j, kind="sharded"),
+        "a",
+        (1, 4),
+    ),
+} | {
+    f"{before} becomes {after}": (
+        lambda s, _, kind=before: save(s, "a", 1, kind=kind),
+        lambda s, _, j, kind=after: save(s, "a", 2, j, kind=kind),
+        "a",
+        (1, 2),
+    )
+    for before, after in itertools.permutations(KINDS, 2)
 }
 
 
-@pytest.mark.parametrize("story", STORIES)
-def test_killed_at_any_write_old_or_new_and_a_rerun_finishes(story, tmp_path):
-    prepare, act, name, (old, new) = STORIES[story]
-    whole = DirectoryStore(str(tmp_path / "whole"))
-    prepare(whole)
-    act(whole, MemoryJournal())
+def check_story(story, kind, when, folder):
+    prepare, act, name, (old, new) = story
     for n in itertools.count(1):
-        store = DirectoryStore(str(tmp_path / str(n)))
-        prepare(store)
-        journal = MemoryJournal()
-        faulty = FaultyStore(store, fail_at=n)
+        store = FlatStore(f"{folder}/{n}")
+        prepare(store, kind)
+        assert readable(store, name) == old
+        journals = Journals()
+        faulty = FaultyStore(store, fail_at=n, when=when)
         try:
-            act(faulty, journal)
+            act(faulty, kind, journals)
         except Injected:
             assert readable(store, name) in (old, new)
-            act(store, journal)
-            assert readable(store, name) == new
-            assert objects(store) == objects(whole)
-            assert journal.read() is None
+            act(store, kind, journals)
         else:
             assert n > 2
-            assert readable(store, name) == new
+            assert faulty.operations < n
             break
-    assert faulty.operations < n
+        finally:
+            assert readable(store, name) in (old, new)
+        assert readable(store, name) == new
+        assert objects(store) == named(store)
+    assert readable(store, name) == new
+    assert objects(store) == named(store)
+    assert all(what[-1] == 1 for what in journals.left()), "but for those of parts that their drain has marked"
 
 
-def test_the_objects_of_a_deleted_target_go_when_the_alias_moves_on(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"A", 1)
-    commit.put_alias(store, "last.ckpt", "a.ckpt")
-    commit.put_alias(store, "keep.ckpt", "a.ckpt")
-    commit.delete(store, "a.ckpt", journal=MemoryJournal())
-    assert commit.read_manifest(store, "a.ckpt") is None
-    assert readable(store, "last.ckpt") == b"A"
-    save(store, "b.ckpt", b"B", 2)
-    commit.put_alias(store, "last.ckpt", "b.ckpt")
-    assert readable(store, "keep.ckpt") == b"A"
-    commit.delete(store, "keep.ckpt", journal=MemoryJournal())
-    assert objects(store) == ["b.ckpt"]
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("story", STORIES)
+def test_stopped_at_any_request_old_or_new_and_a_rerun_finishes(story, kind, when, memory_dir, monkeypatch):
+    if kind == "full, indexed":
+        monkeypatch.setattr(commit, "_MAX_INLINE", 0)
+    check_story(STORIES[story], kind, when, memory_dir)
 
 
-def test_an_alias_follows_a_target_that_is_overwritten(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"1", 1)
-    commit.put_alias(store, "last.ckpt", "a.ckpt")
-    save(store, "a.ckpt", b"22", 2)
-    assert readable(store, "last.ckpt") == b"22"
-    assert commit.read_manifest(store, "a.ckpt").aliases == ("last.ckpt",)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("story", MIXED)
+def test_so_it_is_where_the_kind_changes_and_where_parts_are_left(story, when, memory_dir, monkeypatch):
+    if "indexed" in story:
+        monkeypatch.setattr(commit, "_MAX_INLINE", 0)
+    check_story(MIXED[story], "", when, memory_dir)
 
 
-def test_corrupt_bytes_never_replace_good_ones(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"good", 1)
-    with pytest.raises(CorruptCheckpointError):
-        commit.commit_full(store, part_of("a.ckpt", b"next", 2), memoryview(b"nexT"))
-    assert readable(store, "a.ckpt") == b"good"
-    assert not commit.read_manifest(store, "a.ckpt").previous
-
-
-def test_a_second_commit_of_the_same_save_does_nothing(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    assert save(store, "a.ckpt", b"x", 1) == "written"
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_commit_of_the_same_save_does_nothing_and_an_older_one_leaves_it_alone(kind, tmp_path):
+    store = FlatStore(str(tmp_path))
+    assert save(store, "a", 2, kind=kind) == "sent"
     before = store.metrics.snapshot()
-    assert save(store, "a.ckpt", b"x", 1) == "there"
+    assert save(store, "a", 2, kind=kind) == "committed"
+    assert save(store, "a", 1, kind=kind) == "replaced"
     assert store.metrics.snapshot()["requests.put"] == before["requests.put"]
+    assert readable(store, "a") == 2
 
 
-def test_an_alias_to_nothing_is_refused_and_the_old_one_stays(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"A", 1)
-    commit.put_alias(store, "last.ckpt", "a.ckpt")
-    with pytest.raises(CheckpointNotFoundError):
-        commit.put_alias(store, "last.ckpt", "never.ckpt")
-    assert readable(store, "last.ckpt") == b"A"
-
-
-def test_a_delete_spares_a_later_save(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"later", 5)
-    commit.delete(store, "a.ckpt", before=ids.save_id(RUN, 4), journal=MemoryJournal())
-    assert readable(store, "a.ckpt") == b"later"
-
-
-def test_what_a_newer_release_wrote_is_left_alone(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"x", 1)
-    key = ids.manifest_key("a.ckpt")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_newer_release_wrote_is_left_alone(kind, tmp_path):
+    store = FlatStore(str(tmp_path))
+    save(store, "a", 1, kind=kind)
+    key = ids.manifest_key("a")
     newer = of_a_newer_release(store.get(key))
     store.put(key, newer)
+    before = objects(store)
     for act in (
-        lambda: save(store, "a.ckpt", b"y", 2),
-        lambda: commit.delete(store, "a.ckpt", journal=MemoryJournal()),
-        lambda: commit.put_alias(store, "last.ckpt", "a.ckpt"),
+        lambda: save(store, "a", 2, kind=kind),
+        lambda: delete(store, "a"),
+        lambda: alias(store, "last", "a"),
     ):
         with pytest.raises(FormatVersionError, match="upgrade"):
             act()
     assert store.get(key) == newer
-    assert store.get("a.ckpt") == b"x"
+    assert objects(store) == before
 
 
-def test_a_target_saved_anew_keeps_its_alias_when_it_goes_again(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_objects_of_a_deleted_target_go_when_the_last_alias_does(kind, tmp_path):
+    store = FlatStore(str(tmp_path))
+    save(store, "a", 1, kind=kind)
+    alias(store, "last", "a")
+    alias(store, "keep", "a")
+    delete(store, "a")
+    assert read_manifest(store, "a") is None
+    assert readable(store, "last") == 1
+    save(store, "b", 2, kind=kind)
+    alias(store, "last", "b")
+    assert readable(store, "keep") == 1
+    delete(store, "keep")
+    assert objects(store) == named(store)
+    assert readable(store, "last") == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_alias_follows_a_target_that_is_overwritten_and_outlives_it(kind, tmp_path):
+    store = FlatStore(str(tmp_path))
+    save(store, "a", 1, kind=kind)
+    alias(store, "last", "a")
+    save(store, "a", 2, kind=kind)
+    assert readable(store, "last") == 2
+    assert read_manifest(store, "a").aliases == ("last",)
+    delete(store, "a")
+    assert readable(store, "last") == 2
+
+
+def test_corrupt_bytes_never_replace_good_ones(tmp_path):
     store = DirectoryStore(str(tmp_path))
-    deleted_under_alias(store)
-    save(store, "a.ckpt", b"AA", 3)
-    commit.delete(store, "a.ckpt", journal=MemoryJournal())
-    assert readable(store, "last.ckpt") == b"AA"
+    save(store, "a", 1)
+    part, files = full_part("a", 2)
+    with pytest.raises(CorruptCheckpointError):
+        commit.commit(store, part, {"a": memoryview(files["a"][:-1] + b"!")})
+    assert readable(store, "a") == 1
+    assert not read_manifest(store, "a").previous
+
+
+def test_an_alias_to_nothing_is_refused_and_the_old_one_stays(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a", 1)
+    alias(store, "last", "a")
+    with pytest.raises(CheckpointNotFoundError):
+        alias(store, "last", "never")
+    assert readable(store, "last") == 1
+
+
+def test_a_delete_spares_a_later_save(tmp_path):
+    store = DirectoryStore(str(tmp_path))
+    save(store, "a", 5)
+    aliases.delete(store, "a", before=ids.save_id(RUN, 4), journal=MemoryJournal())
+    assert readable(store, "a") == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_saved_anew_keeps_its_alias_when_it_goes_again(kind, tmp_path):
+    store = FlatStore(str(tmp_path))
+    deleted_under_alias(store, kind)
+    save(store, "a", 3, kind=kind)
+    delete(store, "a")
+    assert readable(store, "last") == 3
 
 
 def test_an_alias_to_itself_changes_nothing(tmp_path):
     store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"A", 1)
-    commit.put_alias(store, "a.ckpt", "a.ckpt")
-    assert readable(store, "a.ckpt") == b"A"
-    assert commit.read_manifest(store, "a.ckpt").alias_of is None
+    save(store, "a", 1)
+    alias(store, "a", "a")
+    assert readable(store, "a") == 1
+    assert read_manifest(store, "a").alias_of is None
 
 
 def test_an_alias_request_spares_a_later_save_of_its_name(tmp_path):
     store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"A", 1)
-    save(store, "last.ckpt", b"later", 5)
-    commit.put_alias(store, "last.ckpt", "a.ckpt", before=ids.save_id(RUN, 4))
-    assert readable(store, "last.ckpt") == b"later"
+    save(store, "a", 1)
+    save(store, "last", 5)
+    aliases.put_alias(store, "last", "a", before=ids.save_id(RUN, 4))
+    assert readable(store, "last") == 5
 
 
 def test_an_alias_request_that_was_left_over_spares_an_alias_of_a_later_save(tmp_path):
     """As one of a dead run, on a node that comes back when the job has long gone on elsewhere."""
     store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"A", 1)
-    save(store, "b.ckpt", b"BB", 3)
-    commit.put_alias(store, "last.ckpt", "b.ckpt", before=ids.save_id(RUN, 4))
-    commit.put_alias(store, "last.ckpt", "a.ckpt", before=ids.save_id(RUN, 2))
-    assert readable(store, "last.ckpt") == b"BB"
-    commit.put_alias(store, "last.ckpt", "a.ckpt", before=ids.save_id(RUN, 5))
-    assert readable(store, "last.ckpt") == b"A"
+    save(store, "a", 1)
+    save(store, "b", 3)
+    aliases.put_alias(store, "last", "b", before=ids.save_id(RUN, 4))
+    aliases.put_alias(store, "last", "a", before=ids.save_id(RUN, 2))
+    assert readable(store, "last") == 3
+    aliases.put_alias(store, "last", "a", before=ids.save_id(RUN, 5))
+    assert readable(store, "last") == 1
 
 
-@pytest.mark.parametrize("n", range(1, 7))
-def test_a_delete_tried_again_spares_what_took_the_name_in_between(n, tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a.ckpt", b"A", 1)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", range(1, 9))
+def test_a_delete_tried_again_spares_what_took_the_name_in_between(n, kind, tmp_path):
+    store = FlatStore(str(tmp_path))
+    save(store, "a", 1, kind=kind)
     journal = MemoryJournal()
     with contextlib.suppress(Injected):
-        commit.delete(FaultyStore(store, fail_at=n), "a.ckpt", before=ids.save_id(RUN, 2), journal=journal)
-    save(store, "a.ckpt", b"anew", 3)
-    commit.delete(store, "a.ckpt", before=ids.save_id(RUN, 2), journal=journal)
-    assert readable(store, "a.ckpt") == b"anew"
+        aliases.delete(FaultyStore(store, fail_at=n), "a", before=ids.save_id(RUN, 2), journal=journal)
+    save(store, "a", 3, kind=kind)
+    aliases.delete(store, "a", before=ids.save_id(RUN, 2), journal=journal)
+    assert readable(store, "a") == 3
+    assert objects(store) == named(store)
 
 
 def test_a_file_that_never_became_a_checkpoint_is_removed_by_its_name(tmp_path):
     store = DirectoryStore(str(tmp_path))
-    store.put("left.ckpt", b"upload without a manifest")
-    commit.delete(store, "left.ckpt", journal=MemoryJournal())
-    deleted_under_alias(store)
-    commit.delete(store, "a.ckpt", journal=MemoryJournal())
-    assert readable(store, "last.ckpt") == b"A"
-    assert objects(store) == ["a.ckpt"]
+    store.put("left", b"upload without a manifest")
+    delete(store, "left")
+    deleted_under_alias(store, "full")
+    delete(store, "a")
+    assert readable(store, "last") == 1
+    assert objects(store) == ["a"]
 
 
-def test_a_save_that_a_later_one_of_its_run_has_gone_past_leaves_that_one_alone(tmp_path):
-    """As one that waits in node memory while its successor, for which there was no room, was uploaded directly."""
-    store = DirectoryStore(str(tmp_path))
-    assert save(store, "last.ckpt", b"newer", 2) == "written"
-    assert save(store, "last.ckpt", b"older", 1) == "replaced"
-    assert readable(store, "last.ckpt") == b"newer"
-    # Clocks of different runs may disagree: there, who comes last has the name, but for what was left over.
-    other = part_of("last.ckpt", b"rerun", 1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_runs_whose_clocks_disagree_who_comes_last_has_the_name_but_for_what_was_left_over(kind, tmp_path):
+    """As a save of a dead run that waited in the memory of its node while the job went on elsewhere."""
+    store = FlatStore(str(tmp_path))
+    save(store, "a", 2, kind=kind)
     old_run = "20200101T000000.000000-00000000"
-    left_over = replace(other, content=replace(other.content, save_id=ids.save_id(old_run, 1)))
-    assert commit.commit_full(store, left_over, memoryview(b"rerun")) == "replaced"
-    assert readable(store, "last.ckpt") == b"newer"
-    other = replace(left_over, content=replace(left_over.content, created=time.time()))
-    assert commit.commit_full(store, other, memoryview(b"rerun")) == "written"
-    assert readable(store, "last.ckpt") == b"rerun"
+    payload, _, alone = kind.partition(", ")
+    ranks = 2 if payload in ("sharded", "local") and not alone else 1
+    made = [full_part("a", 1)] if payload == "full" else []
+    made = made or [
+        make_part("a", 1, rank, world_size=ranks, kind=payload, suffix="-x") for rank in reversed(range(ranks))
+    ]
+    for clock, fate in ((Clock(Timing(left_over_s=60)), "replaced"), (Clock(Timing(left_over_s=float("inf"))), "sent")):
+        arrivals = None
+        for recent, files in made:
+            part = replace(recent, content=replace(recent.content, save_id=ids.save_id(old_run, 1)))
+            if ranks > 1:
+                assert commit.put_part(store, part, views_of(files), clock=clock) == fate
+        if ranks > 1:
+            arrivals = Arrivals(part)
+            arrivals.look(store)
+        assert commit.commit(store, part, views_of(files), arrivals and arrivals.rows, clock=clock) == fate
+        assert readable(store, "a") == (2 if fate == "replaced" else 1)

@@ -23,6 +23,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.index import Index
 from tiered_checkpoint_io.model.manifest import Manifest, Part
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -107,14 +108,14 @@ def test_any_configuration_is_valid_or_refused(block):
 @many
 @given(st.binary(max_size=200) | texts.map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_no_manifest(data):
-    for read in (Manifest.from_json, Part.from_json):
+    for read in (Manifest.from_json, Part.from_json, Index.from_json):
         with pytest.raises(ManifestError):
             read(data, where="x")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "1" * 100_000, '{"format": "' + "x" * (8 << 20)])
 def test_deep_and_long_documents_are_refused(text):
-    for read in (Manifest.from_json, Part.from_json):
+    for read in (Manifest.from_json, Part.from_json, Index.from_json):
         with pytest.raises(ManifestError):
             read(text.encode(), where="x")
 

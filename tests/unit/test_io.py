@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
-from tiered_checkpoint_io.engine.durable.commit import read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     RestoreError,
 )

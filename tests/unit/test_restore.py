@@ -23,7 +23,8 @@ from support.restoring import (
 
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.aliases import put_alias
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, reading_order
 from tiered_checkpoint_io.engine.restore.choice import Selector
@@ -123,7 +124,7 @@ def test_what_the_durable_tier_gives_lies_in_memory_for_the_next_start(world):
 def test_a_name_costs_no_list(world):
     into_durable(world.store, "old.ckpt", OLD, 1)
     into_durable(world.store, "new.ckpt", NEW, 2)
-    commit.put_alias(world.store, "last.ckpt", "old.ckpt")
+    put_alias(world.store, "last.ckpt", "old.ckpt")
     before = world.store.metrics.snapshot()
     for name in ("old.ckpt", "last.ckpt"):
         restored, data = world.restore(Selector("name", name))
@@ -197,7 +198,7 @@ def test_the_memory_of_another_durable_tier_is_not_ours(world):
 
 def test_an_overwrite_under_way_gives_the_content_that_the_object_has(world):
     into_durable(world.store, "a.ckpt", SHORT, 1)
-    old = commit.read_manifest(world.store, "a.ckpt").content
+    old = read_manifest(world.store, "a.ckpt").content
     both = Manifest("a.ckpt", make_content("a.ckpt", NEW, 2), previous=(old,))
     world.store.put(manifest_key("a.ckpt"), both.to_json())
     restored, data = world.restore()

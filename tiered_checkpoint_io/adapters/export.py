@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+from tiered_checkpoint_io.engine.durable.files import read_with_files
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.export.export import DEFAULT_SHARD_SIZE, to_safetensors, to_torch_file
 from tiered_checkpoint_io.engine.export.folders import Folder, LocalFolder, PlainStoredFolder, StoredFolder
@@ -74,9 +75,9 @@ def export_checkpoint(
 
 
 def _folder(store: Store, name: str) -> Folder:
-    manifest = _newest(store) if name == ids.LATEST else read_manifest(store, ids.validate_name(name))
+    manifest = _newest(store) if name == ids.LATEST else read_with_files(store, ids.validate_name(name))
     if manifest is not None and manifest.alias_of is not None:
-        manifest = read_manifest(store, manifest.alias_of) or manifest
+        manifest = read_with_files(store, manifest.alias_of) or manifest
     if manifest is None:
         return _plain(store, name)
     if manifest.content.kind != "sharded":
@@ -125,4 +126,5 @@ def _newest(store: Store) -> Manifest:
     ordered = newest_first(manifest.content for manifest in found.values())
     if not ordered:
         raise CheckpointNotFoundError("no sharded checkpoint", operation="export", key=store.url)
-    return found[ordered[0].save_id]
+    newest = found[ordered[0].save_id]
+    return read_with_files(store, newest.name) or newest

@@ -13,7 +13,14 @@ from tiered_checkpoint_io.errors import FormatVersionError, InvalidNameError, Ma
 from tiered_checkpoint_io.model.hashing import hash_bytes
 
 FORMAT = "tiered-checkpoint"
-FORMAT_VERSION = 1
+#: The newest version that this release reads.
+FORMAT_VERSION = 2
+#: Of documents that every release reads: parts, and manifests that list their files themselves.
+INLINE_VERSION = 1
+#: Of a manifest that names an index of its files, and of the index.
+INDEXED_VERSION = 2
+#: Hexadecimal digits of a digest.
+DIGEST_LENGTH = 32
 
 #: How a document of any version ends, around the digest of what stands before.
 _DIGEST = "digest"
@@ -35,11 +42,18 @@ class located:  # noqa: N801 - reads as a clause: "with located(where)"
             raise ManifestError(f"not a valid manifest: {error.message}", operation="parse", key=self._where) from error
 
 
-def dump(body: dict[str, Any]) -> bytes:
-    """A document as it is stored."""
-    document = {"format": FORMAT, "version": FORMAT_VERSION, **body}
-    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=True).encode("utf-8")
-    text = text.removesuffix(b"\n}")
+def dump(body: dict[str, Any], *, version: int = INLINE_VERSION, compact: bool = False) -> bytes:
+    """A document as it is stored.
+
+    Args:
+        body: What it says.
+        version: The oldest version whose readers understand it.
+        compact: Whether to leave out what makes it pleasant for people to read, which large ones can't afford.
+    """
+    document = {"format": FORMAT, "version": version, **body}
+    layout: dict[str, Any] = {"separators": (",", ":")} if compact else {"indent": 1}
+    text = json.dumps(document, ensure_ascii=False, allow_nan=True, **layout).encode("utf-8")
+    text = text.removesuffix(b"}").removesuffix(b"\n")
     return text + _SEAL + hash_bytes(text).encode() + _END
 
 

@@ -6,14 +6,16 @@ what its bytes are. Both are versioned JSON, sealed by a digest: see ``documents
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import (
-    FORMAT_VERSION,
+    DIGEST_LENGTH,
+    INDEXED_VERSION,
+    INLINE_VERSION,
     dump,
     int_of,
     load,
@@ -24,11 +26,11 @@ from tiered_checkpoint_io.model.documents import (
     strings_of,
 )
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.model.index import IndexRef
 
 #: Above S3's 5 TiB no object can exist; a manifest that claims more is damaged or hostile.
 _MAX_FILE_SIZE = 5 << 40
 _MAX_FILES = 1_000_000
-_DIGEST_LENGTH = 32
 
 #: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
 METADATA = ".metadata"
@@ -97,8 +99,8 @@ class FileEntry:
         expected = max(1, -(-size // chunk_size))
         if not isinstance(hashes, list) or len(hashes) != expected:
             raise ManifestError(f"files[].hashes of {path!r}: expected a list of {expected}")
-        if not all(isinstance(digest, str) and len(digest) == _DIGEST_LENGTH for digest in hashes):
-            raise ManifestError(f"files[].hashes of {path!r}: expected {_DIGEST_LENGTH} hexadecimal digits each")
+        if not all(isinstance(digest, str) and len(digest) == DIGEST_LENGTH for digest in hashes):
+            raise ManifestError(f"files[].hashes of {path!r}: expected {DIGEST_LENGTH} hexadecimal digits each")
         return cls(path, size, chunk_size, tuple(hashes))
 
 
@@ -126,7 +128,7 @@ class Content:
         created: Seconds since the epoch, by the writer's clock; for people, not for ordering.
         world_size: The number of ranks that trained.
         writer: Versions of the software that wrote it.
-        files: All files of the checkpoint (manifest), or of one rank (part).
+        files: All files of the checkpoint (manifest), or of one rank (part); none where there is an index.
         metric: What ModelCheckpoint monitored, where it did.
         parts: How many parts the checkpoint has; 0 has this and the next two follow from ``kind``, as in
             documents of releases that did not write them.
@@ -135,6 +137,7 @@ class Content:
             where the manifest alone does.
         resumable: Whether training can resume from it; weights alone can't be resumed from.
         namespace: The namespace that saved it; empty where that is not known.
+        index: In a manifest: the object that lists the files in place of it; see ``engine/durable/files.py``.
     """
 
     save_id: str
@@ -151,6 +154,7 @@ class Content:
     switch: str | None = None
     resumable: bool = True
     namespace: str = ""
+    index: IndexRef | None = None
 
     def __post_init__(self) -> None:
         if self.parts:
@@ -168,7 +172,7 @@ class Content:
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(entry.size for entry in self.files)
+        return self.index.total if self.index is not None else sum(entry.size for entry in self.files)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -179,7 +183,7 @@ class Content:
             "created": self.created,
             "world_size": self.world_size,
             "writer": dict(self.writer),
-            "files": [entry.to_json() for entry in self.files],
+            **self._files_to_json(),
             "metric": self.metric.to_json() if self.metric else None,
             "parts": self.parts,
             "coordinator": self.coordinator,
@@ -188,12 +192,18 @@ class Content:
             "namespace": self.namespace,
         }
 
+    def _files_to_json(self) -> dict[str, Any]:
+        if self.index is not None:
+            return {"index": self.index.to_json()}
+        return {"files": [entry.to_json() for entry in self.files]}
+
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Content:
         kind = str_of(raw, "kind")
         if kind not in KINDS:
             raise ManifestError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
-        files = raw.get("files")
+        index = raw.get("index")
+        files = raw.get("files") if index is None else []
         if not isinstance(files, list) or len(files) > _MAX_FILES:
             raise ManifestError(f"files: expected a list of at most {_MAX_FILES}")
         writer = mapping_of(raw.get("writer", {}), "writer")
@@ -215,6 +225,7 @@ class Content:
             switch=str_of(raw, "switch") if raw.get("switch") is not None else None,
             resumable=resumable,
             namespace=str_of(raw, "namespace") if "namespace" in raw else "",
+            index=IndexRef.from_json(mapping_of(index, "index")) if index is not None else None,
         )
 
 
@@ -251,7 +262,8 @@ class Manifest:
                 "previous": [content.to_json() for content in self.previous],
                 "aliases": list(self.aliases),
                 "alias_of": self.alias_of,
-            }
+            },
+            version=INDEXED_VERSION if any(each.index for each in (self.content, *self.previous)) else INLINE_VERSION,
         )
 
     @classmethod
@@ -300,7 +312,7 @@ class Part:
     content: Content
     dirpath: str
     durable: bool
-    version: int = field(default=FORMAT_VERSION, compare=False)
+    _raw: bytes = field(default=b"", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         content = self.content
@@ -317,8 +329,11 @@ class Part:
         return self.rank == self.content.coordinator
 
     def to_json(self) -> bytes:
-        """The part as it is stored (``part.json``)."""
-        return dump(
+        """The part as it is stored (``part.json``); of one that was read, the bytes that were.
+
+        An index names a part by the digest of its description, which may be from another release.
+        """
+        return self._raw or dump(
             {
                 "name": self.name,
                 "rank": self.rank,
@@ -336,37 +351,17 @@ class Part:
             durable = raw.get("durable")
             if not isinstance(durable, bool):
                 raise ManifestError("durable: expected true or false")
-            return cls(
+            part = cls(
                 name=ids.validate_name(str_of(raw, "name")),
                 rank=int_of(raw, "rank", 0, 1 << 31),
                 content=Content.from_json(raw),
                 dirpath=str_of(raw, "dirpath"),
                 durable=durable,
             )
-
-
-def merge_parts(parts: Sequence[Part]) -> Manifest | None:
-    """The manifest of a save whose parts these are; None while some rank's part is missing.
-
-    The only part of a checkpoint may be that of any rank; of several, each rank has one.
-
-    Raises:
-        ManifestError: The parts are not of one save, or two of them claim the same file.
-    """
-    if not parts:
-        return None
-    ordered = sorted(parts, key=lambda part: part.rank)
-    first = ordered[0]
-    if any((part.name, part.save_id) != (first.name, first.save_id) for part in ordered):
-        raise ManifestError("parts of different saves cannot make one checkpoint", key=first.name)
-    count = first.content.parts
-    if len(ordered) != count or (count > 1 and [part.rank for part in ordered] != list(range(count))):
-        return None
-    files = tuple(entry for part in ordered for entry in part.content.files)
-    if len({entry.path for entry in files}) != len(files):
-        raise ManifestError("two parts claim the same file", key=first.name)
-    coordinator = max(part.content.coordinator for part in ordered)
-    return Manifest(first.name, replace(first.content, files=files, coordinator=coordinator))
+        if part.content.index is not None:
+            raise ManifestError("a part lists its files itself", operation="parse", key=where)
+        object.__setattr__(part, "_raw", bytes(data))
+        return part
 
 
 def newest_first(contents: Iterable[Content]) -> list[Content]:

@@ -112,6 +112,9 @@ class Store(Protocol):
         """
         ...
 
+    # A store may also have ``folders(prefix)``: the names of the folders that a listing by a delimiter finds below a
+    # prefix. See :func:`folders_of`.
+
     def get(self, key: str) -> bytes:
         """The content of a small object.
 
@@ -170,3 +173,16 @@ class Store(Protocol):
     def close(self) -> None:
         """Frees connections and threads. A closed store is not used again."""
         ...
+
+
+def folders_of(store: Store, prefix: str) -> set[str]:
+    """The folders below a prefix that ends with a slash: few answers where a store can list them, else a list of all.
+
+    Raises:
+        StoreError: The listing failed.
+    """
+    folders = getattr(store, "folders", None)
+    if folders is not None:
+        return set(folders(prefix))
+    below = (entry.key[len(prefix) :] for entry in store.list(prefix))
+    return {key.partition("/")[0] for key in below if "/" in key}

@@ -93,6 +93,17 @@ class DirectoryStore:
                         _translate(error, "list", key)
                     yield ObjectInfo(key, facts.st_size, facts.st_mtime)
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The folders in ``prefix``, which ends with a slash; see Store."""
+        self._metrics.add("requests.list")
+        try:
+            with os.scandir(self._path(prefix.rstrip("/"))) as entries:
+                yield from [entry.name for entry in entries if entry.is_dir()]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _translate(error, "list", prefix)
+
     def get(self, key: str) -> bytes:
         self._metrics.add("requests.get")
         try:

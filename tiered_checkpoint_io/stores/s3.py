@@ -172,14 +172,23 @@ class S3Store:
         return self._metrics
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        query = {"Prefix": self._prefix + prefix}
-        while True:
-            page = self._ask("list", "list_objects_v2", None, query)
+        for page in self._pages({"Prefix": self._prefix + prefix}):
             for entry in page.get("Contents", ()):
                 key = entry["Key"][len(self._prefix) :]
                 # Consoles make empty objects to show folders; a key of ours never ends so.
                 if key and not key.endswith("/"):
                     yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """What lies between ``prefix``, which ends with a slash, and the next slash of any key below it; see Store."""
+        for page in self._pages({"Prefix": self._prefix + prefix, "Delimiter": "/"}):
+            for entry in page.get("CommonPrefixes", ()):
+                yield entry["Prefix"][len(self._prefix) + len(prefix) : -1]
+
+    def _pages(self, query: dict[str, str]) -> Iterator[Any]:
+        while True:
+            page = self._ask("list", "list_objects_v2", None, query)
+            yield page
             if not page.get("IsTruncated"):
                 return
             query["ContinuationToken"] = page["NextContinuationToken"]

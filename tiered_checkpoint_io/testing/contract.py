@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError, StoreError, StoreNotFoundError
-from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.base import Store, folders_of
 
 ODD_KEYS = [
     "a",
@@ -122,6 +122,8 @@ class StoreContract:
         assert sorted(entry.key for entry in store.list("m")) == ["m/a.json", "m/b/c.json", "m2/x"]
         assert sorted(entry.key for entry in store.list("m/b")) == ["m/b/c.json"]
         assert len(list(store.list(""))) == 4
+        assert folders_of(store, "m/") == {"b"}
+        assert folders_of(store, "none/") == set()
 
     def test_lists_tell_when_an_object_was_written(self, store: Store) -> None:
         store.put("x", b"1")

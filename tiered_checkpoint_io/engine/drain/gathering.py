@@ -1,7 +1,7 @@
-"""What a drain does with a part of a sharded checkpoint: sends it, waits for those of other nodes, commits.
+"""What a drain does with a part: sends it, waits for those of other nodes where there are any, commits.
 
 The wait holds nothing up: a save whose parts are not all there is looked at again soon, and again,
-more and more rarely, until a bound. One look is one list, and tells of all saves that wait.
+more and more rarely, until a bound. One look is one list for each thousand parts that are missing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable import commit_sharded
-from tiered_checkpoint_io.engine.durable.commit_sharded import Arrived
+from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.commit import commit, put_part
+from tiered_checkpoint_io.engine.durable.garbage import Seen, clear_up
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
@@ -31,9 +32,13 @@ class _Wait:
     since: float
     due: float
     interval: float
-    complete: bool = False
+    arrivals: Arrivals
     overtaken: bool = False
     failed: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return not self.arrivals.missing
 
 
 class Gathering:
@@ -43,6 +48,7 @@ class Gathering:
         self._log = logger
         self._clock = clock
         self._waits: dict[str, _Wait] = {}
+        self._seen: dict[str, Seen] = {}
 
     def hopeful(self) -> bool:
         """Whether there is a save whose parts may still come within the bound."""
@@ -91,7 +97,7 @@ class Gathering:
             store: The durable tier.
             part: The part.
             files: Its bytes, by basename.
-            journal: See :func:`commit_sharded.put_part`.
+            journal: See :func:`put_part`.
             progress: See :meth:`Store.upload`.
             timeout_s: How long to wait for the other parts; they are left alone for so long, too,
                 before they count as garbage.
@@ -102,45 +108,52 @@ class Gathering:
 
         Raises:
             DrainError: The other parts have not come within the bound.
-            TieredCheckpointError: As :func:`commit_sharded.put_part` and ``commit_parts``.
+            TieredCheckpointError: As :func:`put_part` and :func:`commit`.
         """
-        fate = commit_sharded.put_part(store, part, files, journal=journal, progress=progress)
-        if not part.commits or fate == "replaced":
-            self.forget(part.save_id)
-            return "replaced" if fate == "replaced" else "done"
-        parts: list[Arrived] = []
-        if fate == "sent":
-            parts = commit_sharded.arrived(store)
-            if not self._has_all(part, parts, timeout_s):
-                return "waits"
+        alone, rows = part.content.parts == 1, None
+        if not alone:
+            fate = put_part(store, part, files, journal=journal, progress=progress, clock=self._clock)
+            if not part.commits or fate == "replaced":
+                self.forget(part.save_id)
+                return "replaced" if fate == "replaced" else "done"
+            if fate == "sent":
+                wait = self._look(store, part, timeout_s)
+                if wait is None:
+                    return "waits"
+                rows = wait.arrivals.rows
         # Whatever becomes of it now, it has not to wait for others.
         self.forget(part.save_id)
-        commit_sharded.commit_parts(store, part, files, journal=journal)
-        for wait in self._waits.values():
-            # Nodes send parts in the order of their saves: what was missing at this look is lost.
-            wait.overtaken |= fate == "sent" and self._is_older(wait, part) and _in_one_order(wait.part, part)
-        commit_sharded.clear_up(store, part, parts, patience_s=timeout_s, busy=busy(), log=self._log)
+        fate = commit(store, part, files, rows, journal=journal, progress=progress, clock=self._clock)
+        if fate == "replaced":
+            return "replaced"
+        if not alone:
+            for other in self._waits.values():
+                # Nodes send parts in the order of their saves: what was missing at this look is lost.
+                other.overtaken |= fate == "sent" and self._is_older(other, part) and _in_one_order(other.part, part)
+            seen = self._seen.setdefault(part.dirpath, Seen())
+            clear_up(store, part, patience_s=timeout_s, busy=busy(), log=self._log, seen=seen)
         return "done"
 
-    def _has_all(self, part: Part, parts: list[Arrived], timeout_s: float) -> bool:
-        """Whether it is this save's turn; takes note of what ``parts`` tell of all that wait here."""
+    def _look(self, store: Store, part: Part, timeout_s: float) -> _Wait | None:
+        """Looks for the other parts of a save; None where it is not its turn yet."""
         now, timing = self._clock.monotonic(), self._clock.timing
-        mine = self._waits.setdefault(part.save_id, _Wait(part, now, now, timing.gather_first_s))
-        for wait in self._waits.values():
-            if wait.part.dirpath == part.dirpath:
-                wait.complete = not commit_sharded.missing_ranks(wait.part, parts)
-                wait.due = now + wait.interval
+        mine = self._waits.setdefault(part.save_id, _Wait(part, now, now, timing.gather_first_s, Arrivals(part)))
+        mine.arrivals.look(store)
+        mine.due = now + mine.interval
         mine.interval = min(timing.gather_max_s, 2 * mine.interval)
         if mine.complete:
-            # Parts arrive in the order of their saves, so one that was looked at before may be whole by now.
-            return not any(wait.complete and self._is_older(wait, part) for wait in self._waits.values())
-        missing = commit_sharded.missing_ranks(part, parts)
+            # Parts arrive in the order of their saves, so one that was looked at before may be complete by now.
+            older = [wait for wait in self._waits.values() if self._is_older(wait, part)]
+            for wait in older:
+                wait.arrivals.look(store)
+            return None if any(wait.complete for wait in older) else mine
         if now - mine.since < timeout_s:
-            return False
+            return None
         mine.failed = True
+        missing = mine.arrivals.missing
         named = ", ".join(str(rank) for rank in missing[:_NAMED])
         raise DrainError(
-            f"the parts of {len(missing)} of {part.content.world_size} ranks have not come within {timeout_s:.0f} s:"
+            f"the parts of {len(missing)} of {part.content.parts} ranks have not come within {timeout_s:.0f} s:"
             f" {named}{' ...' if len(missing) > _NAMED else ''}",
             operation="commit",
             tier="durable",

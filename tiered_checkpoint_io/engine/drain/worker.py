@@ -29,7 +29,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue, operations_of
 from tiered_checkpoint_io.engine.drain.report import Reporter
 from tiered_checkpoint_io.engine.drain.retries import Retries, is_scarcity
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.engine.durable import commit, commit_sharded
+from tiered_checkpoint_io.engine.durable import aliases, commit
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -248,9 +248,9 @@ class Drain:
                 store = self._stores.get(operation.dirpath)
                 journal = self._queue.journal(operation.op_id)
                 if operation.action == "alias":
-                    commit.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
+                    aliases.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
                 else:
-                    commit.delete(store, operation.name, before=operation.op_id, journal=journal)
+                    aliases.delete(store, operation.name, before=operation.op_id, journal=journal)
         except _Stopped:
             return
         except Exception as error:
@@ -277,10 +277,6 @@ class Drain:
         store = self._stores.get(part.dirpath)
         journal = self._queue.journal(stored.op_id)
         with self._report.uploading(part.name, part.content.size), self._tier.reading(stored) as views:
-            if part.content.kind == "full":
-                data = next(iter(views.values()), memoryview(b""))
-                written = commit.commit_full(store, part, data, journal=journal, progress=self._progress)
-                return "replaced" if written == "replaced" else "done"
             return self._gathering.drain(
                 store,
                 part,
@@ -310,8 +306,7 @@ class Drain:
         if journal.read() is not None and stored.op_id not in self._retries.tried:
             # What cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
-                abandon = commit.abandon if part.content.kind == "full" else commit_sharded.abandon
-                abandon(self._stores.get(part.dirpath), part, journal)
+                commit.abandon(self._stores.get(part.dirpath), part, journal)
         self._gathering.forget(stored.op_id)
         self._log.warning("%s will not be durable: %s", part.name, reason)
         (operation,) = operations_of([stored], ())

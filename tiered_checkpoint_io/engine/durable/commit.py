@@ -1,237 +1,335 @@
-"""How a checkpoint begins and ceases to exist on the durable tier.
+"""How a checkpoint begins to exist on the durable tier: one sequence of writes for checkpoints of one part or of many.
 
-Every function here is a sequence of single-object writes, ordered so that a crash after any of
-them leaves a state in which a reader finds the old checkpoint or the new one, whole. Each may be
-repeated after a crash.
+Each write concerns one object. A crash after any of them leaves a state in which a reader finds the old checkpoint or
+the new one, complete, and each function may be repeated after a crash.
 
-A checkpoint exists if and only if its manifest does. An overwrite goes by three writes: a manifest
-that knows both contents, the object, a manifest that knows the new content alone. At every moment
-the object matches what some content in the manifest says.
+====  ==========================================================================  ===================================
+      write                                                                       what a reader finds behind it
+====  ==========================================================================  ===================================
+W1    the files of each part, but the switch, by the drain of its node            the old checkpoint
+W2    the part's description                                                      the old one
+W3    the index, once all descriptions are there and all files have their size    the old one
+W4    a manifest of both contents, where the old one has such a switch as well    the new fails at its switch: the old
+W5    the switch                                                                  the new one
+W6    a note of what is to go; the manifest of the new content alone              the new one
+W7    the old one's files, descriptions and, last, index go                       the new one
+====  ==========================================================================  ===================================
+
+W1 and W2 are :func:`put_part`, the others :func:`commit`, by the drain that holds the coordinator's part. Of a
+checkpoint of one part, :func:`commit` does all of it, and while its manifest is small, that lists the files itself:
+W2 and W3 are then left out. Without a switch, W4 and W5 are.
+
+It is safe because no file of committed content is written to but the switch: other files have names of their own, and
+a part that does not is refused. While the switch may be the old or the new one, the manifest has both contents.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tiered_checkpoint_io.engine.durable.journals import Removal, Section, identity_of
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.aliases import aliases_of, orphans_of
+from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in
 from tiered_checkpoint_io.engine.durable.manifests import (
     contents_of,
     current,
     exists,
-    heirs,
-    orphans_of_alias,
-    paths_in,
-    paths_of,
-    points_to,
-    read_manifest,
+    is_committed,
     replaced_by,
     verify,
 )
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
+from tiered_checkpoint_io.engine.durable.removal import Removal, Section
+from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreError, UsageError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Manifest, Part, merge_parts
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.index import Index, IndexRow
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
-__all__ = ["abandon", "commit_full", "delete", "put_alias", "read_manifest", "verify"]
+#: ``sent``: the part is there; ``committed``: its save is; ``replaced``: a later save has taken its name.
+Fate = Literal["sent", "committed", "replaced"]
 
+_SENT = "sent"
+_FILES = "files"
 _UPLOAD = "upload"
 _REMOVAL = "removal"
-#: A save that waited in node memory for longer is no newer than what another run has put under its name since.
-_LEFT_OVER_S = 60.0
+#: Beside the files, in the list of what was sent: the part's description, where this release puts it.
+_DESCRIPTION = "part.json"
+#: Bytes of a manifest beyond which the files of a checkpoint of one part are listed beside it, too.
+_MAX_INLINE = 3 << 10
 
-Written = Literal["written", "there", "replaced"]
 
-
-def commit_full(
+# ------------------------------------------------------------------------------------------ parts
+def put_part(
     store: Store,
     part: Part,
-    data: memoryview,
+    files: Mapping[str, memoryview],
     *,
     journal: UploadJournal | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Written:
-    """Makes a full checkpoint exist on the durable tier.
+    clock: Clock = SYSTEM,
+) -> Fate:
+    """Uploads one of several parts: its files but the switch, then its description.
 
     Args:
         store: Where.
-        part: The only part of it.
-        data: The bytes of its file; verified before anything is written.
-        journal: See :meth:`Store.upload`; also remembers what is to be removed afterwards.
+        part: The part.
+        files: The bytes of its files, by basename; all are verified before anything is written.
+        journal: Remembers what has arrived, between a crash and the next call. :func:`commit` goes on with it.
         progress: See :meth:`Store.upload`.
+        clock: See :func:`gone_past`.
 
     Returns:
-        ``there`` where this very save was committed already, and ``replaced`` where a later one has gone past it,
-        straight to this tier, or from another node while this one waited: nothing was to be done then.
+        ``sent``; or else nothing was written.
 
     Raises:
-        CorruptCheckpointError: ``data`` differs from its hashes. Nothing was written.
-        UsageError: Not a full checkpoint.
+        CorruptCheckpointError: A file differs from its hashes. Nothing was written.
+        ManifestError: It names files outside of its checkpoint. Nothing was written.
+        UsageError: It would write to files of the checkpoint that it replaces. Nothing was written.
         FormatVersionError: A newer release owns this name. Nothing was written.
         StoreError: Repeat the call to finish.
     """
-    if part.content.kind != "full":
-        raise UsageError(
-            f"a {part.content.kind} checkpoint is committed by its parts", operation="commit", key=part.name
-        )
-    (entry,) = part.content.files
-    upload, removal = (Section(journal, name) if journal is not None else None for name in (_UPLOAD, _REMOVAL))
     old = current(store, part.name)
-    if old is not None and old.alias_of is None and old.content.save_id == part.save_id and not old.previous:
-        (Removal.noted(removal) or Removal(part.name)).finish(store, removal)
-        return "there"
-    if old is not None and old.alias_of is None and _has_gone_past(old.content, part.content):
+    if is_committed(old, part.save_id):
+        return "committed"
+    if gone_past(old, part, clock):
         return "replaced"
-    verify(entry, data, tier="memory", where=part.name)
-    merged = merge_parts([part])
-    assert merged is not None
-    key = ids.manifest_key(part.name)
-    replaced = replaced_by(store, part.name, entry.path, old)
-    merged = replace(merged, aliases=aliases_of(replaced))
-    others = tuple(content for content in contents_of(replaced) if content.save_id != part.save_id)
-    if entry.path in paths_in(others):
-        store.put(key, replace(merged, previous=others).to_json())
-    store.upload(entry.path, data, journal=upload, progress=progress)
-    orphans = orphans_of(store, merged, others, old)
-    orphans.note(removal)
-    store.put(key, merged.to_json())
-    orphans.finish(store, removal)
-    return "written"
+    if _DESCRIPTION not in _sent(journal):
+        _check(store, part, old)
+        _verify(part, part.content.files, files)
+        _put_files(store, part, files, journal, progress)
+        store.put(ids.description_key(part.save_id, part.rank), part.to_json())
+        _note_sent(journal, _DESCRIPTION)
+    return "sent"
 
 
-def _has_gone_past(old: Content, new: Content) -> bool:
+def gone_past(old: Manifest | None, part: Part, clock: Clock) -> bool:
     """Whether what has a name was saved later than what is to take it, as far as can be told."""
-    if old.save_id <= new.save_id:
+    if old is None or old.alias_of is not None or old.content.save_id <= part.save_id:
         return False
     # Of other runs the clocks may disagree: there, who comes last has the name, but for what a dead run left in
     # the memory of its node, and the next start there, or a store that was away, lets go on only now.
-    return ids.run_id_of(old.save_id) == ids.run_id_of(new.save_id) or time.time() - new.created > _LEFT_OVER_S
+    same_run = ids.run_id_of(old.content.save_id) == ids.run_id_of(part.save_id)
+    return same_run or clock.wall() - part.content.created > clock.timing.left_over_s
 
 
 def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
-    """Ends the upload of a full checkpoint that will not be committed."""
-    store.abandon(part.name, Section(journal, _UPLOAD))
+    """Ends the upload of a part that will not be needed. Files that have arrived stay where they are."""
+    sent = _sent(journal)
+    for entry in sorted(part.content.files, key=lambda entry: entry.basename == part.content.switch):
+        if entry.basename not in sent:
+            store.abandon(entry.path, Section(journal, _UPLOAD))
 
 
-def put_alias(
-    store: Store, alias: str, target: str, *, before: str | None = None, journal: UploadJournal | None = None
+# ----------------------------------------------------------------------------------------- commit
+def commit(
+    store: Store,
+    part: Part,
+    files: Mapping[str, memoryview],
+    rows: Mapping[int, IndexRow] | None = None,
+    *,
+    journal: UploadJournal | None = None,
+    progress: Callable[[int], None] | None = None,
+    clock: Clock = SYSTEM,
+) -> Fate:
+    """Makes a checkpoint exist, whose other parts have all arrived.
+
+    Args:
+        store: Where.
+        part: The coordinator's part; of several, behind :func:`put_part`.
+        files: The bytes of its files, by basename.
+        rows: All parts, by rank, as :class:`Arrivals` found them; not needed where there is only this one.
+        journal: The one of :func:`put_part`; cleared at the end.
+        progress: See :meth:`Store.upload`.
+        clock: See :func:`gone_past`.
+
+    Returns:
+        ``sent`` where this call made it exist; ``committed`` where an earlier one had, and at most something was
+        left to be removed; ``replaced`` where a later save has taken its name.
+
+    Raises:
+        CorruptCheckpointError: A file differs from its hashes. Nothing was written.
+        ManifestError: The parts do not make one checkpoint. Nothing was written.
+        UsageError: As :func:`put_part`.
+        FormatVersionError: A newer release owns this name. Nothing was written.
+        StoreError: A file is not there as its part says. Or else: repeat the call to finish.
+    """
+    removal = Section(journal, _REMOVAL)
+    old = current(store, part.name)
+    fate: Fate = "sent"
+    if is_committed(old, part.save_id):
+        (Removal.noted(removal) or Removal(part.name)).finish(store, removal)
+        fate = "committed"
+    elif gone_past(old, part, clock):
+        return "replaced"
+    else:
+        _change_over(store, part, files, rows or {part.rank: IndexRow.of(part)}, old, journal, progress)
+    if journal is not None:
+        journal.clear()
+    return fate
+
+
+def _change_over(
+    store: Store,
+    part: Part,
+    files: Mapping[str, memoryview],
+    rows: Mapping[int, IndexRow],
+    old: Manifest | None,
+    journal: UploadJournal | None,
+    progress: Callable[[int], None] | None,
 ) -> None:
-    """Makes ``alias`` name the files of ``target``; uploads nothing.
+    """From the old content of a name to the new one: see the head of this module."""
+    key, removal, switch = ids.manifest_key(part.name), Section(journal, _REMOVAL), _switch(part)
+    index = _index_of(part, rows)
+    described = part.content.parts > 1 or _DESCRIPTION in _sent(journal)
+    if not described:
+        _check(store, part, old)
+        _verify(part, part.content.files, files)
+        _put_files(store, part, files, journal, progress)
+    elif switch is not None:
+        # It may have waited for long since it was verified with the other files.
+        _verify(part, [switch], files)
+    beside = _check_sizes(store, part, index)
+    replaced = replaced_by(store, part.name, old, lambda: beside or _has_switch(store, part))
+    others = [content for content in contents_of(replaced) if content.save_id != part.save_id]
+    new = Manifest(part.name, replace(part.content, coordinator=part.rank), aliases=aliases_of(replaced))
+    if described or len(new.to_json()) > _MAX_INLINE:
+        new = replace(new, content=_put_index(store, part, index, old))
+    if switch is not None:
+        if any(content.switch == part.content.switch for content in others):
+            store.put(key, replace(new, previous=tuple(others)).to_json())
+        store.upload(switch.path, files[switch.basename], journal=Section(journal, _UPLOAD), progress=progress)
+    orphans = orphans_of(store, part.name, others, old).without(path for path, _ in index.paths)
+    orphans.note(removal)
+    store.put(key, new.to_json())
+    orphans.finish(store, removal)
 
-    What pointed to ``alias`` points to ``target`` afterwards.
 
-    Args:
-        store: Where.
-        alias: The name to set.
-        target: A checkpoint that is no alias itself.
-        before: The id of the request. A checkpoint saved as ``alias`` later than it is left alone, and so is an
-            alias of one: the request was left over in the memory of another node.
-        journal: Remembers what is still to be removed, between a crash and the next call.
+def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
+    """The index of a save.
 
     Raises:
-        CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
-        FormatVersionError: A newer release owns one of the names.
+        ManifestError: The parts do not make one checkpoint.
     """
-    removal = Removal.noted(journal)
-    manifest = current(store, target)
-    if manifest is None or manifest.alias_of is not None:
-        raise CheckpointNotFoundError(
-            f"an alias needs a checkpoint to point to, and {target!r} is none",
-            operation="alias",
+    index = Index(part.name, part.save_id, rows)
+    paths = [path for path, _ in index.paths]
+    if part.content.parts > 1 and set(rows) != set(range(part.content.parts)):
+        raise ManifestError("the parts are not of all ranks", operation="commit", tier="durable", key=part.name)
+    if len(set(paths)) != len(paths):
+        raise ManifestError("two parts claim the same file", operation="commit", tier="durable", key=part.name)
+    return index
+
+
+def _put_index(store: Store, part: Part, index: Index, old: Manifest | None) -> Content:
+    """Writes the index (W3), before it the description of a part that is alone; the content that names it."""
+    content = replace(part.content, coordinator=part.rank, files=())
+    if old is not None and old.content.save_id == part.save_id and old.content.index is not None:
+        # A manifest that an earlier try wrote names it: other bytes, of another release, would break that.
+        return replace(content, index=old.content.index)
+    if part.content.parts == 1:
+        store.put(ids.description_key(part.save_id, part.rank), part.to_json())
+    data, reference = index.to_json()
+    store.put(ids.index_key(part.save_id), data)
+    return replace(content, index=reference)
+
+
+# ------------------------------------------------------------------------------------------ inside
+def _sent(journal: UploadJournal | None) -> list[str]:
+    files = (Section(journal, _SENT).read() or {}).get(_FILES)
+    return [str(name) for name in files] if isinstance(files, list) else []
+
+
+def _note_sent(journal: UploadJournal | None, name: str) -> None:
+    Section(journal, _SENT).write({_FILES: [*_sent(journal), name]})
+
+
+def _switch(part: Part) -> FileEntry | None:
+    """The file whose change turns the old content of a name into the new one."""
+    return next((entry for entry in part.content.files if entry.basename == part.content.switch), None)
+
+
+def _uploaded(part: Part) -> list[FileEntry]:
+    """The files that are there before the checkpoint is."""
+    return [entry for entry in part.content.files if entry.basename != part.content.switch]
+
+
+def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, memoryview]) -> None:
+    for entry in entries:
+        verify(entry, files[entry.basename], tier="memory", where=f"{part.name}, rank {part.rank}")
+
+
+def _put_files(
+    store: Store,
+    part: Part,
+    files: Mapping[str, memoryview],
+    journal: UploadJournal | None,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Uploads what is there before the checkpoint is (W1)."""
+    for entry in _uploaded(part):
+        if entry.basename not in _sent(journal):
+            upload = Section(journal, _UPLOAD)
+            store.upload(entry.path, files[entry.basename], journal=upload, progress=progress)
+            _note_sent(journal, entry.basename)
+
+
+def _check(store: Store, part: Part, old: Manifest | None) -> None:
+    """Refuses a part that would write where it must not."""
+    check_paths(part)
+    # What carries a mark of the save's id is of no other save.
+    mark = hash_bytes(part.save_id.encode())[:8]
+    ours = {entry.path for entry in _uploaded(part) if mark not in entry.basename}
+    if not ours:
+        return
+    replaced = replaced_by(store, part.name, old, lambda: _has_switch(store, part))
+    others = [each for each in contents_of(replaced) if each.save_id != part.save_id]
+    try:
+        clash = ours & paths_in(store, others)
+    except CorruptCheckpointError:
+        # Of what it is to replace, nobody can tell the files, nor read them.
+        clash = set()
+    if clash:
+        raise UsageError(
+            f"{min(clash)!r} belongs to the checkpoint that this save is to replace",
+            operation="upload",
             tier="durable",
-            key=alias,
-            hint="its own save did not reach the durable tier",
+            key=part.name,
+            rank=part.rank,
+            step=part.content.step,
+            hint="save under another name, or give the files names of their own",
         )
-    if alias == target:
-        return
-    old = current(store, alias)
-    own = old is not None and old.alias_of is None
-    if before is not None and old is not None and old.content.save_id > before:
-        return
-    moving = [name for name in old.aliases if points_to(store, name, alias)] if own and old is not None else []
-    moving.append(alias)
-    # The target learns of its aliases first: a delete that comes between must find them.
-    known = manifest
-    for name in moving:
-        known = known.with_alias(name)
-    if known is not manifest:
-        store.put(ids.manifest_key(target), known.to_json())
-    if removal is None and old is not None and old.alias_of != target:
-        removal = Removal(alias, tuple(paths_of(old))) if own else removal_of_alias(store, old)
-        removal.note(journal)
-    for name in moving:
-        store.put(ids.manifest_key(name), replace(known, name=name, alias_of=target).to_json())
-    (removal or Removal(alias)).finish(store, journal)
 
 
-def delete(store: Store, name: str, *, before: str | None = None, journal: UploadJournal) -> None:
-    """Makes a checkpoint, or an alias, cease to exist.
+def _has_switch(store: Store, part: Part) -> bool:
+    """Whether there is an object where the switch of this save lies, or that of another one of its name."""
+    switch = _switch(part)
+    return exists(store, switch.path if switch is not None else f"{part.name}/{METADATA}")
 
-    The objects that a live alias names stay until that alias moves on. A file that never had a
-    manifest (a save that was given up, or one that others wrote) is removed too.
 
-    Args:
-        store: Where.
-        name: Which.
-        before: The id of the request. A save made later than it is left alone.
-        journal: Remembers what is still to be removed, between a crash and the next call.
+def _check_sizes(store: Store, part: Part, index: Index) -> bool:
+    """What a manifest names must be there: one list, for all that may have happened since the uploads.
+
+    Returns:
+        Whether files of other saves are beside them.
 
     Raises:
-        FormatVersionError: A newer release owns this name. Nothing was removed.
+        StoreError: A file is missing, or has another size.
     """
-    removal = Removal.noted(journal)
-    manifest = current(store, name)
-    if removal is not None and manifest is not None and removal.identity != identity_of(manifest):
-        # The name was taken anew between a first try, which got as far as its note, and this one.
-        manifest = None
-    elif manifest is not None and before is not None and manifest.content.save_id > before:
-        return
-    elif manifest is None:
-        # One that cannot be read stands for no checkpoint either.
-        store.delete(ids.manifest_key(name))
-    if removal is None:
-        if manifest is None:
-            removal = Removal(name, (name,) if exists(store, name) and not heirs(store, name) else ())
-        elif manifest.alias_of is not None:
-            removal = removal_of_alias(store, manifest)
-        else:
-            removal = Removal(name, () if _hand_over(store, manifest) else tuple(paths_of(manifest)))
-        if manifest is not None:
-            removal = replace(removal, identity=identity_of(manifest))
-        removal.note(journal)
-    if manifest is not None:
-        store.delete(ids.manifest_key(name))
-    removal.finish(store, journal)
-
-
-def aliases_of(replaced: list[Manifest]) -> tuple[str, ...]:
-    """The aliases that follow a name whose objects are replaced: see :func:`replaced_by`."""
-    if len(replaced) == 1 and replaced[0].alias_of is None:
-        return replaced[0].aliases
-    return tuple(heir.name for heir in replaced)
-
-
-def orphans_of(store: Store, merged: Manifest, others: tuple[Content, ...], old: Manifest | None) -> Removal:
-    """What nothing refers to once ``merged`` stands where ``old`` stood, over the contents ``others``."""
-    if old is not None and old.alias_of is not None:
-        return removal_of_alias(store, old)
-    new = paths_of(merged)
-    return Removal(merged.name, tuple(path for path in paths_in(others) if path not in new))
-
-
-def removal_of_alias(store: Store, alias: Manifest) -> Removal:
-    """What nothing refers to once ``alias`` is gone."""
-    assert alias.alias_of is not None
-    return Removal(alias.alias_of, tuple(orphans_of_alias(store, alias)))
-
-
-def _hand_over(store: Store, target: Manifest) -> bool:
-    """Tells the live aliases of a target that goes what they stand for from now on, if there are any."""
-    live = [alias for alias in target.aliases if points_to(store, alias, target.name)]
-    for alias in live:
-        # The target may have been overwritten, and aliases added, since the alias was made.
-        heir = replace(target, name=alias, alias_of=target.name, aliases=tuple(live))
-        store.put(ids.manifest_key(alias), heir.to_json())
-    return bool(live)
+    switch = _switch(part)
+    expected = {path: size for path, size in index.paths if switch is None or path != switch.path}
+    if not expected:
+        return False
+    sizes = {entry.key: entry.size for entry in store.list(f"{part.name}/")}
+    for path, size in expected.items():
+        if sizes.get(path) != size:
+            raise StoreError(
+                f"{sizes.get(path, 'no')} bytes of a file are there, in place of {size}",
+                operation="commit",
+                tier="durable",
+                key=path,
+                step=part.content.step,
+                hint="it was removed or replaced after its upload; the next save is not affected",
+            )
+    return not expected.keys() >= sizes.keys()

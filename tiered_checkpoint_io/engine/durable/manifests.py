@@ -46,6 +46,12 @@ def current(store: Store, name: str) -> Manifest | None:
         return None
 
 
+def is_committed(manifest: Manifest | None, save_id: str) -> bool:
+    """Whether a manifest says that this save, and no other, is what its name holds."""
+    own = manifest is not None and manifest.alias_of is None and not manifest.previous
+    return own and manifest is not None and manifest.content.save_id == save_id
+
+
 def verify(entry: FileEntry, data: memoryview, *, tier: str, where: str) -> None:
     """Compares every chunk of a file with its hash.
 
@@ -62,16 +68,6 @@ def contents_of(manifests: Iterable[Manifest]) -> list[Content]:
     return [*{content.save_id: content for content in contents}.values()]
 
 
-def paths_in(contents: Iterable[Content]) -> list[str]:
-    """The keys of all files of some contents, in order."""
-    return sorted({entry.path for content in contents for entry in content.files})
-
-
-def paths_of(manifest: Manifest) -> list[str]:
-    """The keys of all objects that a manifest names."""
-    return paths_in(contents_of([manifest]))
-
-
 def exists(store: Store, path: str) -> bool:
     """Whether there is an object under a key."""
     try:
@@ -81,42 +77,36 @@ def exists(store: Store, path: str) -> bool:
     return True
 
 
-def heirs(store: Store, path: str) -> list[Manifest]:
-    """The aliases that keep an object whose own manifest is gone. Reads all manifests: for rare cases."""
+def heirs(store: Store, name: str) -> list[Manifest]:
+    """The aliases that keep the files of a checkpoint whose own manifest is gone; reads all manifests: a rare case."""
+    return [each for each in read_all(store) if each is not None and each.alias_of == name]
+
+
+def read_all(store: Store, read: Callable[[Store, str], Manifest | None] = current) -> list[Manifest | None]:
+    """All manifests, each read by ``read``; None for one that is gone meanwhile."""
     names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
-    manifests = in_parallel(lambda name: current(store, name), sorted(name for name in names if name is not None))
-    return [each for each in manifests if each is not None and each.alias_of is not None and path in paths_of(each)]
+    return in_parallel(lambda name: read(store, name), sorted(name for name in names if name is not None))
 
 
-def replaced_by(store: Store, name: str, path: str, old: Manifest | None) -> list[Manifest]:
-    """Whose objects a save of ``name`` replaces: its own, or those that live on for aliases of it.
+def replaced_by(store: Store, name: str, old: Manifest | None, is_taken: Callable[[], bool]) -> list[Manifest]:
+    """Whose objects a save replaces: those of its name, or those that live on for aliases of it.
 
     Args:
         store: Where.
         name: The name that is saved.
-        path: The object that a save of this name writes last.
         old: The manifest of that name.
+        is_taken: Tells, where there is none, whether objects of this name are there all the same.
     """
     if old is not None and old.alias_of is None:
         return [old]
-    # The object of a deleted checkpoint may live on for aliases, and is what they stand for.
-    return [each for each in heirs(store, path) if each.alias_of == name] if exists(store, path) else []
+    # The files of a deleted checkpoint may live on for aliases, and are what they stand for.
+    return heirs(store, name) if is_taken() else []
 
 
 def points_to(store: Store, alias: str, target: str) -> bool:
     """Whether ``alias`` is an alias of ``target`` now."""
     manifest = current(store, alias)
     return manifest is not None and manifest.alias_of == target
-
-
-def orphans_of_alias(store: Store, alias: Manifest) -> list[str]:
-    """The objects that nothing refers to once ``alias`` is gone."""
-    target = alias.alias_of
-    assert target is not None
-    if current(store, target) is not None:
-        return []
-    others = [other for other in alias.aliases if other != alias.name]
-    return [] if any(points_to(store, other, target) for other in others) else paths_of(alias)
 
 
 def in_parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.operations import Request
-from tiered_checkpoint_io.engine.durable import commit, commit_sharded
-from tiered_checkpoint_io.engine.durable.commit_sharded import Arrived
+from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.commit import commit, put_part
+from tiered_checkpoint_io.engine.durable.garbage import clear_up
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.formats.image import Image
@@ -125,28 +126,26 @@ def send(
         if data is not None and [entry.basename for entry in part.content.files] == [part.content.switch]:
             # Its only file is the one that changes over.
             session.open().drain.make_way(part.name, session.config.wait_timeout_s)
-            commit.commit_full(session.durable(), part, data)
+            commit(session.durable(), part, {part.content.files[0].basename: data})
             _note_outcome(session, part)
             return
         files = {name: memoryview(content) for name, content in small.items()}
         large = [entry.basename for entry in part.content.files if entry.basename not in files]
         store, journal = session.durable(), _Journal()
-        fate = commit_sharded.put_part(
-            store, part, files | {name: data for name in large if data is not None}, journal=journal
-        )
+        fate = put_part(store, part, files | {name: data for name in large if data is not None}, journal=journal)
     if fate == "replaced":
         raise _refused(part, "a later save has taken its name", "give each save a name of its own")
     if not part.commits or fate != "sent":
         return
     with watching() as is_hopeless:
-        there = _await_parts(store, part, session.clock, _left_s(session.clock, end), is_hopeless)
+        arrivals = _await_parts(store, part, session.clock, _left_s(session.clock, end), is_hopeless)
     _finish_earlier_saves(session, part, end)
-    commit_sharded.commit_parts(store, part, files, journal=journal)
+    commit(store, part, files, arrivals.rows, journal=journal)
     _note_outcome(session, part)
     # What waits on this node may still become complete.
     busy = {stored.part.name for stored in session.open().tier.parts() if stored.pending}
     patience_s = float(session.config.wait_timeout_s)
-    commit_sharded.clear_up(store, part, there, patience_s=patience_s, busy=busy, log=session.log)
+    clear_up(store, part, patience_s=patience_s, busy=busy, log=session.log)
 
 
 class _Journal:
@@ -165,18 +164,17 @@ class _Journal:
         self._state = None
 
 
-def _await_parts(
-    store: Store, part: Part, clock: Clock, timeout_s: float, is_hopeless: Callable[[], bool]
-) -> list[Arrived]:
-    """Waits for the parts of all other ranks; returns the parts that are there by then, of other saves as well."""
+def _await_parts(store: Store, part: Part, clock: Clock, timeout_s: float, is_hopeless: Callable[[], bool]) -> Arrivals:
+    """Waits for the parts of all other ranks; returns them."""
     end, interval = clock.monotonic() + timeout_s, clock.timing.first_look_for_parts_s
+    arrivals = Arrivals(part)
     while True:
         # Asked first: what arrived before another rank gave up is not lost.
         gives_up = is_hopeless()
-        there = commit_sharded.arrived(store)
-        missing = commit_sharded.missing_ranks(part, there)
+        arrivals.look(store)
+        missing = arrivals.missing
         if not missing:
-            return there
+            return arrivals
         if gives_up or clock.monotonic() >= end:
             named = ", ".join(map(str, missing[:16]))
             why = "are not there, and some were given up" if gives_up else f"have not come within {timeout_s:.0f} s"

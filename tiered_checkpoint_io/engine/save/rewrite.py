@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.session import Session
@@ -52,5 +52,5 @@ def rewrite(session: Session, name: str, state: Any) -> bool:
         entry = FileEntry(name, image.size, image.chunk_size, image.fill(view))
         part = facts.describe(0, session.dirpath, (entry,), created=session.clock.wall(), namespace=old.namespace)
         with view.toreadonly() as data:
-            commit.commit_full(store, part, data)
+            commit(store, part, {entry.basename: data})
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tiered_checkpoint_io.model.ids.order import is_save_id, rank_folder, rank_of
@@ -9,12 +10,17 @@ from tiered_checkpoint_io.model.ids.order import is_save_id, rank_folder, rank_o
 #: Everything that is ours on the durable tier, besides the checkpoints themselves, lies below this.
 META_PREFIX = ".tiered/"
 MANIFEST_PREFIX = META_PREFIX + "manifests/"
+#: Where releases that wrote format 1 put the descriptions of parts until their save was committed.
 PART_PREFIX = META_PREFIX + "parts/"
+SAVES_PREFIX = META_PREFIX + "saves/"
 LEASE_PREFIX = META_PREFIX + "leases/"
 
 #: Of a manifest's key, behind the checkpoint's name.
 MANIFEST_SUFFIX = ".json"
 _PART_SUFFIX = ".json"
+_INDEX = "index.json"
+#: Of the digits of a rank in a key, how many end it in a listing of one prefix: a page of S3 has 1,000 keys.
+_PAGE_DIGITS = 3
 
 
 def manifest_key(name: str) -> str:
@@ -27,6 +33,31 @@ def name_from_manifest_key(key: str) -> str | None:
     if not (key.startswith(MANIFEST_PREFIX) and key.endswith(MANIFEST_SUFFIX)):
         return None
     return key[len(MANIFEST_PREFIX) : -len(MANIFEST_SUFFIX)] or None
+
+
+def save_prefix(save_id: str) -> str:
+    """``.tiered/saves/<save_id>/``: what describes the files of a save, beside its manifest."""
+    return f"{SAVES_PREFIX}{save_id}/"
+
+
+def index_key(save_id: str) -> str:
+    """``.tiered/saves/<save_id>/index.json``: the files of all parts; written once all descriptions are there."""
+    return save_prefix(save_id) + _INDEX
+
+
+def description_key(save_id: str, rank: int) -> str:
+    """``.tiered/saves/<save_id>/rank-00003.json``: put once all files of the part are there."""
+    return f"{save_prefix(save_id)}{rank_folder(rank)}{_PART_SUFFIX}"
+
+
+def rank_of_description(key: str) -> int | None:
+    """The rank of :func:`description_key`; None for another key."""
+    return rank_of(key.rpartition("/")[2].removesuffix(_PART_SUFFIX)) if key.endswith(_PART_SUFFIX) else None
+
+
+def description_prefixes(save_id: str, ranks: Iterable[int]) -> list[str]:
+    """Prefixes below which the descriptions of these ranks lie, at most 1,000 below each."""
+    return sorted({save_prefix(save_id) + rank_folder(rank)[:-_PAGE_DIGITS] for rank in ranks})
 
 
 def lease_prefix(namespace: str) -> str:

@@ -1,0 +1,66 @@
+"""The parts of a save that have arrived on the durable tier, as the drain that is to commit it sees them."""
+
+from __future__ import annotations
+
+from tiered_checkpoint_io.engine.durable.files import parse_description
+from tiered_checkpoint_io.engine.durable.manifests import in_parallel
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.index import IndexRow
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.stores.base import Store
+
+#: Every so many looks also go to where earlier releases put descriptions: a drain of theirs may still be at work on
+#: another node.
+_OLD_EVERY = 4
+
+
+class Arrivals:
+    """What was seen so far; of a part that was seen, nothing is asked again.
+
+    Attributes:
+        rows: The parts that are there, by rank; the coordinator's own is.
+    """
+
+    def __init__(self, part: Part) -> None:
+        """Takes the coordinator's part, behind :func:`commit.put_part`."""
+        self._part = part
+        self.rows = {part.rank: IndexRow.of(part)}
+        self._looks = 0
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks whose parts were not there at the last look."""
+        return [rank for rank in range(self._part.content.parts) if rank not in self.rows]
+
+    def look(self, store: Store) -> None:
+        """Looks for those that are missing, by one list for each thousand of them, and reads their descriptions.
+
+        Raises:
+            ManifestError: A description is damaged.
+            StoreError: The tier could not be asked.
+        """
+        part = self._part
+        for prefix in ids.description_prefixes(part.save_id, self.missing):
+            self._read(store, [entry.key for entry in store.list(prefix)])
+        self._looks += 1
+        if self.missing and self._looks % _OLD_EVERY == 0:
+            self._move(store, f"{ids.PART_PREFIX}{part.name}/{part.save_id}/")
+
+    def _read(self, store: Store, keys: list[str]) -> None:
+        part = self._part
+        ranks = {rank: key for key in keys if (rank := ids.rank_of_description(key)) is not None}
+        new = [rank for rank in self.missing if rank in ranks]
+
+        def read(rank: int) -> IndexRow:
+            where = f"{store.url}/{ranks[rank]}"
+            return IndexRow.of(parse_description(store.get(ranks[rank]), part.name, part.save_id, rank, where=where))
+
+        self.rows.update(zip(new, in_parallel(read, new), strict=True))
+
+    def _move(self, store: Store, prefix: str) -> None:
+        for key in [entry.key for entry in store.list(prefix)]:
+            rank = ids.rank_of_description(key)
+            if rank in self.missing:
+                store.put(ids.description_key(self._part.save_id, rank), store.get(key))
+                self._read(store, [ids.description_key(self._part.save_id, rank)])
+            store.delete(key)

@@ -1,0 +1,130 @@
+"""What is left on the durable tier of saves that never became complete, and will not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_all, read_manifest
+from tiered_checkpoint_io.engine.durable.removal import live_paths, remove_save
+from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, TieredCheckpointError
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store, folders_of
+
+
+@dataclass(slots=True)
+class Seen:
+    """What earlier looks at a durable tier found, so that a later one asks for what is new.
+
+    Attributes:
+        settled: Saves that some manifest names, and those of which nothing is left.
+        old_prefix: Whether there may be parts that an earlier release described.
+    """
+
+    settled: set[str] = field(default_factory=set)
+    old_prefix: bool = True
+
+
+def collect(
+    store: Store, committed: Part, *, patience_s: float, busy: Collection[str] = (), seen: Seen | None = None
+) -> list[tuple[str, str]]:
+    """Removes what is left of older saves that never became complete.
+
+    Those of the same run go at once, for it commits in order; of other runs, which may have a coordinator of their
+    own at work, once nothing of them has moved for a while.
+
+    Args:
+        store: Where.
+        committed: The coordinator's part of the save that was committed just now.
+        patience_s: How long saves of other runs are left alone, seconds.
+        busy: Names with saves under way, which may share files with their older ones: left alone.
+        seen: What earlier calls found.
+
+    Returns:
+        Id and name of the saves that are gone.
+
+    Raises:
+        ManifestError: A manifest is damaged, so that it is not known which save it names. Nothing was removed.
+        StoreError: The tier could not be asked.
+    """
+    seen = seen or Seen()
+    if seen.old_prefix:
+        seen.old_prefix = _move_old(store, committed, patience_s)
+    # First these, then the manifests: a save that is committed in between is among those that they name.
+    found = [save_id for save_id in saves_in(store) if save_id < committed.save_id and save_id not in seen.settled]
+    if not found:
+        seen.settled.add(committed.save_id)
+        return []
+    manifests = [each for each in read_all(store, read_manifest) if each is not None]
+    seen.settled |= {content.save_id for content in contents_of(manifests)}
+    gone = []
+    left = sorted(set(found) - seen.settled)
+    before = _time_of(store, committed) - patience_s if left else 0.0
+    for save_id in left:
+        objects = list(store.list(ids.save_prefix(save_id)))
+        if not objects:
+            # A directory keeps empty folders.
+            seen.settled.add(save_id)
+            continue
+        name = _name_of(store, objects)
+        if _is_stale(save_id, objects, committed, before) and name is not None and name not in busy:
+            named = [each for each in manifests if name in (each.name, each.alias_of)]
+            live = live_paths(store, contents_of(named))
+            if live is not None:
+                remove_save(store, name, save_id, live)
+                gone.append((save_id, name))
+    return gone
+
+
+def clear_up(
+    store: Store, committed: Part, *, patience_s: float, busy: Collection[str], log: Logger, seen: Seen | None = None
+) -> None:
+    """As :func:`collect`, behind a commit that is done: what goes, or can't go now, is only logged."""
+    try:
+        gone = collect(store, committed, patience_s=patience_s, busy=busy, seen=seen)
+    except TieredCheckpointError as error:
+        # The checkpoint is there; what is left of others is found again behind the next one.
+        log.warning("could not remove what is left of incomplete saves: %s", error)
+        return
+    for save_id, name in gone:
+        log.warning("save %s of %s never became complete; what was there of it is removed", save_id, name)
+
+
+def saves_in(store: Store) -> list[str]:
+    """The ids of all saves that are described on a durable tier."""
+    return sorted(save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id))
+
+
+def _time_of(store: Store, committed: Part) -> float:
+    """When a save was committed, by the store's own clock."""
+    return max((entry.modified for entry in store.list(ids.index_key(committed.save_id))), default=0.0)
+
+
+def _is_stale(save_id: str, objects: list[ObjectInfo], committed: Part, before: float) -> bool:
+    same_run = ids.run_id_of(save_id) == ids.run_id_of(committed.save_id)
+    return same_run or max((entry.modified for entry in objects), default=0.0) < before
+
+
+def _name_of(store: Store, objects: list[ObjectInfo]) -> str | None:
+    """The checkpoint that a save was to be; empty where nobody can tell, None where a newer release knows."""
+    for entry in objects:
+        try:
+            return Part.from_json(store.get(entry.key), where=entry.key).name
+        except FormatVersionError:
+            return None
+        except ManifestError:
+            continue
+    return ""
+
+
+def _move_old(store: Store, committed: Part, patience_s: float) -> bool:
+    """Moves stale descriptions from where earlier releases put them; whether any was there."""
+    parts = [(ids.parse_part_key(entry.key), entry) for entry in store.list(ids.PART_PREFIX)]
+    before = _time_of(store, committed) - patience_s if parts else 0.0
+    for key, entry in parts:
+        if key is not None and key.save_id < committed.save_id and _is_stale(key.save_id, [entry], committed, before):
+            store.put(ids.description_key(key.save_id, key.rank), store.get(entry.key))
+            store.delete(entry.key)
+    return bool(parts)

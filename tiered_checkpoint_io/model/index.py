@@ -1,0 +1,163 @@
+"""The index of a save: which files its parts have, without the hashes of their chunks. Pure.
+
+A manifest that would grow with the number of parts or chunks names an index in place of files. The index has one
+row a part; the part's own description, with the hashes, stays beside it: see ``ids.index_key`` and
+``ids.description_key``. So a reader of one part reads the manifest, the index and one description.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import DIGEST_LENGTH, INDEXED_VERSION, dump, int_of, load, located, str_of
+from tiered_checkpoint_io.model.hashing import hash_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tiered_checkpoint_io.model.manifest import Part
+
+_MAX_PARTS = 1_000_000
+#: What a file is mostly called: a name that needs no closer look.
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,199}\Z")
+_MAX_INDEX_SIZE = 1 << 30
+_MAX_TOTAL_SIZE = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRef:
+    """What a manifest says of the index of a save.
+
+    Attributes:
+        size: Bytes of the index.
+        digest: Of the index, as it is stored.
+        total: Bytes of all files that it lists.
+    """
+
+    size: int
+    digest: str
+    total: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"size": self.size, "digest": self.digest, "total": self.total}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> IndexRef:
+        return cls(
+            int_of(raw, "size", 1, _MAX_INDEX_SIZE), digest_of(raw, "digest"), int_of(raw, "total", 0, _MAX_TOTAL_SIZE)
+        )
+
+    def check(self, data: bytes, *, key: str) -> bytes:
+        """Gives back the bytes of the index that this names.
+
+        Raises:
+            CorruptCheckpointError: They are others.
+        """
+        check_digest(data, self.digest, "the index", key=key)
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRow:
+    """One part of a save.
+
+    Attributes:
+        files: Path and size of each of its files.
+        digest: Of its description, as it is stored.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    digest: str
+
+    @classmethod
+    def of(cls, part: Part) -> IndexRow:
+        """The row of a part."""
+        return cls(tuple((entry.path, entry.size) for entry in part.content.files), hash_bytes(part.to_json()))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """All parts of a save.
+
+    Attributes:
+        name: The checkpoint's name.
+        save_id: Which save.
+        rows: Its parts, by rank; of a checkpoint of one part, that part, whichever rank wrote it.
+    """
+
+    name: str
+    save_id: str
+    rows: Mapping[int, IndexRow]
+
+    @property
+    def paths(self) -> Iterator[tuple[str, int]]:
+        """Path and size of each file of the save."""
+        return (file for row in self.rows.values() for file in row.files)
+
+    def to_json(self) -> tuple[bytes, IndexRef]:
+        """The index as it is stored, and what a manifest says of it."""
+        prefix = f"{self.name}/"
+        rows = [
+            [rank, [[_relative(path, prefix), size] for path, size in row.files], row.digest]
+            for rank, row in sorted(self.rows.items())
+        ]
+        body = {"name": self.name, "save_id": self.save_id, "rows": rows}
+        data = dump(body, version=INDEXED_VERSION, compact=True)
+        return data, IndexRef(len(data), hash_bytes(data), sum(size for _, size in self.paths))
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str) -> Index:
+        """Reads an index; raises as :meth:`Manifest.from_json` does."""
+        raw = load(data, where)
+        with located(where):
+            name = ids.validate_name(str_of(raw, "name"))
+            rows = raw.get("rows")
+            if not isinstance(rows, list) or len(rows) > _MAX_PARTS:
+                raise ManifestError(f"rows: expected a list of at most {_MAX_PARTS}")
+            made = dict(_row(row, name) for row in rows)
+            if len(made) != len(rows):
+                raise ManifestError("rows: two parts of one rank")
+            return cls(name, ids.validate_save_id(str_of(raw, "save_id")), made)
+
+
+def _relative(path: str, prefix: str) -> str:
+    """A path within the folder of its checkpoint; empty for the file of a checkpoint that is one."""
+    return path[len(prefix) :] if path.startswith(prefix) else ""
+
+
+def _row(raw: object, name: str) -> tuple[int, IndexRow]:
+    match raw:
+        case [int(rank), list(files), str(digest)] if 0 <= rank < 1 << 31 and len(digest) == DIGEST_LENGTH:
+            return rank, IndexRow(tuple(_file(file, name) for file in files), digest)
+    raise ManifestError("rows[]: expected a rank, files and a digest")
+
+
+def _file(raw: object, name: str) -> tuple[str, int]:
+    match raw:
+        case [str(basename), int(size)] if size >= 0 and "/" not in basename:
+            path = f"{name}/{basename}" if basename else name
+            # There may be 100,000 of them.
+            return (path if _PLAIN.match(basename) else ids.validate_name(path)), size
+    raise ManifestError("rows[].files[]: expected a basename and a size")
+
+
+def digest_of(raw: Mapping[str, Any], key: str) -> str:
+    """The digest under a key of a document."""
+    digest = str_of(raw, key)
+    if len(digest) != DIGEST_LENGTH:
+        raise ManifestError(f"{key}: expected {DIGEST_LENGTH} hexadecimal digits")
+    return digest
+
+
+def check_digest(data: bytes, digest: str, what: str, *, key: str) -> None:
+    """Compares an object with the digest that another one holds of it.
+
+    Raises:
+        CorruptCheckpointError: They differ.
+    """
+    if hash_bytes(data) != digest:
+        raise CorruptCheckpointError(f"{what} differs from its digest", operation="read", tier="durable", key=key)
