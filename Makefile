@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery test-peers
+.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale test-peers
 
 venv: $(STAMP)
 
@@ -93,6 +93,9 @@ bench-sharded: venv
 
 bench-recovery: venv
 	timeout -k 10 300 $(BIN)/python benchmarks/recovery.py
+
+bench-scale: venv
+	timeout -k 10 600 $(BIN)/python benchmarks/scale.py
 
 clean:
 	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) build dist *.egg-info
