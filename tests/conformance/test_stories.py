@@ -348,7 +348,6 @@ def test_a_save_is_not_called_durable_before_it_is(start):
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"], indirect=True)
-@pytest.mark.xfail(strict=True, reason="nothing in a checkpoint tells the namespace that saved it")
 def test_another_job_below_one_base_path_does_not_resume_from_this_one(kind, s3_url, memory_dir):
     options = {"s3_tier_base_path": s3_url, "memory_dir": memory_dir, "drain": "thread"}
     job = KINDS[kind](**{**options, "namespace": "one"})

@@ -10,7 +10,7 @@ from typing import Any
 
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
@@ -75,6 +75,8 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     raw = {**_mapping(config), **{key: value for key, value in options.items() if value is not None}}
     raw = {_ALIASES.get(key, key): value for key, value in raw.items()}
     extra = {key: raw.pop(key) for key in _EXTRA if key in raw}
+    if raw.get("namespace", "default") in (None, ""):
+        raise ConfigError("Namespace cannot be empty", hint="name the job: letters, digits, '_' and '-'")
     for key in _BASE_PATHS:
         base = raw.pop(key, None)
         if base is not None:
@@ -82,9 +84,11 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
                 raise ConfigError(
                     f"{key} is {base!r}", hint="it must start with s3://, such as s3://bucket/checkpoints"
                 )
-            raw["dirpath"] = base
-    if raw.get("namespace", "default") in (None, ""):
-        raise ConfigError("Namespace cannot be empty", hint="name the job: letters, digits, '_' and '-'")
+            # Jobs share a base path, and are kept apart by their namespaces: that library's layout.
+            try:
+                raw["dirpath"] = ids.join_url(ids.normalize_dirpath(base), raw.get("namespace", "default"))
+            except InvalidNameError as error:
+                raise ConfigError(f"{key} is {base!r}: {error.message}", hint=error.hint) from error
     has_durable = raw.get("dirpath") is not None
     if not has_durable:
         raw["dirpath"] = "/"

@@ -69,8 +69,8 @@ class TieredStorageWriter(StorageWriter):
         Args:
             config: A :class:`TieredCheckpointConfig`, a mapping, dirpath as text, or an object with
                 the attributes of ``SageMakerCheckpointConfig``. Beside the keys of
-                TieredCheckpointConfig it may hold ``s3_tier_base_path`` (for dirpath),
-                ``world_size``, ``save_to_s3``, ``s3_every_n_steps`` and ``logger``.
+                TieredCheckpointConfig it may hold ``s3_tier_base_path`` (dirpath is then the folder of the
+                namespace below it), ``world_size``, ``save_to_s3``, ``s3_every_n_steps`` and ``logger``.
             step: The training step; wins over one that a path tells.
             path: In place of the ``checkpoint_id`` that ``save`` is given.
             save_to_s3: Whether these saves go to the durable tier.
