@@ -18,9 +18,9 @@ LARGE = {"rows": 120_000}
 
 @pytest.fixture
 def small(memory_dir, tmp_path):
-    """Makes a node of the simulated ones a real tmpfs of 3 MiB."""
+    """Makes a node of the simulated ones a real tmpfs of 5 MiB, 2 of which the operation log takes."""
     with contextlib.ExitStack() as stack:
-        yield lambda node: stack.enter_context(mounted_tmpfs(f"{memory_dir}/{node}", 3 * MIB))
+        yield lambda node: stack.enter_context(mounted_tmpfs(f"{memory_dir}/{node}", 5 * MIB))
 
 
 @pytest.mark.parametrize("nodes", ["a", "b", "ab"], ids=["coordinator", "other rank", "both"])
