@@ -1,5 +1,7 @@
 """Killed with SIGKILL anywhere: a small sample of ``make test-crash``, which takes every point of every story."""
 
+import functools
+
 import pytest
 from support.killing import Zygote
 from support.sweeping import Place, Restore, Trainer, points_of
@@ -7,6 +9,7 @@ from support.swept_drains import FullDrain, ShardedDrain
 from support.swept_peers import Replication, RestoreFromPeers, Training
 
 SEED = 1
+further = functools.partial(pytest.param, marks=pytest.mark.matrix)
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +28,17 @@ def sample(story, place, count, **options):
     "story",
     [
         Trainer("full", "thread", "trainer and drain"),
-        Trainer("full", "process", "drain"),
+        further(Trainer("full", "process", "drain")),
         Trainer("sharded", "process", "trainer, then drain"),
-        FullDrain(),
-        ShardedDrain(),
-        Restore("full", "the node lost"),
+        further(FullDrain()),
+        further(ShardedDrain()),
+        further(Restore("full", "the node lost")),
         Restore("sharded", "the newest damaged"),
         Replication("sender"),
-        Replication("receiver"),
-        Training("trainer-a"),
+        further(Replication("receiver")),
+        further(Training("trainer-a")),
         RestoreFromPeers("full", "loader-a"),
-        RestoreFromPeers("sharded", "loader-b"),
+        further(RestoreFromPeers("sharded", "loader-b")),
     ],
     ids=lambda story: story.title,
 )
@@ -43,6 +46,6 @@ def test_a_sample(story, zygote, memory_dir, tmp_path):
     sample(story, Place(zygote, f"{memory_dir}/m", tmp_path), 2)
 
 
-@pytest.mark.parametrize("drain", [FullDrain, ShardedDrain])
+@pytest.mark.parametrize("drain", [FullDrain, further(ShardedDrain)])
 def test_a_sample_on_s3(drain, zygote, memory_dir, s3_url):
     sample(drain(large=True), Place(zygote, f"{memory_dir}/m", s3_url, s3=True), 2, s3=True)

@@ -151,6 +151,7 @@ def test_large_items_are_read_in_pieces(tmp_path, monkeypatch):
     assert sum(length > 70_000 for length in read) == 1
 
 
+@pytest.mark.matrix
 def test_memory_stays_bounded(tmp_path):
     """A process that exports 512 MiB, in tensors of 256 MiB, grows by less than 200 MiB."""
     script = f"""

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-@pytest.mark.parametrize("forget", [False, True], ids=["memory", "durable"])
+@pytest.mark.parametrize("forget", [pytest.param(False, marks=pytest.mark.matrix), True], ids=["memory", "durable"])
 def test_any_number_of_ranks_loads_what_any_number_saved(ranks, forget):
     answers = ranks(4, ["reshard", {"forget": forget}], save_to_s3=forget)
     for rank, answer in enumerate(answers):

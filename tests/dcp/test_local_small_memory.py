@@ -31,7 +31,11 @@ def names_of(parts):
     return sorted({name for name, *_ in parts})
 
 
-@pytest.mark.parametrize("nodes", ["a", "b", "ab"], ids=["shard 0", "other shard", "both"])
+@pytest.mark.parametrize(
+    "nodes",
+    ["a", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("b", "ab"))],
+    ids=["shard 0", "other shard", "both"],
+)
 def test_a_durable_save_goes_past_memory_that_is_too_small(job, small, request, tmp_path, nodes):  # noqa: F811
     # One of them by a real S3 server, whose client takes long to import.
     dirpath = request.getfixturevalue("s3_url") if nodes == "a" else str(tmp_path / "durable")
@@ -78,6 +82,7 @@ def test_a_durable_save_goes_past_memory_that_is_too_small(job, small, request, 
     assert [(answer["same"], answer["step"]) for answer in got(elsewhere)] == [(True, 4)] * 2
 
 
+@pytest.mark.matrix
 def test_a_shard_that_does_not_come_holds_up_nobody_for_long(job, small, tmp_path):  # noqa: F811
     small("a")
     before, _, told, _, after = job(
@@ -101,6 +106,7 @@ def test_a_shard_that_does_not_come_holds_up_nobody_for_long(job, small, tmp_pat
     assert not list((tmp_path / "durable" / "step_2").glob("*.pt"))
 
 
+@pytest.mark.matrix
 def test_the_wait_for_shards_of_which_nothing_is_heard_is_bounded(job, small, tmp_path):  # noqa: F811
     small("a")
     alone, _, loaded = job(
@@ -117,6 +123,7 @@ def test_the_wait_for_shards_of_which_nothing_is_heard_is_bounded(job, small, tm
     assert [answer["error"] for answer in loaded] == ["CheckpointNotFoundError"] * 2
 
 
+@pytest.mark.matrix
 def test_a_process_that_dies_on_the_way_leaves_the_one_before_and_what_is_swept(job, small, tmp_path):  # noqa: F811
     small("a")
     options = {"nodes": "ab", "wait_timeout_s": 3}
@@ -139,6 +146,7 @@ def test_a_process_that_dies_on_the_way_leaves_the_one_before_and_what_is_swept(
     assert not list((tmp_path / "durable" / "step_2").glob("*.pt"))
 
 
+@pytest.mark.matrix
 def test_memory_keeps_what_is_whole_while_other_nodes_have_no_room(job, small, tmp_path):  # noqa: F811
     """Not bounded by a count of saves: what no memory will ever make whole goes as soon as a newer one is there."""
     small("b")
@@ -159,6 +167,7 @@ def test_memory_keeps_what_is_whole_while_other_nodes_have_no_room(job, small, t
     assert [answer["same"] for answer in got(named)] == [True, True]
 
 
+@pytest.mark.matrix
 def test_a_small_memory_overwrites_a_name_that_went_through_it_before(small, memory_dir, tmp_path):  # noqa: F811
     small("a")
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/a", "require_step": False}
@@ -180,6 +189,7 @@ def test_a_small_memory_overwrites_a_name_that_went_through_it_before(small, mem
     reader.close()
 
 
+@pytest.mark.matrix
 def test_two_saves_of_a_name_do_not_commit_at_once(small, memory_dir, tmp_path):  # noqa: F811
     small("a")
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/a", "drain": "thread"}
@@ -202,6 +212,7 @@ def test_two_saves_of_a_name_do_not_commit_at_once(small, memory_dir, tmp_path):
     dcp.TieredStorageWriter(**options).close()
 
 
+@pytest.mark.matrix
 def test_an_earlier_save_of_the_name_that_never_became_whole_is_in_nobodys_way(job, small):  # noqa: F811
     small("a")
     lost, _, saved, _, loaded = job(
@@ -238,7 +249,10 @@ def test_nothing_goes_for_a_save_that_does_not_fit_all_the_same(memory_dir, tmp_
         dcp.TieredStorageWriter(**options).close()
 
 
-@pytest.mark.parametrize("shown_by", ["future", "finalize", "next save", "close"])
+@pytest.mark.parametrize(
+    "shown_by",
+    ["future", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("finalize", "next save", "close"))],
+)
 def test_what_fails_past_memory_is_shown_once(small, memory_dir, tmp_path, shown_by):  # noqa: F811
     small("a")
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/a", "on_save_error": "raise"}

@@ -54,6 +54,7 @@ def test_four_ranks_save_what_plain_dcp_reads(ranks, memory_dir, tmp_path):
     assert plain(gathered(memory_dir, "step_5", tmp_path / "read"), 5)
 
 
+@pytest.mark.matrix
 def test_ranks_agree_on_each_save_with_plan_caching_though_some_saves_fail(ranks, memory_dir, tmp_path):
     answers = ranks(
         2,
@@ -74,7 +75,7 @@ def test_ranks_agree_on_each_save_with_plan_caching_though_some_saves_fail(ranks
         assert plain(gathered(memory_dir, f"step_{seed}", tmp_path / f"read{seed}"), seed)
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(ranks, memory_dir, tmp_path, broken):
     answers = ranks(2, ["save", 1], ["save", 2, {"broken": broken}], ["save", 3])
     for answer in answers:
@@ -85,7 +86,7 @@ def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(ranks, memory_dir,
     assert plain(gathered(memory_dir, "step_1", tmp_path / "read"), 1)
 
 
-@pytest.mark.parametrize("durable", [False, True], ids=["memory", "durable"])
+@pytest.mark.parametrize("durable", [pytest.param(False, marks=pytest.mark.matrix), True], ids=["memory", "durable"])
 def test_a_rank_that_dies_before_the_commit_leaves_the_checkpoint_before_the_newest(ranks, durable):
     options = {"save_to_s3": durable, "wait": durable}
     answers = ranks(2, ["save", 1], ["save_and_die", 2, 1], **options)
@@ -97,7 +98,7 @@ def test_a_rank_that_dies_before_the_commit_leaves_the_checkpoint_before_the_new
         assert answer[0]["got"]["matches"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_a_rank_that_fails_behind_a_save_fails_the_next_on_all_ranks(ranks, memory_dir, tmp_path, rank):
     steps = [["save_behind", 1], ["save_behind", 2, {"fails": rank}], ["save_behind", 3], ["save_behind", 4]]
     answers = ranks(2, *steps, ["load", 4], on_save_error="raise", memory_keep_last=1)
@@ -112,7 +113,7 @@ def test_a_rank_that_fails_behind_a_save_fails_the_next_on_all_ranks(ranks, memo
     assert plain(gathered(memory_dir, "step_4", tmp_path / "read"), 4)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_a_rank_killed_behind_a_save_leaves_the_checkpoint_before(ranks, rank):
     answers = ranks(2, ["save_behind", 1], ["save_behind", 2], ["save_behind", 3, {"dies": rank}], memory_keep_last=1)
     assert answers[rank] is None
@@ -121,7 +122,7 @@ def test_a_rank_killed_behind_a_save_leaves_the_checkpoint_before(ranks, rank):
         assert answer[0]["got"]["matches"]
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", [pytest.param("thread", marks=pytest.mark.matrix), "process"])
 def test_async_saves_reach_the_durable_tier(ranks, tmp_path, kind):
     answers = ranks(2, ["save_async", 3, kind], save_to_s3=True)
     assert all("error" not in answer[0] for answer in answers), answers
@@ -133,6 +134,7 @@ def test_two_nodes_commit_one_durable_checkpoint(ranks, memory_dir, tmp_path):
     assert plain(tmp_path / "durable" / "step_3", 3)
 
 
+@pytest.mark.matrix
 def test_a_node_that_cannot_reach_s3_leaves_no_checkpoint_there(ranks, memory_dir, s3_url):
     ranks(2, ["save", 1], ["close"], nodes="ab", dirpath=s3_url, save_to_s3=True)
     nowhere = {1: {"endpoint_url": "http://127.0.0.1:9"}}
@@ -152,6 +154,7 @@ def test_a_node_that_cannot_reach_s3_leaves_no_checkpoint_there(ranks, memory_di
         assert answer[0].get("got", answer[0])["matches"]
 
 
+@pytest.mark.matrix
 def test_memory_keeps_as_many_checkpoints_as_it_is_told(ranks):
     answers = ranks(2, *(["save", seed] for seed in range(1, 6)), memory_keep_last=2)
     parts = answers[0][-1]["got"]
@@ -164,6 +167,7 @@ def test_async_save_in_a_thread_saves_what_was_there_at_the_call(ranks, memory_d
         assert plain(gathered(memory_dir, f"step_{seed}", tmp_path / f"read{seed}"), seed)
 
 
+@pytest.mark.matrix
 def test_async_save_in_a_process_of_its_own(ranks, memory_dir, tmp_path):
     ranks(2, ["save_async", 3, "process"], ["save_async", 4, "process"])
     for seed in (3, 4):

@@ -23,7 +23,11 @@ def small(memory_dir, tmp_path):
         yield lambda node: stack.enter_context(mounted_tmpfs(f"{memory_dir}/{node}", 5 * MIB))
 
 
-@pytest.mark.parametrize("nodes", ["a", "b", "ab"], ids=["coordinator", "other rank", "both"])
+@pytest.mark.parametrize(
+    "nodes",
+    ["a", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("b", "ab"))],
+    ids=["coordinator", "other rank", "both"],
+)
 def test_a_durable_save_goes_past_memory_that_is_too_small(ranks, small, tmp_path, nodes):
     for node in nodes:
         small(node)

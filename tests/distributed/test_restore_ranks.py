@@ -78,7 +78,7 @@ def test_two_ranks_of_a_node_map_one_copy_from_memory(durable, nodes, run):
     assert answers[1]["metrics"] == {}
 
 
-@pytest.mark.parametrize("count", [1, 2], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.matrix), 2], ids=["one node", "two nodes"])
 def test_four_ranks_with_wiped_memory_read_each_byte_once_a_node(durable, nodes, run, s3_server, count):
     into_durable(durable, "old.ckpt", OLD, 1, chunk=CHUNK)
     into_durable(durable, "new.ckpt", NEW, 2, chunk=CHUNK)
@@ -133,7 +133,10 @@ def test_a_flipped_byte_in_s3_sends_all_to_the_older_one(durable, nodes, run):
 @pytest.mark.parametrize(
     ("dirpath", "endpoint_url", "error", "words"),
     [
-        ("s3://there-is-no-such-bucket/run", None, "StoreConfigError", "there-is-no-such-bucket"),
+        pytest.param(
+            *("s3://there-is-no-such-bucket/run", None, "StoreConfigError", "there-is-no-such-bucket"),
+            marks=pytest.mark.matrix,
+        ),
         (None, "http://127.0.0.1:9", "StoreUnavailableError", "endpoint_url"),
     ],
     ids=["missing bucket", "unreachable"],

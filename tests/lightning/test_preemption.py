@@ -1,5 +1,6 @@
 """Jobs that are told to end, rank by rank: each ends within its grace time, and the next goes on where it stopped."""
 
+import functools
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 
 WORKER = Path(__file__).with_name("preemption_worker.py")
 GRACE_S = 20.0
+further = functools.partial(pytest.param, marks=pytest.mark.matrix)
 
 
 @pytest.fixture
@@ -54,15 +56,15 @@ def undisturbed(tmp_path, known):
 @pytest.mark.parametrize(
     ("told", "signals"),
     [
-        ({}, [[0, "train", 5]]),
+        further({}, [[0, "train", 5]]),
         ({}, [[1, "train", 5]]),
-        ({}, [[0, "train", 5], [1, "train", 5]]),
-        ({}, [[0, "train", 5], [1, "train", 6], [0, "train", 6]]),
+        further({}, [[0, "train", 5], [1, "train", 5]]),
+        further({}, [[0, "train", 5], [1, "train", 6], [0, "train", 6]]),
         ({"signal": "SIGUSR1"}, [[1, "train", 5]]),
-        ({"async": False}, [[1, "train", 5]]),
-        ({"accumulate": 3}, [[1, "train", 5]]),
-        ({"strategy": "fsdp2"}, [[1, "train", 5]]),
-        ({"strategy": "auto", "ranks": 1}, [[0, "train", 5]]),
+        further({"async": False}, [[1, "train", 5]]),
+        further({"accumulate": 3}, [[1, "train", 5]]),
+        further({"strategy": "fsdp2"}, [[1, "train", 5]]),
+        further({"strategy": "auto", "ranks": 1}, [[0, "train", 5]]),
     ],
     ids=["rank 0", "rank 1", "both", "again", "SIGUSR1", "synchronous", "accumulating", "fsdp2", "one process"],
 )
@@ -84,6 +86,7 @@ def test_all_ranks_stop_together_and_the_next_start_goes_on_from_there(job, undi
     assert [answer["weight"] for answer in again] == undisturbed(job, **told)
 
 
+@pytest.mark.matrix
 def test_a_long_validation_is_not_waited_for(job, undisturbed):
     told = {"validation": 200, "slow_validation": True}
     for answer in job(signals=[[1, "validation", 2]], **told):
@@ -95,6 +98,7 @@ def test_a_long_validation_is_not_waited_for(job, undisturbed):
     assert [answer["weight"] for answer in again] == undisturbed(job)
 
 
+@pytest.mark.matrix
 def test_a_signal_before_the_first_batch_or_at_the_end_hangs_nobody(job):
     for answer in job(signals=[[0, "start", 0]]):
         assert answer["ended"] == "preempted"
@@ -104,6 +108,7 @@ def test_a_signal_before_the_first_batch_or_at_the_end_hangs_nobody(job):
         assert answer["after"] is None or answer["after"] < GRACE_S
 
 
+@pytest.mark.matrix
 def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reaches_s3_later(
     job, tmp_path, memory_dir, s3_url, s3_server
 ):
@@ -155,6 +160,7 @@ def test_what_makes_no_sense_is_refused(options, error, says):
         PreemptionCheckpoint(**options)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(120)
 def test_a_failure_behind_an_earlier_save_keeps_nobody_from_the_last_one(job, tmp_path, memory_dir):
     """Where failures are raised, and the durable tier has just failed: memory still gets the last checkpoint."""
@@ -171,6 +177,7 @@ def test_a_failure_behind_an_earlier_save_keeps_nobody_from_the_last_one(job, tm
         assert answer["from"] == ["preempted.ckpt", 6, "memory"]
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(120)
 def test_a_last_save_that_fails_on_the_rank_that_writes_holds_up_no_other(job, tmp_path):
     """Too little memory, failures that are raised, and too little time for the durable tier."""

@@ -91,12 +91,14 @@ def test_ddp_ranks_resume_from_s3_and_rank_0_alone_asks_it(launch, s3_url, memor
     assert others == [((4, "durable"), {})] * 3
 
 
+@pytest.mark.matrix
 def test_spawned_ranks_take_the_io_and_the_callback_by_pickle(launch, tmp_path):
     dirpath = str(tmp_path / "durable")
     told(launch(dirpath, 4, 1, "ddp_spawn"))
     assert durable(dirpath) == ["step=4.ckpt"]
 
 
+@pytest.mark.matrix
 def test_an_error_of_rank_0_ends_all_ranks(launch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     done = launch(str(tmp_path / "file" / "run"), 4, 2, asynchronous=False)
@@ -106,6 +108,7 @@ def test_an_error_of_rank_0_ends_all_ranks(launch, tmp_path):
     assert done.stderr.count("SaveError: ") >= 2
 
 
+@pytest.mark.matrix
 def test_a_second_run_is_refused_on_all_ranks_before_it_trains(launch, s3_url, tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     with runner() as path, contextlib.closing(Run(path, s3_url, str(tmp_path / "elsewhere"))) as first:

@@ -40,6 +40,7 @@ def fit(tmp_path, memory_dir, monkeypatch):
     return fit
 
 
+@pytest.mark.matrix
 def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fit, s3_url, memory_dir):
     """From memory, from S3, on fewer and on more ranks; with gradient accumulation and a sharded average."""
     more = {"dirpath": s3_url, "accumulate": 2, "average": True}
@@ -64,6 +65,7 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fit, s3_url, memory_dir)
     assert {index: whole["losses"][index] for index in first["losses"]} == first["losses"], "bit for bit"
 
 
+@pytest.mark.matrix
 def test_full_checkpoints_of_a_sharded_model_and_sharded_ones_replace_each_other(fit, tmp_path, memory_dir):
     (whole, _) = fit(12, dirpath=tmp_path / "whole")
     wipe(memory_dir)

@@ -86,7 +86,7 @@ def test_what_a_run_resumed_from_stays_until_the_next_run_has_saved(runs):
         assert runs.durable() == sorted(f"epoch=0-step={step}.ckpt" for step in (start, steps))
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_save_last_uploads_nothing_and_last_resumes(runs_on_each, asynchronous):
     runs = runs_on_each
     callback = TieredModelCheckpoint(s3_every_n_train_steps=5, save_top_k=1, save_last=True)
@@ -136,7 +136,7 @@ def test_epochs_time_and_exceptions_trigger_durable_saves(runs):
         assert "died-step=4.ckpt" in runs.durable()
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_loggers_hear_of_checkpoints_only_once_they_are_durable(runs, asynchronous):
     book = LogBook(runs.dirpath)
     callback = TieredModelCheckpoint(
@@ -155,7 +155,7 @@ def test_loggers_hear_of_checkpoints_only_once_they_are_durable(runs, asynchrono
     assert [step for step, metrics in book.metrics if "checkpoint/stall_s" in metrics] == [*range(2, 21, 2)]
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.matrix)])
 def test_progress_bars_show_a_line(runs, bar):
     shown = []
 
@@ -179,7 +179,7 @@ def test_best_is_tested_after_fit_and_by_its_name_elsewhere(runs):
     runs.trainer([TieredModelCheckpoint()]).test(model, ckpt_path=callback.best_model_path, verbose=False)
 
 
-@pytest.mark.parametrize(("mode", "step"), [("min", 4), ("max", 8)])
+@pytest.mark.parametrize(("mode", "step"), [pytest.param("min", 4, marks=pytest.mark.matrix), ("max", 8)])
 def test_best_is_found_by_a_process_that_has_not_trained(runs_on_each, mode, step):
     def watching(**more):
         return TieredModelCheckpoint(s3_every_n_train_steps=2, monitor="score", mode=mode, save_top_k=3, **more)

@@ -78,6 +78,7 @@ def test_last_survives_lightnings_look_at_its_file_system():
     assert get_filesystem(NOWHERE).ls(NOWHERE) == []
 
 
+@pytest.mark.matrix
 def test_lightning_asks_nothing_of_s3_itself(s3_url, memory_dir, tmp_path, monkeypatch):
     """s3fs, through which Lightning would ask, is never called."""
     import s3fs

@@ -33,7 +33,11 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "failures"), [("full", FULL), ("sharded", SHARDED)], ids=["full", "sharded"])
+@pytest.mark.parametrize(
+    ("kind", "failures"),
+    [("full", FULL), pytest.param("sharded", SHARDED, marks=pytest.mark.matrix)],
+    ids=["full", "sharded"],
+)
 def test_a_rank_that_fails_tells_the_others(ranks, kind, failures):
     save = [["save_full", n] if kind == "full" else ["save", n, {"rows": 260_000}] for n in (1, 2)]
     newest = 2
@@ -57,6 +61,7 @@ def test_a_rank_that_fails_tells_the_others(ranks, kind, failures):
     assert all(answer["matches"] for answer in told[-1]), "what failed has done no harm"
 
 
+@pytest.mark.matrix
 def test_what_one_node_can_not_send_another_one_sends(ranks):
     """Both a and c have what b needs of rank 2's file; a, which keeps a copy, is asked first."""
     save = [["save", n, {"rows": 260_000}] for n in (1, 2)]
@@ -81,7 +86,7 @@ def test_what_one_node_can_not_send_another_one_sends(ranks):
     assert "differ from their hash" in why[1]
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])
 def test_a_rank_that_dies_while_it_sends_is_an_error_of_all_others(ranks, kind):
     save = ["save_full", 1] if kind == "full" else ["save", 1, {"rows": 260_000}]
     _, told = ranks(

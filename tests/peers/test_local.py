@@ -13,7 +13,11 @@ def gets(answer):
     return {key: value for key, value in answer["asked"].items() if key in ("requests.get", "bytes.down") and value}
 
 
-@pytest.mark.parametrize("late", [[0, 8], [1, 8]], ids=["the lost one comes last", "the lost one comes first"])
+@pytest.mark.parametrize(
+    "late",
+    [pytest.param([0, 8], marks=pytest.mark.matrix), [1, 8]],
+    ids=["the lost one comes last", "the lost one comes first"],
+)
 def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose, s3_url, late):
     options = {"replication_factor": 2, "dirpath": s3_url}
     ranks("abc", *SAVES, **options)
@@ -28,6 +32,7 @@ def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose,
     assert max(answer["seconds"] for answer in again) < 6
 
 
+@pytest.mark.matrix
 def test_two_ranks_of_a_node_get_theirs_and_what_was_to_be_uploaded_is(ranks, lose, tmp_path):
     options = {"replication_factor": 2, "save_to_s3": True}
     # Nothing gets to the durable tier while its folder is a file.
@@ -40,6 +45,7 @@ def test_two_ranks_of_a_node_get_theirs_and_what_was_to_be_uploaded_is(ranks, lo
     assert len(list((tmp_path / "durable" / "step_1").glob("*.pt"))) == 4
 
 
+@pytest.mark.matrix
 def test_a_save_that_a_full_node_sent_past_its_memory_is_found_with_peers(ranks, lose, memory_dir):
     options = {"replication_factor": 2, "save_to_s3": True}
     with mounted_tmpfs(f"{memory_dir}/b", 1 << 20):
@@ -52,12 +58,14 @@ def test_a_save_that_a_full_node_sent_past_its_memory_is_found_with_peers(ranks,
             assert max(answer["seconds"] for answer in loaded) < 10
 
 
+@pytest.mark.matrix
 def test_where_there_is_nothing_at_all_ranks_say_so_at_once(ranks):
     (loaded,) = ranks("ab", ["load_local"], replication_factor=2)
     assert [answer["error"] for answer in loaded] == ["CheckpointNotFoundError"] * 2
     assert max(answer["seconds"] for answer in loaded) < 10
 
 
+@pytest.mark.matrix
 def test_a_peer_that_does_not_load_is_not_waited_for_long(ranks, lose):
     ranks("ab", *SAVES, replication_factor=2)
     lose("a")
@@ -66,6 +74,7 @@ def test_a_peer_that_does_not_load_is_not_waited_for_long(ranks, lose):
     assert loaded[0]["seconds"] < 10
 
 
+@pytest.mark.matrix
 def test_a_damaged_copy_is_quarantined_and_said_so(ranks, lose, memory_dir):
     ranks("ab", *SAVES, replication_factor=2)
     lose("a")

@@ -22,7 +22,7 @@ def gets(answer):
 
 ALL = os.environ.get("TIERED_TEST_ALL_LOSSES") == "1"
 #: One of the smallest job and one of the largest; all of them by ``make test-peers``.
-SAMPLE = [LOSSES[0], LOSSES[-1]]
+SAMPLE = [LOSSES[0], pytest.param(*LOSSES[-1].values, id=LOSSES[-1].id, marks=pytest.mark.matrix)]
 
 
 @pytest.mark.parametrize(("nodes", "factor", "lost"), LOSSES if ALL else SAMPLE)
@@ -45,6 +45,7 @@ def test_a_job_goes_on_from_peers(ranks, lose, s3_url, record_property, nodes, f
     record_property("durable_gets", sum(each["asked"].get("requests.get", 0) for each in (*shards, *full)))
 
 
+@pytest.mark.matrix
 def test_what_is_on_the_durable_tier_as_well_comes_from_peers_all_the_same(ranks, lose, s3_url):
     options = {"replication_factor": 2, "dirpath": s3_url, "save_to_s3": True}
     ranks(
@@ -57,6 +58,7 @@ def test_what_is_on_the_durable_tier_as_well_comes_from_peers_all_the_same(ranks
     assert sum(answer["asked"].get("bytes.down", 0) for answer in full) < 50_000
 
 
+@pytest.mark.matrix
 def test_other_numbers_of_ranks_and_nodes_use_what_memory_covers(ranks, lose):
     ranks("aabbcc", ["save", 1], ["save", 2], ["close"], replication_factor=2)
     lose("b")
@@ -64,6 +66,7 @@ def test_other_numbers_of_ranks_and_nodes_use_what_memory_covers(ranks, lose):
     assert all(answer.get("matches") for answer in answers), answers
 
 
+@pytest.mark.matrix
 def test_more_lost_nodes_than_copies_lead_to_the_durable_tier_never_to_half_a_state(ranks, lose):
     options = {"replication_factor": 2}
     ranks("aabbcc", ["save", 1, {"save_to_s3": True}], ["wait"], ["save", 2], ["close"], **options)
@@ -84,6 +87,7 @@ def test_a_damaged_part_is_quarantined_and_the_peers_copy_is_taken(ranks, memory
     assert list(Path(memory_dir, "a").glob("tiered-*/default/quarantine/*rank-00000/reason.txt"))
 
 
+@pytest.mark.matrix
 def test_a_damaged_copy_leads_to_the_third_one(ranks, lose, memory_dir):
     ranks("abc", ["save_full", 1, {"name": "last.ckpt"}], ["save", 2], ["save", 3], ["close"], replication_factor=3)
     lose("a")
@@ -97,6 +101,7 @@ def test_a_damaged_copy_leads_to_the_third_one(ranks, lose, memory_dir):
     assert any("rank 1" in note and "memory" in note for note in full[0]["rejected"])
 
 
+@pytest.mark.matrix
 def test_when_no_copy_is_intact_all_go_back_a_step_together(ranks, memory_dir):
     ranks("ab", ["save", 1], ["save", 2], ["close"], replication_factor=2)
     for node, folder in (("a", "saves"), ("b", "replicas")):
@@ -106,6 +111,7 @@ def test_when_no_copy_is_intact_all_go_back_a_step_together(ranks, memory_dir):
     assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 2
 
 
+@pytest.mark.matrix
 def test_a_full_checkpoint_of_one_node_is_sent_to_all_others(ranks, s3_url):
     ranks("aabbcc", ["save_full", 1], ["close"], dirpath=s3_url)
     (answers,) = ranks("aabbcc", ["load_full", 1], dirpath=s3_url)
@@ -114,6 +120,7 @@ def test_a_full_checkpoint_of_one_node_is_sent_to_all_others(ranks, s3_url):
     assert all(gets(answer) == {} for answer in answers)
 
 
+@pytest.mark.matrix
 def test_what_a_lost_node_was_to_upload_is_uploaded_by_who_takes_its_place(ranks, lose, tmp_path):
     options = {"replication_factor": 2}
     # Nothing gets to the durable tier while its folder is a file.
@@ -126,6 +133,7 @@ def test_what_a_lost_node_was_to_upload_is_uploaded_by_who_takes_its_place(ranks
     assert (tmp_path / "durable" / "step=1.ckpt").exists()
 
 
+@pytest.mark.matrix
 def test_local_checkpoints_of_two_nodes_are_whole_on_each_of_them(ranks, lose):
     ranks("ab", ["save_local", 1], ["save_local", 2], ["close"], replication_factor=2)
     (answers,) = ranks("aa", ["load_local"], replication_factor=2)

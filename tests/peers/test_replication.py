@@ -18,11 +18,13 @@ def test_shards_are_copied_around_three_nodes_of_two_ranks(ranks):
     assert [answer["counts"]["replicated"] for answer in second] == [2] * 6
 
 
+@pytest.mark.matrix
 def test_with_factor_three_each_part_is_on_three_of_four_nodes(ranks):
     (answers,) = ranks("abcd", ["save_async", 1], replication_factor=3)
     assert copies(answers, 1) == [[2, 3], [0, 3], [0, 1], [1, 2]]
 
 
+@pytest.mark.matrix
 def test_cliques_far_apart(ranks):
     (answers,) = ranks("abcd", ["save", 1], replication_factor=2, replication_jump=2)
     assert copies(answers, 1) == [[2], [3], [0], [1]]
@@ -40,6 +42,7 @@ def test_local_checkpoints_and_saves_in_a_thread_of_dcp_are_copied(ranks):
     assert copies(threaded, 2) == [[1], [0]]
 
 
+@pytest.mark.matrix
 def test_memory_stays_bounded_over_many_saves(ranks):
     *_, last = ranks("ab", *(["save", step] for step in range(1, 7)), replication_factor=2, memory_keep_last=2)
     for answer in last:
@@ -47,13 +50,14 @@ def test_memory_stays_bounded_over_many_saves(ranks):
         assert [step for step, *_ in answer["copies"]] == [5, 6]
 
 
-@pytest.mark.parametrize(("nodes", "factor"), [("aa", 2), ("aabb", 3)])
+@pytest.mark.parametrize(("nodes", "factor"), [("aa", 2), pytest.param("aabb", 3, marks=pytest.mark.matrix)])
 def test_copies_on_the_same_machine_are_refused_on_all_ranks(ranks, nodes, factor):
     (answers,) = ranks(nodes, ["save", 1], replication_factor=factor)
     assert [answer["error"] for answer in answers] == ["UsageError"] * len(nodes)
     assert all("same machine" in answer["message"] for answer in answers)
 
 
+@pytest.mark.matrix
 def test_what_was_not_copied_when_the_process_ended_is_copied_by_the_next(ranks, lose):
     ranks("ab", ["save_full", 1], ["close"], replication_factor=2)
     lose("b")
@@ -61,6 +65,7 @@ def test_what_was_not_copied_when_the_process_ended_is_copied_by_the_next(ranks,
     assert answers[1]["copies"] == [[1, 0, True]]
 
 
+@pytest.mark.matrix
 def test_closing_at_once_still_sends_what_was_saved(ranks):
     _, _, seconds, after = ranks(
         "ab", ["save_and_go", 1], ["save_and_go", 2], ["close"], ["threads"], replication_factor=2
@@ -90,6 +95,7 @@ def test_a_dead_peer_costs_a_warning_and_a_count_and_the_part_stays(ranks):
     assert waited[0]["counts"]["unreplicated"] == 1
 
 
+@pytest.mark.matrix
 def test_a_stalled_peer_is_given_up_and_found_again_when_it_wakes_up(ranks):
     *_, waited, _, _, again, told = ranks(
         "abc",

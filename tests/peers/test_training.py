@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("training_worker.py")
 LAUNCH_TIMEOUT_S = 60
 STEPS = 8
 ALL = os.environ.get("TIERED_TEST_ALL_LOSSES") == "1"
-CASES = [("ddp", "a"), ("fsdp2", "a"), ("fsdp2", "b")]
+CASES = [pytest.param("ddp", "a", marks=pytest.mark.matrix), ("fsdp2", "a"), ("fsdp2", "b")]
 pytestmark = pytest.mark.timeout(3 * LAUNCH_TIMEOUT_S)
 
 
