@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale test-peers
+.PHONY: venv demo demo-sharded test test-all test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale test-peers
 
 venv: $(STAMP)
 
@@ -51,8 +51,15 @@ demo-sharded: venv
 	$(BIN)/python examples/fsdp2.py $(if $(S3),--s3 '$(S3)')
 	$(BIN)/python examples/fsdp2.py --fsdp1 $(if $(S3),--s3 '$(S3)')
 
+# Each promise once, in at most 5 minutes on 2 cores.
 test: venv
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 -m 'not matrix' tests
+
+# All that `make test` leaves out: the further cases, and the sweeps.
+test-all: venv
+	$(BIN)/python -m pytest -n 2 -m matrix tests
+	$(MAKE) test-crash
+	$(MAKE) test-corruption
 
 test-crash: venv
 	$(BIN)/python tests/crash/sweep.py
