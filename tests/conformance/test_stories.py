@@ -51,7 +51,7 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture(params=["directory", "s3"])
+@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.matrix)])
 def dirpath(request, tmp_path):
     return request.getfixturevalue("s3_url") if request.param == "s3" else str(tmp_path / "durable")
 
@@ -296,6 +296,7 @@ def proxy(s3_server):
         yield proxy
 
 
+@pytest.mark.matrix
 @on_s3
 def test_while_s3_is_away_memory_serves_and_what_waits_gets_there_later(start, proxy, memory_dir):
     away = {"endpoint_url": proxy.endpoint_url}

@@ -92,6 +92,7 @@ def test_a_wrong_region_where_s3_tells_the_right_one(kept_on_s3, s3_server):
     kept_on_s3.mended(2)
 
 
+@pytest.mark.matrix
 def test_a_bucket_that_may_only_be_read(memory_dir, monkeypatch):
     with ServerWithRights() as server:
         for name, value in server.writer.items():

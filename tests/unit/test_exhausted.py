@@ -89,8 +89,13 @@ def tight(request, tmp_path):
         yield folder, lambda *_: fill(), tenant
 
 
+#: One of the two; :func:`test_what_fails_is_told_while_memory_is_full` takes both.
+space = pytest.mark.parametrize("tight", ["space", pytest.param("files", marks=pytest.mark.matrix)], indirect=True)
+
+
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("worker", ["process", "thread"])
+@pytest.mark.parametrize("worker", ["process", pytest.param("thread", marks=pytest.mark.matrix)])
+@space
 def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(worker, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(folder), "on_save_error": "raise"}
@@ -120,8 +125,9 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(worker, tight, 
 
 @pytest.mark.timeout(170)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("worker", ["process", "thread"])
+@pytest.mark.parametrize("worker", ["process", pytest.param("thread", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("behind", [False, True], ids=["save", "async_save"])
+@space
 def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(behind, worker, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
     options = {
@@ -155,6 +161,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(behind, worker,
 
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(("behind", "worker"), [(False, "process"), (True, "thread")], ids=["save", "async_save"])
+@space
 def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_local_save(behind, worker, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
     options = {

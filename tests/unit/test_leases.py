@@ -114,6 +114,7 @@ def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog
     first.close()
 
 
+@pytest.mark.matrix
 def test_of_jobs_that_begin_at_once_in_the_same_memory_one_goes_on(runs, tmp_path):
     for turn in range(5):
         made = runs(*(str(tmp_path / f"{turn}-{number}") for number in range(4)), nodes=[turn] * 4)
@@ -125,6 +126,7 @@ def test_of_jobs_that_begin_at_once_in_the_same_memory_one_goes_on(runs, tmp_pat
             run.kill()
 
 
+@pytest.mark.matrix
 def test_namespaces_are_places_of_their_own(runs, tmp_path):
     place = str(tmp_path)
     (first,), (second,) = runs(place, nodes=[0]), runs(place, nodes=[1], namespace="other")
@@ -173,6 +175,7 @@ def test_a_run_that_was_stopped_finds_that_another_took_over(runs, tmp_path):
     assert second.do("save d.ckpt") == "ok"
 
 
+@pytest.mark.matrix
 def test_of_runs_that_begin_at_once_one_goes_on(runs, s3_url):
     started = runs(*[s3_url] * 4)
     for number, run in enumerate(started):
@@ -185,6 +188,7 @@ def test_of_runs_that_begin_at_once_one_goes_on(runs, s3_url):
     assert all("another run writes" in answer for answer in answers if answer != "ok")
 
 
+@pytest.mark.matrix
 def test_without_the_store_training_goes_on_and_the_claim_is_made_when_it_is_back(memory_dir, s3_url, s3_server):
     port = free_port()
     options = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": f"http://127.0.0.1:{port}"}

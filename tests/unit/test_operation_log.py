@@ -91,6 +91,7 @@ def forked(path, name, ack):
     return pid
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(60)
 def test_whatever_was_acknowledged_outlives_two_writers_that_are_killed_at_random(path, small):
     chance = random.Random(5)

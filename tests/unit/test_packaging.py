@@ -34,6 +34,7 @@ def wheel(tmp_path_factory):
     return made
 
 
+@pytest.mark.matrix
 def test_the_wheel_holds_the_package_alone(wheel, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"tiered_checkpoint_io"}
