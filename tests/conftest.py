@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from support.bad_input import Kept
 from support.launch import zygote_pids
 
@@ -17,6 +18,10 @@ from tiered_checkpoint_io.testing.servers import OutsideServer, RcloneServer
 S3_FIXTURES = {"s3_server", "s3_bucket", "s3_url"}
 #: A process that a test has ended may need a moment to be gone.
 GONE_S = 5.0
+
+# On a busy machine any example may take long, and says nothing about the code.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items):
