@@ -64,6 +64,7 @@ def test_a_path_exists_where_it_does_and_not_where_it_begins_like_one(s3_url):
     assert not S3Utils.s3_path_exists(s3_url.split("/run")[0].rsplit("/", 1)[0])
 
 
+@pytest.mark.matrix
 def test_files_are_found_below_their_folder_alone(s3_url):
     bucket, prefix = S3Utils.parse_s3_url(s3_url)
     for name in ("run/x--step=900-a-last.ckpt", "run/x--step=90-last.ckpt", "run-2/y-last.ckpt", "run/x.txt"):
@@ -85,6 +86,7 @@ def test_files_are_found_below_their_folder_alone(s3_url):
     assert found("run") == both
 
 
+@pytest.mark.matrix
 def test_a_scan_is_repeated_where_s3_throttles_at_an_endpoint_of_ones_own(s3_url, s3_server, monkeypatch):
     put(f"{s3_url}/x-last.ckpt")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
@@ -100,6 +102,7 @@ def test_a_scan_is_repeated_where_s3_throttles_at_an_endpoint_of_ones_own(s3_url
             assert proxy.counts["list"] == 2
 
 
+@pytest.mark.matrix
 def test_credentials_may_be_given(s3_url, monkeypatch, s3_server):
     put(f"{s3_url}/x")
     key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]

@@ -72,7 +72,11 @@ def when(proxy, operation, key, fault):
 
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:the memory tier can't hold")
-@pytest.mark.parametrize("key", ["run/preempted.ckpt", "manifests/preempted.ckpt"], ids=["file", "manifest"])
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param("run/preempted.ckpt", marks=pytest.mark.matrix), "manifests/preempted.ckpt"],
+    ids=["file", "manifest"],
+)
 def test_the_name_is_just_being_uploaded(key, io, options, proxy, memory_dir):
     come = when(proxy, "put", key, late(1.5))
     io.save_checkpoint(state(1, SMALL), NAME)
@@ -83,6 +87,7 @@ def test_the_name_is_just_being_uploaded(key, io, options, proxy, memory_dir):
     assert elsewhere(options, memory_dir, NAME) == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:the memory tier can't hold")
 def test_the_name_is_just_being_deleted(io, options, proxy, memory_dir):
@@ -114,6 +119,7 @@ def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
     assert elsewhere(options, memory_dir, NAME) == 3
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:the memory tier can't hold")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -153,8 +159,8 @@ def durable(options):
 
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:the memory tier can't hold", "ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("key", ["step_1/.metadata", "manifests/step_1"])
-@pytest.mark.parametrize("save", [dcp.save, dcp.async_save])
+@pytest.mark.parametrize("key", [pytest.param("step_1/.metadata", marks=pytest.mark.matrix), "manifests/step_1"])
+@pytest.mark.parametrize("save", [dcp.save, pytest.param(dcp.async_save, marks=pytest.mark.matrix)])
 def test_a_sharded_checkpoint_of_the_name_is_just_being_committed(save, key, options, proxy, tmp_path, memory_dir):
     with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder:
         writer = TieredStorageWriter(**options, memory_dir=str(folder), on_save_error="raise", save_to_s3=True)

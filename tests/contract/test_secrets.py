@@ -101,6 +101,7 @@ def invented():
     return f"{secrets.token_hex(8)}/{secrets.token_hex(4)}+{secrets.token_hex(8)}"
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(120)
 def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monkeypatch):
     wrong, token, password = invented(), invented(), invented()

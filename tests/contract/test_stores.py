@@ -46,6 +46,7 @@ class TestRemoteStoreThatMoves(StoreContract):
         yield RemoteStore(f"file://{tmp_path}/root")
 
 
+@pytest.mark.matrix
 class TestRemoteStoreOnS3(StoreContract):
     """The path of all object stores, by s3fs."""
 

@@ -46,6 +46,7 @@ def test_a_sample(story, zygote, memory_dir, tmp_path):
     sample(story, Place(zygote, f"{memory_dir}/m", tmp_path), 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("drain", [FullDrain, further(ShardedDrain)])
 def test_a_sample_on_s3(drain, zygote, memory_dir, s3_url):
     sample(drain(large=True), Place(zygote, f"{memory_dir}/m", s3_url, s3=True), 2, s3=True)

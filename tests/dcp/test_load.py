@@ -152,7 +152,7 @@ def damage(path, how):
         path.unlink()
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "lose"])
+@pytest.mark.parametrize("how", ["flip", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("cut", "lose"))])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_damage_in_memory_is_found_and_the_durable_copy_is_taken(saved, name, how):
     damage(files_in_memory(saved, -1)[name], how)
@@ -165,7 +165,7 @@ def test_damage_in_memory_is_found_and_the_durable_copy_is_taken(saved, name, ho
     reader.close()
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "lose"])
+@pytest.mark.parametrize("how", ["flip", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("cut", "lose"))])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_damage_in_both_tiers_leads_to_the_step_before(saved, name, how):
     damage(files_there(saved, 2)[name], how)

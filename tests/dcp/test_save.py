@@ -122,7 +122,7 @@ def test_a_rank_killed_behind_a_save_leaves_the_checkpoint_before(ranks, rank):
         assert answer[0]["got"]["matches"]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("thread", marks=pytest.mark.matrix), "process"])
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.matrix)])
 def test_async_saves_reach_the_durable_tier(ranks, tmp_path, kind):
     answers = ranks(2, ["save_async", 3, kind], save_to_s3=True)
     assert all("error" not in answer[0] for answer in answers), answers

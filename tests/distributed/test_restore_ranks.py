@@ -112,6 +112,7 @@ def test_a_corrupt_copy_on_one_node_sends_that_node_to_its_peer(durable, nodes, 
     assert total(answers, "bytes.down") < MIB
 
 
+@pytest.mark.matrix
 def test_corrupt_copies_that_s3_does_not_have_send_all_to_the_older_one(durable, nodes, run):
     into_durable(durable, "old.ckpt", OLD, 1, chunk=CHUNK)
     flip(into_memory(tier(nodes[0]), durable.url, "new.ckpt", NEW, 2, chunk=CHUNK))
@@ -169,12 +170,14 @@ def test_a_rank_that_never_comes_is_named_within_the_bound(durable, nodes, run):
     assert max(answer["seconds"] for answer in answers[:1]) < 60
 
 
+@pytest.mark.matrix
 def test_a_load_off_the_main_thread_is_refused(durable, nodes, run):
     answers = run(jobs(durable.url, [nodes[0]] * 2, thread=True))
     assert [answer["error"] for answer in answers] == ["UsageError"] * 2
     assert all("main thread" in answer["message"] for answer in answers)
 
 
+@pytest.mark.matrix
 def test_the_public_interface_with_four_ranks_asks_s3_once(durable, nodes, run, s3_server, tmp_path):
     state = {"w": torch.arange(2_000_000.0), "global_step": 7}
     torch.save(state, tmp_path / "state.pt")

@@ -125,6 +125,7 @@ def test_a_crash_and_a_resume_keep_the_top_k_and_one_last(job, tmp_path):
     assert durable(job.dirpath) == [*left[:2], "score=3.0-step=40-last.ckpt", left[2]]
 
 
+@pytest.mark.matrix
 def test_two_last_checkpoints_after_a_crash_become_one_again(job):
     job.train(10, rules=FRESH)
     io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
@@ -149,6 +150,7 @@ def test_without_a_checkpoint_training_starts_only_where_that_is_allowed(job, tm
     assert other.train(9, rules=rules, namespace="other").io.checkpointer.restored.step == 7
 
 
+@pytest.mark.matrix
 def test_a_training_that_has_completed_is_gone_on_with_only_where_that_is_wanted(job):
     job.train(5, rules=FRESH)
     io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
@@ -160,6 +162,7 @@ def test_a_training_that_has_completed_is_gone_on_with_only_where_that_is_wanted
     assert (trainer.io.checkpointer.restored.step, trainer.global_step) == (5, 10)
 
 
+@pytest.mark.matrix
 def test_checkpoints_that_nemo_wrote_are_gone_on_with_and_its_top_k_is_kept(job, tmp_path):
     """Plain torch.save files and no manifest, as NeMo leaves them."""
     job.train(10, rules=FRESH)
@@ -200,6 +203,7 @@ def test_the_connector_without_rules_is_lightnings(job):
     assert RESUME not in (trainer.ckpt_path or "")
 
 
+@pytest.mark.matrix
 def test_a_save_that_fails_leaves_the_last_one_where_it_was(job):
     """NeMo deletes the ``last`` of the same step before it uploads the new one."""
     job.train(10, rules=FRESH)
@@ -217,7 +221,7 @@ def test_a_save_that_fails_leaves_the_last_one_where_it_was(job):
     assert job.train(20, rules=Rules()).io.checkpointer.restored.step == 10
 
 
-@pytest.mark.parametrize("keep", [0, 1, 2])
+@pytest.mark.parametrize("keep", [*(pytest.param(each, marks=pytest.mark.matrix) for each in (0, 1)), 2])
 def test_optimizer_states_stay_in_the_newest_alone_and_the_order_of_saves_stays(job, keep):
     def callback():
         return job.callback(save_top_k=-1, save_last_n_optim_states=keep)

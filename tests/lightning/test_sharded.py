@@ -95,6 +95,7 @@ def test_fsdp1_and_its_folder_for_others(fit, tmp_path, memory_dir):
     assert torch.load(folder / "meta.pt", weights_only=False)["global_step"] == 8
 
 
+@pytest.mark.matrix
 def test_weights_alone_are_no_place_to_resume_from(fit):
     fit(4, weights_only=True, ranks=1)
     (answer,) = fit(8, weights_only=True, ranks=1, ckpt_path="step=4.ckpt", fails=True)

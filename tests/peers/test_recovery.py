@@ -75,6 +75,7 @@ def test_more_lost_nodes_than_copies_lead_to_the_durable_tier_never_to_half_a_st
     assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 6
 
 
+@pytest.mark.matrix
 def test_a_damaged_part_is_quarantined_and_the_peers_copy_is_taken(ranks, memory_dir):
     ranks("ab", ["save", 1], ["save", 2], ["close"], replication_factor=2)
     (path,) = Path(memory_dir, "a").glob(

@@ -119,6 +119,7 @@ def test_a_stalled_peer_is_given_up_and_found_again_when_it_wakes_up(ranks):
     assert [2, 0, True] in told[1]["copies"]
 
 
+@pytest.mark.matrix
 def test_bytes_that_change_on_the_way_never_become_a_copy(ranks):
     _, _, answers = ranks("ab", ["save", 1], ["spoil", 0, 0], ["save", 2], replication_factor=2)
     assert [step for step, *_ in answers[1]["copies"]] == [1]

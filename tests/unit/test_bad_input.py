@@ -63,7 +63,10 @@ def test_no_credentials(kept_on_s3, monkeypatch):
     kept_on_s3.mended(2)
 
 
-@pytest.mark.parametrize(("key", "code"), [(KEYS[0], "InvalidAccessKeyId"), (KEYS[1], "SignatureDoesNotMatch")])
+@pytest.mark.parametrize(
+    ("key", "code"),
+    [pytest.param(KEYS[0], "InvalidAccessKeyId", marks=pytest.mark.matrix), (KEYS[1], "SignatureDoesNotMatch")],
+)
 def test_wrong_credentials(kept_on_s3, monkeypatch, key, code):
     with monkeypatch.context() as env:
         env.setenv(key, "not-it")
@@ -71,6 +74,7 @@ def test_wrong_credentials(kept_on_s3, monkeypatch, key, code):
     kept_on_s3.mended(2)
 
 
+@pytest.mark.matrix
 def test_no_such_profile(kept_on_s3):
     refused(kept_on_s3.io(profile="nobody"), StoreConfigError, "nobody.*check profile, region and endpoint_url")
     kept_on_s3.mended(2)
@@ -84,6 +88,7 @@ def test_a_wrong_region(kept_on_s3, s3_server):
     kept_on_s3.mended(2)
 
 
+@pytest.mark.matrix
 def test_a_wrong_region_where_s3_tells_the_right_one(kept_on_s3, s3_server):
     with FaultProxy(s3_server.endpoint_url, in_region("eu-central-1")) as proxy:
         io = kept_on_s3.io(endpoint_url=proxy.endpoint_url, region="us-west-2")
@@ -224,7 +229,9 @@ def test_unreachable_is_an_error_never_a_start_from_scratch(kept, unreachable):
     assert io.load_checkpoint("tiered:latest")["global_step"] == 4
 
 
-@pytest.mark.parametrize("ckpt_path", ["tiered:latest", "last", "best"])
+@pytest.mark.parametrize(
+    "ckpt_path", ["tiered:latest", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("last", "best"))]
+)
 def test_nor_does_a_trainer_start_from_scratch(kept, unreachable, memory_dir, tmp_path, ckpt_path):
     runs = Runs(unreachable["dirpath"], memory_dir, tmp_path)
     model = Model()

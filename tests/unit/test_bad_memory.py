@@ -161,6 +161,7 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
     io.remove_checkpoint("6.ckpt")
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(60)
 def test_a_tenant_that_comes_and_goes_all_the_time(small, tmp_path):
     """At any moment between a look at what is left and a write to it; were that not reserved, a signal would end us."""

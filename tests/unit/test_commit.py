@@ -203,7 +203,7 @@ def check_story(story, kind, when, folder):
     assert all(what[-1] == 1 for what in journals.left()), "but for those of parts that their drain has marked"
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.matrix), "after"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("story", STORIES)
 def test_stopped_at_any_request_old_or_new_and_a_rerun_finishes(story, kind, when, memory_dir, monkeypatch):
@@ -212,7 +212,7 @@ def test_stopped_at_any_request_old_or_new_and_a_rerun_finishes(story, kind, whe
     check_story(STORIES[story], kind, when, memory_dir)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.matrix), "after"])
 @pytest.mark.parametrize("story", MIXED)
 def test_so_it_is_where_the_kind_changes_and_where_parts_are_left(story, when, memory_dir, monkeypatch):
     if "indexed" in story:
@@ -343,7 +343,7 @@ def test_an_alias_request_that_was_left_over_spares_an_alias_of_a_later_save(tmp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.matrix) for n in range(2, 9))])
 def test_a_delete_tried_again_spares_what_took_the_name_in_between(n, kind, tmp_path):
     store = FlatStore(str(tmp_path))
     save(store, "a", 1, kind=kind)

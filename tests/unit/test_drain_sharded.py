@@ -233,6 +233,7 @@ def test_a_part_that_never_comes_is_told_and_the_next_save_clears_it_up(nodes, s
     assert pending(first) == pending(second) == []
 
 
+@pytest.mark.matrix
 def test_a_part_that_comes_late_after_all_makes_the_save_whole(nodes, store):
     first, second = nodes
     first.part("1.ckpt", 1, 0)
@@ -326,6 +327,7 @@ def test_max_pending_counts_saves_and_a_cancel_takes_all_their_parts(memory_dir,
     handle.close(timeout_s=10)
 
 
+@pytest.mark.matrix
 def test_a_trainer_waits_for_its_rank_s_part_and_for_the_save(nodes, store):
     first, second = nodes
     handles = [DrainHandle(node.tier, node.config, LOG) for node in nodes]

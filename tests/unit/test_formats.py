@@ -113,6 +113,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.matrix
 @given(
     contents,
     st.sampled_from(["name", "files", "save_id", "step", "kind", "previous", "aliases", "metric", "created"]),

@@ -26,7 +26,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.index import Index
 from tiered_checkpoint_io.model.manifest import Manifest, Part
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 #: Text as it comes, and text of what paths and URLs are made of.
 texts = st.text(max_size=60) | st.text(alphabet="abc./\\:%~@?#=&-_0 \0\n" + string.punctuation, max_size=60)

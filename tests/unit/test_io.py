@@ -198,7 +198,14 @@ def test_alias_uploads_nothing_and_is_loadable_at_once(tmp_path, make):
     assert wrapped.load_checkpoint("tiered:last")["global_step"] == 1
 
 
-@pytest.mark.parametrize(("closes", "loads"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("closes", "loads"),
+    [
+        pytest.param(True, True, marks=pytest.mark.matrix),
+        pytest.param(False, True, marks=pytest.mark.matrix),
+        (True, False),
+    ],
+)
 def test_what_an_io_saves_after_another_run_has_saved_is_newer(closes, loads, make, tmp_path, memory_dir):
     """A notebook trains, a job on another node goes on from there, and the notebook trains again."""
     dirpath, elsewhere = str(tmp_path / "durable"), str(Path(memory_dir, "elsewhere"))

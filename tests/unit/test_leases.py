@@ -209,6 +209,7 @@ def test_without_the_store_training_goes_on_and_the_claim_is_made_when_it_is_bac
         made.close()
 
 
+@pytest.mark.matrix
 def test_a_process_may_have_several_and_its_children_belong_to_it(runs, tmp_path, memory_dir, monkeypatch):
     (run,) = runs(str(tmp_path), nodes=[0])
     made = [Checkpointer(TieredCheckpointConfig(dirpath=str(tmp_path), memory_dir=memory_dir)) for _ in range(2)]
@@ -432,7 +433,7 @@ def play(world, players, until, *, asleep=(), is_alone=True):
             assert sum(each.holds for each in players) <= 1, "two hold the place"
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.matrix) for block in range(1, 8))])
 def test_in_any_order_of_requests_one_run_goes_on_and_the_first_is_never_driven_out(block):
     for seed in range(block * 25, block * 25 + 25):
         world = World(seed)

@@ -49,6 +49,7 @@ def test_writers_see_each_other_through_many_changes_of_half(path, small):
     assert one.poll() == other.poll()
 
 
+@pytest.mark.matrix
 def test_threads_of_one_process_exclude_each_other(path, small):
     """Also with one log each, of the same file: what is closed by one gives up no lock of the other."""
     shared = opened(path)
