@@ -7,15 +7,21 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from tiered_checkpoint_io.engine.durable.files import read_with_files
+from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.export.export import DEFAULT_SHARD_SIZE, to_safetensors, to_torch_file
 from tiered_checkpoint_io.engine.export.folders import Folder, LocalFolder, PlainStoredFolder, StoredFolder
 from tiered_checkpoint_io.engine.restore.catalog import reading_order
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, OtherKindError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    OtherKindError,
+    StoreNotFoundError,
+)
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import METADATA, Manifest, newest_first
+from tiered_checkpoint_io.model.manifest import METADATA, Content, Manifest, newest_first
 from tiered_checkpoint_io.stores import Store, open_store
 
 Format = Literal["torch", "safetensors"]
@@ -75,9 +81,9 @@ def export_checkpoint(
 
 
 def _folder(store: Store, name: str) -> Folder:
-    manifest = _newest(store) if name == ids.LATEST else read_with_files(store, ids.validate_name(name))
+    manifest = _newest(store) if name == ids.LATEST else read_manifest(store, ids.validate_name(name))
     if manifest is not None and manifest.alias_of is not None:
-        manifest = read_with_files(store, manifest.alias_of) or manifest
+        manifest = read_manifest(store, manifest.alias_of) or manifest
     if manifest is None:
         return _plain(store, name)
     if manifest.content.kind != "sharded":
@@ -88,19 +94,25 @@ def _folder(store: Store, name: str) -> Folder:
             hint="torch.load reads a full checkpoint's file as it is",
         )
     # While an overwrite is under way, its objects may still be those of the content before.
-    contents = (manifest.content, *manifest.previous)
-    intact = (each for each in contents if _is_current(store, manifest, each.files))
-    return StoredFolder(store, manifest.name, next(intact, manifest.content))
+    contents = (manifest.content, *manifest.previous) if manifest.previous else ()
+    intact = (each for each in contents if _is_current(store, each))
+    return StoredFolder(store, manifest.name, files_of(store, next(intact, manifest.content)).all())
 
 
-def _is_current(store: Store, manifest: Manifest, files: Any) -> bool:
-    entry = next((each for each in files if each.basename == METADATA), None)
-    if entry is None or len(manifest.previous) == 0:
-        return entry is not None
-    data = store.get(entry.path)
-    return len(data) == entry.size and all(
-        entry.matches(index, memoryview(data)[offset : offset + length])
-        for index, (offset, length) in enumerate(entry.chunks)
+def _is_current(store: Store, content: Content) -> bool:
+    """Whether the file that changes over last is that of a content, and the description of it is intact."""
+    try:
+        entry = files_of(store, content).entry(METADATA)
+        data = store.get(entry.path) if entry is not None else b""
+    except (CorruptCheckpointError, StoreNotFoundError):
+        return False
+    return (
+        entry is not None
+        and len(data) == entry.size
+        and all(
+            entry.matches(index, memoryview(data)[offset : offset + length])
+            for index, (offset, length) in enumerate(entry.chunks)
+        )
     )
 
 
@@ -126,5 +138,4 @@ def _newest(store: Store) -> Manifest:
     ordered = newest_first(manifest.content for manifest in found.values())
     if not ordered:
         raise CheckpointNotFoundError("no sharded checkpoint", operation="export", key=store.url)
-    newest = found[ordered[0].save_id]
-    return read_with_files(store, newest.name) or newest
+    return found[ordered[0].save_id]

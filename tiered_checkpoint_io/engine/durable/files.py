@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import cached_property
 
-from tiered_checkpoint_io.engine.durable.manifests import in_parallel, read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import in_parallel
 from tiered_checkpoint_io.errors import CorruptCheckpointError, FormatVersionError, ManifestError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import Index, check_digest
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.stores.base import Store
 
 #: How the files of sharded and of local checkpoints tell their rank.
@@ -187,28 +186,6 @@ def check_paths(part: Part) -> None:
 def paths_in(store: Store, contents: Iterable[Content]) -> set[str]:
     """The keys of all files of some contents. Raises as :func:`files_of`."""
     return {path for content in contents for path in files_of(store, content).sizes}
-
-
-def with_files(store: Store, content: Content) -> Content:
-    """The same content, with all its files listed in it. Raises as :meth:`Files.all`."""
-    return content if content.index is None else replace(content, files=files_of(store, content).all(), index=None)
-
-
-def read_with_files(store: Store, name: str) -> Manifest | None:
-    """As :func:`read_manifest`, with all files of each content listed in it.
-
-    Raises:
-        ManifestError: The manifest, or what lists its files, can't be understood.
-        StoreError: The tier could not be asked.
-    """
-    manifest = read_manifest(store, name)
-    if manifest is None:
-        return None
-    try:
-        content, *previous = (with_files(store, each) for each in (manifest.content, *manifest.previous))
-    except CorruptCheckpointError as error:
-        raise ManifestError(error.message, operation="read", tier="durable", key=error.key) from error
-    return replace(manifest, content=content, previous=tuple(previous))
 
 
 def _get(store: Store, key: str) -> bytes:

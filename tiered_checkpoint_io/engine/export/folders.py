@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, RestoreError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, FileEntry
+from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store
 
 #: Verified chunks that are kept: pieces of neighbouring tensors lie in the same ones.
@@ -88,17 +89,17 @@ class StoredFolder:
 
     tier = "durable"
 
-    def __init__(self, store: Store, name: str, content: Content) -> None:
+    def __init__(self, store: Store, name: str, files: Iterable[FileEntry]) -> None:
         """Takes what it reads.
 
         Args:
             store: The durable tier.
             name: The checkpoint's name, which is its folder.
-            content: Its files.
+            files: Its files, with the hashes of their chunks.
         """
         self.where = ids.join_url(store.url, name)
         self._store = store
-        self._files = {entry.path.removeprefix(name + "/"): entry for entry in content.files}
+        self._files = {entry.path.removeprefix(name + "/"): entry for entry in files}
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
 
     def size(self, path: str) -> int:

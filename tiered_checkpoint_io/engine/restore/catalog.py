@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable.files import read_with_files
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Held, Selector
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
@@ -166,7 +166,7 @@ def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
 def _discover_name(store: Store, name: str, known: DurableCatalog, queued: dict[str, str]) -> None:
     for each in dict.fromkeys((name, queued.get(name, name))):
         try:
-            manifest = read_with_files(store, each)
+            manifest = read_manifest(store, each)
         except FormatVersionError:
             raise
         except ManifestError as error:
@@ -176,7 +176,7 @@ def _discover_name(store: Store, name: str, known: DurableCatalog, queued: dict[
             continue
         known.manifests.append(manifest)
         if manifest.alias_of is not None:
-            target = read_with_files(store, manifest.alias_of)
+            target = read_manifest(store, manifest.alias_of)
             known.manifests += [target] if target is not None else []
     if not known.manifests and not known.rejected:
         with contextlib.suppress(StoreNotFoundError):
@@ -188,7 +188,7 @@ def _read_batch(store: Store, known: DurableCatalog) -> None:
 
     def read(name: str) -> Manifest | str | None:
         try:
-            return read_with_files(store, name)
+            return read_manifest(store, name)
         except FormatVersionError:
             # What a newer release wrote may be the newest checkpoint: not to be passed over.
             raise

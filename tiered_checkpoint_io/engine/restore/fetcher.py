@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.engine import chunks
+from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group, portable
 from tiered_checkpoint_io.engine.ranks.transfer import GroupChannel, SlotPlace, find_part, receive_part, text_of
 from tiered_checkpoint_io.engine.restore.catalog import NodeCatalog, Tiers, look
@@ -29,6 +30,7 @@ from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
+from tiered_checkpoint_io.stores.base import Store
 
 
 @dataclass(slots=True)
@@ -108,9 +110,9 @@ class NodeFetcher:
             self._from_memory(candidate, result)
             return
         assert candidate.durable is not None
-        entry = self._entry(candidate.durable)
-        concurrency = self._tiers.config.read_concurrency()
         store = self._tiers.store()
+        entry = self._entry(store, candidate.durable)
+        concurrency = self._tiers.config.read_concurrency()
         started = self._clock.monotonic()
         try:
             slot = self.room(candidate.content.save_id, entry.size)
@@ -126,25 +128,22 @@ class NodeFetcher:
             except BaseException:
                 self._tier.give_back(slot)
                 raise
-            content = replace(candidate.durable, files=(entry,))
+            content = replace(candidate.durable, files=(entry,), index=None)
             part = Part(candidate.name, self._part_rank or 0, content, self._tiers.dirpath, durable=True)
             stored = self._tier.commit(part, {entry.basename: slot}, drained=True, saved=False)
             result.path = str(stored.file(entry.basename))
         result.bytes_read = entry.size
         self._tiers.log.info("fetched %s: %s", candidate.name, rate(entry.size, self._clock.monotonic() - started))
 
-    def _entry(self, content: Content) -> FileEntry:
-        """The file to fetch, of all that a manifest names."""
-        if self._part_rank is None:
-            (entry,) = content.files
-            return entry
-        prefix = ids.rank_folder(self._part_rank)
-        for entry in content.files:
-            if entry.basename.partition(".")[0].rpartition("-")[0] == prefix:
-                return entry
-        raise CorruptCheckpointError(
-            f"its manifest names no file of shard {self._part_rank}", operation="restore", key=content.save_id
-        )
+    def _entry(self, store: Store, content: Content) -> FileEntry:
+        """The file to fetch; of a checkpoint of several parts, the index and the description of one part tell it."""
+        files = files_of(store, content).of_rank(self._part_rank or 0)
+        if len(files) != 1:
+            whose = "" if self._part_rank is None else f" of shard {self._part_rank}"
+            raise CorruptCheckpointError(
+                f"its manifest names {len(files)} files{whose}, not one", operation="restore", key=content.save_id
+            )
+        return files[0]
 
     def room(self, save_id: str, size: int) -> Slot:
         """A slot for the file of a save.

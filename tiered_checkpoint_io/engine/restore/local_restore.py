@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 
-from tiered_checkpoint_io.engine.durable.files import read_with_files
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup, raise_first
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
@@ -145,7 +144,7 @@ class LocalRestorer:
             candidate = Candidate(name, self._fetcher.find(save_id).part.content)
             self._check_degree(candidate)
         if fetched is None:
-            manifest = read_with_files(self._tiers.store(), name)
+            manifest = read_manifest(self._tiers.store(), name)
             contents = (manifest.content, *manifest.previous) if manifest is not None else ()
             for content in (each for each in contents if each.save_id == save_id):
                 candidate = Candidate(name, content, durable=content)

@@ -121,14 +121,11 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
         files.check(basename, wanted)
     without, notes = set[tuple[str, int]](), list[str]()
     failed: dict[str, CorruptCheckpointError] = {}
-    #: What has come to this node, or lies on none; and whether the durable tier has a file as well.
+    #: What has come to this node, or lies on none.
     done: set[str] = set()
-    spare: dict[str, bool] = {}
     while True:
         turn = _plan(group, files, spans, done, without)
         for basename, entry in turn.entries.items():
-            # Asked before it is adopted, which looks alike.
-            spare.setdefault(basename, files.is_durable(basename))
             failed.pop(basename, None)
             if basename in turn.lacks:
                 files.adopt(entry)
@@ -142,8 +139,18 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
         # Each round leaves out one more source of a file at least, so there is an end to it.
         without |= {(miss.basename, miss.source) for miss in told}
         done |= turn.lacks.keys() - {miss.basename for miss in told if miss.node == group.node}
-    agree(group, next((error for basename, error in failed.items() if not spare[basename]), None))
+    agree(group, _lost(files, failed))
     return notes
+
+
+def _lost(files: ShardFiles, failed: Mapping[str, CorruptCheckpointError]) -> Exception | None:
+    """Why the load cannot go on, where a file that did not arrive is not on the durable tier either."""
+    try:
+        # The durable tier is asked only where something did not arrive.
+        return next((error for basename, error in failed.items() if not files.is_durable(basename)), None)
+    except Exception as error:
+        # The others wait to hear of it.
+        return error
 
 
 @dataclass(frozen=True, slots=True)

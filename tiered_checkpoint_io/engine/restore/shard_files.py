@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine import chunks
+from tiered_checkpoint_io.engine.durable.files import Files
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, Span, chunks_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError, MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
@@ -53,7 +54,7 @@ class ShardFiles:
         store: Callable[[], Store],
         key: str,
         *,
-        durable: Iterable[FileEntry],
+        durable: Callable[[], Files] | None,
         concurrency: int,
         timeout_s: float,
         on_damage: Callable[[StoredPart, CorruptCheckpointError], None],
@@ -65,7 +66,8 @@ class ShardFiles:
             tier: This node's memory.
             store: Opens the durable tier.
             key: The save's id, or another name for what is read.
-            durable: The files that the durable tier holds of it.
+            durable: Gives the files that the durable tier has of it; called when one of them is needed. None where
+                the save is not there.
             concurrency: Requests in flight at once.
             timeout_s: See :class:`FetchedFile`.
             on_damage: Called with a damaged part in memory; the durable copy is taken in its place.
@@ -73,7 +75,8 @@ class ShardFiles:
         """
         self._tier = tier
         self._store = store
-        self._durable = {entry.basename: entry for entry in durable}
+        self._durable = durable
+        self._adopted: dict[str, FileEntry] = {}
         self._concurrency = concurrency
         self._timeout_s = timeout_s
         self._on_damage = on_damage
@@ -103,8 +106,8 @@ class ShardFiles:
         return {basename: file.entry for basename, (_, file) in self._parts.items()}
 
     def is_durable(self, basename: str) -> bool:
-        """Whether a file is on the durable tier."""
-        return basename in self._durable
+        """Whether a file is on the durable tier; raises as :meth:`ensure`."""
+        return self._durable is not None and self._durable().entry(basename) is not None
 
     def check(self, basename: str, spans: Iterable[Span]) -> CorruptCheckpointError | None:
         """Verifies spans of a file in this node's memory; what is damaged is no longer held, and given back as such."""
@@ -125,7 +128,7 @@ class ShardFiles:
 
     def adopt(self, entry: FileEntry) -> None:
         """Reckons with a file whose chunks :meth:`put` brings."""
-        self._durable.setdefault(entry.basename, entry)
+        self._adopted.setdefault(entry.basename, entry)
 
     def put(self, basename: str, index: int, data: bytes | memoryview) -> None:
         """Takes a chunk of an adopted file; see :meth:`FetchedFile.put`."""
@@ -145,7 +148,7 @@ class ShardFiles:
         """
         spans = list(spans)
         error = self.check(basename, spans)
-        if error is not None and basename not in self._durable:
+        if error is not None and self._entry(basename) is None:
             raise error
         if basename in self._parts:
             return self._parts[basename][1].view
@@ -176,7 +179,7 @@ class ShardFiles:
     def _fetch_file(self, basename: str) -> FetchedFile:
         fetched = self._fetched.get(basename)
         if fetched is None:
-            entry = self._durable.get(basename)
+            entry = self._entry(basename)
             if entry is None:
                 raise CorruptCheckpointError(
                     f"{basename} is in no node's memory, and not on the durable tier",
@@ -193,6 +196,13 @@ class ShardFiles:
             )
             self._held.callback(fetched.close)
         return fetched
+
+    def _entry(self, basename: str) -> FileEntry | None:
+        """A file that is not in this node's memory; None where it is not on the durable tier either."""
+        adopted = self._adopted.get(basename)
+        if adopted is not None or self._durable is None:
+            return adopted
+        return self._durable().entry(basename)
 
     def close(self) -> None:
         """Lets everything go."""

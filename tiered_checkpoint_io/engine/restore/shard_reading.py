@@ -7,12 +7,14 @@ bytes are read later, by each rank for itself.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine import chunks
+from tiered_checkpoint_io.engine.durable.files import Files, files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
@@ -29,7 +31,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry
+from tiered_checkpoint_io.model.manifest import METADATA, Content
 
 _DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError)
 
@@ -110,12 +112,15 @@ class ShardRestorer:
     # ------------------------------------------------------------------------------- one candidate
     def _try(self, candidate: Candidate, search: Search, group: Group) -> OpenShards | None:
         small: dict[str, bytes] | None = None
+        content = candidate.content
+        # Read where it is needed, once: a rank that finds its bytes in memory asks the durable tier for nothing.
+        there = functools.cache(lambda: files_of(self._tiers.store(), content)) if candidate.durable else None
         for rank in sorted(search.leader_of(node) for node in candidate.coordinators):
             small = self._share(rank, lambda: self._small_here(candidate), candidate, "memory", search, group)
             if small is not None:
                 break
-        if small is None and candidate.durable is not None:
-            small = self._share(0, lambda: self._small_there(candidate), candidate, "durable", search, group)
+        if small is None and there is not None:
+            small = self._share(0, lambda: self._small_there(candidate, there()), candidate, "durable", search, group)
         if small is None:
             return None
         if candidate.in_memory:
@@ -125,7 +130,7 @@ class ShardRestorer:
         try:
             files = self._open_files(
                 candidate.save_id,
-                list(candidate.durable.files) if candidate.durable else [],
+                there,
                 group,
                 [stored for stored in self._tiers.held() if stored.save_id == candidate.save_id],
             )
@@ -137,7 +142,6 @@ class ShardRestorer:
             if files is not None:
                 files.close()
             raise
-        content = candidate.content
         return OpenShards(
             name=candidate.name,
             save_id=candidate.save_id,
@@ -184,7 +188,7 @@ class ShardRestorer:
                 try:
                     with self._tier.reading(stored) as views:
                         found = {}
-                        for entry in _small(stored.part.content.files):
+                        for entry in (each for each in stored.part.content.files if _is_small(each.basename)):
                             where = str(stored.file(entry.basename))
                             chunks.verify(entry, views[entry.basename], where=where)
                             found[entry.basename] = bytes(views[entry.basename])
@@ -202,10 +206,10 @@ class ShardRestorer:
             step=candidate.content.step,
         )
 
-    def _small_there(self, candidate: Candidate) -> dict[str, bytes]:
-        assert candidate.durable is not None
+    def _small_there(self, candidate: Candidate, files: Files) -> dict[str, bytes]:
         found = {}
-        for entry in _small(candidate.durable.files):
+        basenames = (path.rpartition("/")[2] for path in files.sizes)
+        for entry in filter(None, map(files.entry, filter(_is_small, basenames))):
             data = bytearray(entry.size)
             with memoryview(data) as view:
                 chunks.fetch(self._tiers.store(), entry, view, concurrency=self._tiers.config.read_concurrency())
@@ -214,7 +218,9 @@ class ShardRestorer:
             raise CorruptCheckpointError("its manifest names no .metadata", operation="restore", key=candidate.name)
         return found
 
-    def _open_files(self, key: str, durable: list[FileEntry], group: Group, parts: list[StoredPart]) -> ShardFiles:
+    def _open_files(
+        self, key: str, durable: Callable[[], Files] | None, group: Group, parts: list[StoredPart]
+    ) -> ShardFiles:
         if self._nodes.index(group.node) == group.rank:
             clear_reads(self._tier.root)
         here = self._nodes.count(group.node)
@@ -270,11 +276,12 @@ class ShardRestorer:
             sizes: How many bytes of each file its ``.metadata`` names, by basename.
             group: As before.
         """
-        entries = [chunks.unverified(f"{opened.name}/{basename}", size) for basename, size in sizes.items()]
         key = hashlib.sha256(ids.join_url(self._tiers.dirpath, opened.name).encode() + opened.metadata).hexdigest()
-        opened.files = self._open_files(key[:32], entries, group, [])
+        opened.files = self._open_files(key[:32], None, group, [])
+        for basename, size in sizes.items():
+            opened.files.adopt(chunks.unverified(f"{opened.name}/{basename}", size))
 
 
-def _small(files: Iterable[FileEntry]) -> list[FileEntry]:
-    """What lies beside the shards: few bytes, which every rank needs."""
-    return [entry for entry in files if not entry.basename.endswith(".distcp")]
+def _is_small(basename: str) -> bool:
+    """Whether a file lies beside the shards: few bytes, which every rank needs."""
+    return not basename.endswith(".distcp")
