@@ -1,0 +1,185 @@
+"""What a restore of a checkpoint of many parts asks of the durable tier, and what it does where a listing is damaged."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.restoring import in_ranks
+from support.sharded import bytes_of, make_part, views_of
+from support.story import op_id
+
+from tiered_checkpoint_io.adapters.export import _folder
+from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.commit import commit, put_part
+from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
+from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
+from tiered_checkpoint_io.engine.restore.fetcher import NodeFetcher
+from tiered_checkpoint_io.engine.restore.shard_reading import ShardRestorer
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreUnavailableError
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import METADATA
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
+
+LATEST = Selector("latest")
+RANKS = 4
+STEPS = 3
+
+
+class World:
+    """A durable tier with three checkpoints of four ranks, and a node that has none of them in its memory."""
+
+    def __init__(self, memory_dir, durable):
+        self.store = DirectoryStore(durable)
+        self.tier = MemoryTier.open(memory_dir, "default")
+        self.config = TieredCheckpointConfig(dirpath=durable, memory_dir=memory_dir, wait_timeout_s=20)
+
+    def save(self, number, *, name=None, into=None, files_of_rank=3, **options):
+        store = into or self.store
+        for rank in reversed(range(RANKS)):
+            part, files = make_part(name or f"step_{number}", number, rank, world_size=RANKS, **options)
+            part = replace(part, content=replace(part.content, files=part.content.files[:files_of_rank]))
+            put_part(store, part, views_of(files))
+            if part.commits:
+                arrivals = Arrivals(part)
+                arrivals.look(store)
+                commit(store, part, views_of(files), arrivals.rows)
+
+    def tiers(self, store=None):
+        return Tiers(self.config, self.tier, lambda: store or self.store, self.store.url, logging.getLogger("test"))
+
+    def open(self, group=None, store=None):
+        return ShardRestorer(self.tiers(store)).open(LATEST, group or SingleGroup("n"))
+
+
+class Asked(FaultyStore):
+    """Remembers what was asked for."""
+
+    def __init__(self, store, **options):
+        self.keys = []
+        super().__init__(store, only=self._remember, **options)
+
+    def _remember(self, operation, key):
+        self.keys.append(key)
+        return key.startswith(ids.SAVES_PREFIX)
+
+    def listings(self):
+        return sorted(key for key in self.keys if key.startswith(ids.SAVES_PREFIX))
+
+
+@pytest.fixture
+def world(memory_dir, tmp_path):
+    world = World(memory_dir, str(tmp_path / "durable"))
+    for number in range(1, STEPS + 1):
+        world.save(number)
+    return world
+
+
+def test_to_choose_among_checkpoints_of_many_ranks_takes_one_list_and_their_manifests(world):
+    asked = Asked(world.store)
+    known = discover(world.tiers(asked), LATEST, {})
+    manifests = sorted(ids.manifest_key(f"step_{number}") for number in range(1, STEPS + 1))
+    assert sorted(asked.keys) == sorted([ids.MANIFEST_PREFIX, *manifests])
+    assert len(known.manifests) == STEPS
+
+
+def test_each_rank_reads_the_index_once_and_the_descriptions_of_what_it_loads(world):
+    newest = op_id(STEPS)
+    stores = [Asked(world.store) for _ in range(RANKS)]
+
+    def load(group):
+        basename = f"__{group.rank}_0.distcp"
+        opened = world.open(group, stores[group.rank])
+        size = len(bytes_of(STEPS, group.rank, basename))
+        loaded = bytes(opened.files.ensure(basename, [(0, size)])[:size])
+        opened.files.ensure(f"__{group.rank}_1.distcp", [(0, 10)])
+        opened.close()
+        return loaded == bytes_of(STEPS, group.rank, basename)
+
+    assert in_ranks(["n"] * RANKS, load) == [True] * RANKS
+    for rank, store in enumerate(stores):
+        assert store.listings() == [ids.index_key(newest), ids.description_key(newest, rank)]
+    assert [store.keys.count(ids.MANIFEST_PREFIX) for store in stores] == [1, 0, 0, 0]
+
+
+def test_bytes_that_lie_in_memory_cost_no_request_for_what_lists_them(world):
+    for rank in range(RANKS):
+        part, files = make_part(f"step_{STEPS}", STEPS, rank, world_size=RANKS, dirpath=world.store.url)
+        slots = {basename: world.tier.acquire(len(data)) for basename, data in files.items()}
+        for basename, slot in slots.items():
+            slot.view[: len(files[basename])] = files[basename]
+        world.tier.commit(part, slots)
+    asked = Asked(world.store)
+    with_memory = world.open(store=asked)
+    for rank in range(RANKS):
+        with_memory.files.ensure(f"__{rank}_0.distcp", [(0, 10)])
+    with_memory.close()
+    assert asked.listings() == []
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+@pytest.mark.parametrize("which", ["index", "description"])
+def test_a_damaged_listing_leads_to_the_step_before_as_damaged_bytes_do(world, which, damage):
+    newest = op_id(STEPS)
+    key = ids.index_key(newest) if which == "index" else ids.description_key(newest, 0)
+    world.store.delete(key) if damage == "gone" else world.store.put(key, world.store.get(key)[:-5])
+    opened = world.open()
+    assert opened.step == STEPS - 1
+    assert opened.small[METADATA] == bytes_of(STEPS - 1, 0, METADATA)
+    (note,) = opened.rejected
+    assert key in note
+    opened.close()
+
+
+def test_a_damaged_description_of_another_rank_shows_where_its_bytes_are_read(world):
+    world.store.delete(ids.description_key(op_id(STEPS), 2))
+    opened = world.open()
+    opened.files.ensure("__1_0.distcp", [(0, 10)])
+    with pytest.raises(CorruptCheckpointError, match="it is missing"):
+        opened.files.ensure("__2_0.distcp", [(0, 10)])
+    opened.close()
+
+
+def test_a_listing_that_cannot_be_asked_for_is_no_damage(world):
+    with pytest.raises(StoreUnavailableError):
+        world.open(store=Asked(world.store, fail_at=1))
+
+
+def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_loaded_and_exported(world):
+    def is_switch(operation, key):
+        return operation == "upload" and key.endswith(METADATA)
+
+    with pytest.raises(Injected):
+        world.save(9, name=f"step_{STEPS}", into=FaultyStore(world.store, fail_at=1, only=is_switch), suffix="-9")
+    opened = world.open()
+    assert (opened.name, opened.step) == (f"step_{STEPS}", STEPS)
+    assert len(opened.rejected) == 1
+    opened.files.ensure("__3_0.distcp", [(0, 10)])
+    opened.close()
+    folder = _folder(world.store, f"step_{STEPS}")
+    assert folder.read("__3_0.distcp", 0, 10) == bytes_of(STEPS, 3, "__3_0.distcp")[:10]
+    # What lists the files of the new content may be damaged, as nothing else needs it.
+    world.store.delete(ids.index_key(op_id(9)))
+    assert _folder(world.store, f"step_{STEPS}").size(METADATA) == len(bytes_of(STEPS, 0, METADATA))
+
+
+def test_a_rank_of_a_local_checkpoint_reads_its_own_description_alone(memory_dir, tmp_path):
+    world = World(memory_dir, str(tmp_path / "durable"))
+    world.save(1, kind="local", files_of_rank=1)
+    asked = Asked(world.store)
+    fetcher = NodeFetcher(world.tiers(asked), part_rank=2)
+    (manifest,) = discover(world.tiers(), LATEST, {}).manifests
+    candidate = Candidate(manifest.name, manifest.content, durable=manifest.content)
+    for _ in range(2):
+        fetched = fetcher.fetch(candidate, ("durable",), 2)
+        assert Path(fetched.path).read_bytes()[:1000] == bytes_of(1, 2, "__2_0.distcp")[:1000]
+    assert asked.listings() == [ids.index_key(op_id(1)), ids.description_key(op_id(1), 2)]
+    assert fetcher.find(op_id(1)).part.content.size == len(bytes_of(1, 2, "__2_0.distcp"))
+    world.store.delete(ids.description_key(op_id(1), 3))
+    lacking = NodeFetcher(world.tiers(), part_rank=3).fetch(candidate, ("durable",), 3)
+    assert (lacking.path, lacking.error) == (None, None)
+    assert "it is missing" in lacking.rejected[0]
