@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import random
 import resource
@@ -20,14 +21,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.garbage import collect
-from tiered_checkpoint_io.engine.durable.manifests import in_parallel, read_all, read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import in_parallel
+from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
 from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
@@ -102,8 +105,15 @@ def put_full(store: Store, number: int) -> None:
 
 
 def discovered(store: Store) -> list[Manifest]:
-    """What a restart reads before it chooses: one list, and the heads."""
-    return [manifest for manifest in read_all(store, read_manifest) if manifest is not None]
+    """What a restart reads before it chooses, by the product's own discovery: one list, and the heads."""
+    config, log = TieredCheckpointConfig.from_any(dirpath=store.url), logging.getLogger("scale")
+    # Memory is looked at by another step, and not here.
+    tiers = Tiers(config, cast("MemoryTier", None), lambda: store, store.url, log)
+    known = discover(tiers, Selector("latest"), {})
+    assert not known.rest, "one batch holds them all"
+    if known.error is not None:
+        raise known.error
+    return known.manifests
 
 
 def counted(store: Any, work: Callable[[], Any]) -> tuple[Any, float, dict[str, int]]:
