@@ -73,7 +73,9 @@ class S3Server:
     def empty(self, bucket: str, prefix: str = "") -> None:
         """Removes all that lies below a prefix, unfinished uploads included."""
         for upload in self.uploads(bucket, prefix):
-            self.client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+            # One that has ended meanwhile, or whose abort was answered late and asked for again, is gone as well.
+            with contextlib.suppress(self.client.exceptions.NoSuchUpload):
+                self.client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
         for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
             for entry in page.get("Contents", ()):
                 self.client.delete_object(Bucket=bucket, Key=entry["Key"])
