@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MIB = 1 << 20
 
 
+@pytest.mark.matrix
 def test_a_newer_step_that_lost_a_shard_in_memory_does_not_hide_an_older_durable_one(ranks, memory_dir):
     ranks(2, ["save", 10, {"save_to_s3": True, "wait": True}], ["save", 20])
     lost = max(Path(memory_dir).glob("tiered-*/default/saves/*")) / "rank-00001"

@@ -53,6 +53,7 @@ def test_two_ranks_read_each_byte_of_four_once_and_list_once(ranks, s3_url, memo
     assert sum(each.get("requests.list", 0) for each in asked) == 1
 
 
+@pytest.mark.matrix
 def test_nodes_give_each_other_what_only_one_of_them_holds(ranks):
     ranks(4, ["save", 1], ["save", 2], nodes="aabb")
     for answer in ranks(4, ["load", 2], nodes="aabb"):

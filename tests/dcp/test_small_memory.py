@@ -58,6 +58,7 @@ def test_a_durable_save_goes_past_memory_that_is_too_small(ranks, small, tmp_pat
     assert all(torch.equal(state["model"][key], value) for key, value in whole.items())
 
 
+@pytest.mark.matrix
 def test_the_wait_for_the_other_ranks_is_bounded(ranks, small, tmp_path):
     small("a")
     nowhere = {1: {"dirpath": str(tmp_path / "elsewhere")}}

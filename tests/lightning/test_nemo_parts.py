@@ -103,6 +103,7 @@ def test_checkpoints_with_omegaconfs_objects_load_and_those_that_would_run_code_
 
 
 # ----------------------------------------------------------------------------------------- resuming
+@pytest.mark.matrix
 def test_a_crash_and_a_resume_keep_the_top_k_and_one_last(job, tmp_path):
     whole = NeMoParts(str(tmp_path / "whole"), job.memory_dir, tmp_path)
     expected = whole.train(35, rules=FRESH, namespace="whole").module

@@ -78,6 +78,7 @@ def test_full_checkpoints_of_a_sharded_model_and_sharded_ones_replace_each_other
     assert first["losses"] == pytest.approx({i: whole["losses"][i] for i in first["losses"]}, rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_fsdp1_and_its_folder_for_others(fit, tmp_path, memory_dir):
     more = {"strategy": "fsdp1", "async": False}
     (whole, _) = fit(8, **more, dirpath=tmp_path / "whole")

@@ -33,11 +33,8 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "failures"),
-    [("full", FULL), pytest.param("sharded", SHARDED, marks=pytest.mark.matrix)],
-    ids=["full", "sharded"],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("kind", "failures"), [("full", FULL), ("sharded", SHARDED)], ids=["full", "sharded"])
 def test_a_rank_that_fails_tells_the_others(ranks, kind, failures):
     save = [["save_full", n] if kind == "full" else ["save", n, {"rows": 260_000}] for n in (1, 2)]
     newest = 2

@@ -8,6 +8,7 @@ def copies(answers, step):
     return [sorted(rank for s, rank, _ in answer["copies"] if s == step) for answer in answers]
 
 
+@pytest.mark.matrix
 def test_shards_are_copied_around_three_nodes_of_two_ranks(ranks):
     (first, second) = ranks("aabbcc", ["save", 1], ["save", 2], replication_factor=2)
     assert copies(second, 2) == [[4, 5], [4, 5], [0, 1], [0, 1], [2, 3], [2, 3]]
