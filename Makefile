@@ -53,11 +53,11 @@ demo-sharded: venv
 
 # Each promise once, in at most 5 minutes on 2 cores.
 test: venv
-	$(BIN)/python -m pytest -n 2 -m 'not matrix' tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not matrix' tests
 
 # All that `make test` leaves out: the further cases, and the sweeps.
 test-all: venv
-	$(BIN)/python -m pytest -n 2 -m matrix tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix tests
 	$(MAKE) test-crash
 	$(MAKE) test-corruption
 

@@ -72,6 +72,7 @@ def told(done):
     return [ast.literal_eval(line.partition(" ")[2]) for line in lines]
 
 
+@pytest.mark.matrix
 def test_ddp_ranks_resume_from_s3_and_rank_0_alone_asks_it(launch, s3_url, memory_dir, tmp_path):
     Runs(s3_url, memory_dir, tmp_path).fit(
         TieredModelCheckpoint(s3_every_n_train_steps=2, filename="{step}"), model=Model(ballast=1_000_000), max_steps=4
