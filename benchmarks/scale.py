@@ -142,7 +142,7 @@ def run(store: Any, parts: int) -> dict[str, str]:
     descriptions = [part_of(CHECKPOINTS, rank, parts) for rank in range(parts)]
     rows = {part.rank: IndexRow.of(part) for part in descriptions}
     for number in range(1, CHECKPOINTS):
-        # As CHECKPOINTS saves of the same shape leave them; nobody reads their descriptions here.
+        # As CHECKPOINTS saves of the same shape leave them; their descriptions are not read here.
         save_id = ids.save_id(_RUN, number)
         data, reference = Index(f"step_{number}", save_id, rows).to_json()
         content = Content(save_id, number, 0, "sharded", time.time(), parts, {}, (), parts=parts, index=reference)

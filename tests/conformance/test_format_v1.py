@@ -1,6 +1,6 @@
 """Checkpoints that release 0.1.0 wrote, in storage format 1, load for ever: of each kind, from each tier.
 
-What the fixtures hold, and how they came to be, is told in ``data/format_v1/make.py``.
+What the fixtures hold, and how they were made, is described in ``data/format_v1/make.py``.
 """
 
 import shutil
@@ -101,7 +101,7 @@ def test_each_checkpoint_loads_by_name_and_as_the_newest_from_each_tier(old, tie
     else:
         for path in (tmp_path / "durable").rglob("*"):
             if path.is_file() and ".tiered" not in path.parts:
-                # Whoever reads it here sees that it is damaged.
+                # A reader sees that it is damaged.
                 flip(path, at=path.stat().st_size // 2)
     assert dict(zip(expected, loaded(kind, options, list(expected), tmp_path), strict=True)) == expected
 

@@ -15,8 +15,6 @@ two runs, memory too small         yes   yes      yes
 another namespace, one base path   no    yes      yes    ``s3_tier_base_path`` is the SageMaker library's word, for dcp
 S3 away                            yes   yes      yes    over S3 alone: a directory is never away
 =================================  ====  =======  =====  ==============================================================
-
-Cases that are wrong today are strict xfails, with the reason.
 """
 
 import contextlib
@@ -83,12 +81,6 @@ def can(kind):
             pytest.skip(f"a {kind} checkpoint has no {what}")
 
     return can
-
-
-def wrong_today(request, kind, kinds, reason):
-    """Marks a story as one that is wrong today for some kinds."""
-    if kind in kinds:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
 
 
 # --------------------------------------------------------------------------------- saving and resuming
