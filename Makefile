@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-all test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale test-peers
+.PHONY: venv demo demo-sharded test test-all test-crash test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers
 
 venv: $(STAMP)
 
@@ -103,6 +103,10 @@ bench-recovery: venv
 
 bench-scale: venv
 	timeout -k 10 600 $(BIN)/python benchmarks/scale.py
+
+# This tree beside another commit, by turns: make bench-beside COMMIT=HEAD~1
+bench-beside: venv
+	$(BIN)/python benchmarks/beside.py $(COMMIT)
 
 clean:
 	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) build dist *.egg-info
