@@ -14,7 +14,7 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.remote import RemoteStore
 from tiered_checkpoint_io.stores.s3 import MAX_PARTS, MIB, S3Store, part_size_for
 from tiered_checkpoint_io.stores.wrappers import RetryingStore
-from tiered_checkpoint_io.testing.contract import MemoryJournal, StopHere, StoreContract
+from tiered_checkpoint_io.testing.contract import ContentOnDemand, MemoryJournal, StopHere, StoreContract
 
 
 class TestDirectoryStore(StoreContract):
@@ -89,6 +89,11 @@ class TestS3Store(StoreContract):
         counts = store.metrics.snapshot()
         requests = {name: count for name, count in counts.items() if name.startswith("requests.")}
         assert requests == {"requests.create": 1, "requests.part": 5, "requests.complete": 1}
+
+    def test_holds_as_many_parts_of_its_content_as_it_sends_at_once(self, store):
+        content = ContentOnDemand(os.urandom(64 * MIB))
+        store.upload("x", content)
+        assert content.peak <= 4 * 8 * MIB
 
     def test_a_second_process_sends_only_what_is_missing(self, store, s3_url, s3_server):
         data = os.urandom(40 * MIB)

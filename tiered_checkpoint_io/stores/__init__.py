@@ -6,9 +6,9 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, Store, UploadJournal
+from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, Store, UploadJournal
 
-__all__ = ["Metrics", "ObjectInfo", "Store", "UploadJournal", "open_store"]
+__all__ = ["Content", "Metrics", "ObjectInfo", "Store", "UploadJournal", "open_store"]
 
 
 def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, clock: Clock = SYSTEM) -> Store:

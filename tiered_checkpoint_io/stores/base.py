@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -90,6 +91,19 @@ class UploadJournal(Protocol):
     def clear(self) -> None: ...
 
 
+class Content(Protocol):
+    """What an upload sends: a ``memoryview`` of bytes, or anything that is sliced like one.
+
+    ``len(content)`` is its size in bytes. ``with content[start:end] as piece`` gives the bytes of that range as a
+    contiguous memoryview, and frees them at the end: what is sliced need not lie in memory before. A store asks for
+    a few pieces at once, from several threads and in any order, and for a range again when it sends it again.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]: ...
+
+
 @runtime_checkable
 class Store(Protocol):
     """A durable tier rooted at one URL or directory."""
@@ -147,7 +161,7 @@ class Store(Protocol):
     def upload(
         self,
         key: str,
-        data: memoryview,
+        data: Content,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
@@ -156,7 +170,7 @@ class Store(Protocol):
 
         Args:
             key: Where to.
-            data: The whole content: contiguous bytes, unchanged until the call returns.
+            data: The whole content, unchanged until the call returns.
             journal: Where to note what a later call, in this process or another, can resume.
             progress: Called with the number of further bytes that were written, from any thread.
         """

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
 )
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, UploadJournal, validate_key
+from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, UploadJournal, validate_key
 
 #: Files on their way; each is locked by its writer, so that those of dead ones are known.
 _SCRATCH = ids.META_PREFIX + "tmp"
@@ -154,7 +154,7 @@ class DirectoryStore:
     def upload(
         self,
         key: str,
-        data: memoryview,
+        data: Content,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
@@ -195,7 +195,7 @@ class DirectoryStore:
             raise InvalidNameError(f"key {key!r} lies in the store's own folder {_SCRATCH!r}")
         return os.path.join(self._root, key)
 
-    def _write(self, key: str, data: memoryview, operation: str, progress: Callable[[int], None] | None) -> None:
+    def _write(self, key: str, data: Content, operation: str, progress: Callable[[int], None] | None) -> None:
         path = self._path(key)
         try:
             self._drop_abandoned()

@@ -25,7 +25,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, UploadJournal, validate_key
+from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, UploadJournal, validate_key
 
 _MIB = 1 << 20
 _SLICE = 16 * _MIB
@@ -158,7 +158,7 @@ class RemoteStore:
     def upload(
         self,
         key: str,
-        data: memoryview,
+        data: Content,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
@@ -170,7 +170,8 @@ class RemoteStore:
             if self._is_memory:
                 # Its files appear as soon as they are opened, unless they come with their content.
                 report(len(data))
-                self._fs.pipe_file(target, bytes(data))
+                with data[0 : len(data)] as whole:
+                    self._fs.pipe_file(target, bytes(whole))
             elif self._is_object_store:
                 blocks = -(-len(data) // (_MAX_BLOCKS * _MIB))
                 self._write(key, target, data, report, block_size=max(_BLOCK, blocks * _MIB), autocommit=False)
@@ -196,13 +197,13 @@ class RemoteStore:
         """Frees nothing by itself: fsspec's sessions end when they are no longer referred to."""
 
     # ----------------------------------------------------------------------------------------- writes
-    def _write(self, key: str, path: str, data: memoryview, report: Callable[[int], None], **options: Any) -> None:
+    def _write(self, key: str, path: str, data: Content, report: Callable[[int], None], **options: Any) -> None:
         # Only the file system's errors are translated, not those of the caller's report.
         with self._asking("upload", key):
             file = self._fs.open(path, "wb", **options)
         try:
             for start in range(0, len(data), _SLICE):
-                with self._asking("upload", key), data[start : start + _SLICE] as piece:
+                with data[start : start + _SLICE] as piece, self._asking("upload", key):
                     # Not every file system takes memoryviews.
                     count = file.write(bytes(piece)) or len(piece)
                 report(count)
@@ -214,7 +215,7 @@ class RemoteStore:
             _throw_away(file)
             raise
 
-    def _write_and_move(self, key: str, target: str, data: memoryview, report: Callable[[int], None]) -> None:
+    def _write_and_move(self, key: str, target: str, data: Content, report: Callable[[int], None]) -> None:
         scratch = f"{self._root}/{_SCRATCH}"
         source = f"{scratch}/{self._clock.token(12)}"
         with self._asking("upload", key):

@@ -23,7 +23,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, UploadJournal, validate_key
+from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, UploadJournal, validate_key
 from tiered_checkpoint_io.stores.s3_faults import CLIENT_ERRORS, is_just_busy, translated
 from tiered_checkpoint_io.stores.s3_parts import MAX_PARTS, MIB, Body, part_size_for
 from tiered_checkpoint_io.stores.s3_uploads import MultipartUploads
@@ -257,7 +257,7 @@ class S3Store:
     def upload(
         self,
         key: str,
-        data: memoryview,
+        data: Content,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
@@ -268,7 +268,8 @@ class S3Store:
             return
         if journal is not None:
             self._uploads.abandon(key, journal)
-        self._put_whole(key, data)
+        with data[0 : len(data)] as whole:
+            self._put_whole(key, whole)
         if progress is not None:
             progress(len(data))
 

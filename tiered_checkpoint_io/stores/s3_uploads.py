@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 from tiered_checkpoint_io.errors import InvalidNameError, StoreError, StoreNotFoundError, StoreUnavailableError
-from tiered_checkpoint_io.stores.base import Store, UploadJournal
+from tiered_checkpoint_io.stores.base import Content, Store, UploadJournal
 from tiered_checkpoint_io.stores.s3_parts import Cut, Journaled, PartPool, composite_etag
 from tiered_checkpoint_io.stores.wrappers import Progress
 
@@ -80,7 +80,7 @@ class MultipartUploads:
     def close(self) -> None:
         self._parts.close()
 
-    def send(self, key: str, data: memoryview, part_size: int, journal: UploadJournal | None, report: Progress) -> None:
+    def send(self, key: str, data: Content, part_size: int, journal: UploadJournal | None, report: Progress) -> None:
         """Uploads ``data``; see :meth:`Store.upload`."""
         for _ in range(2):
             report.restart()
@@ -118,9 +118,7 @@ class MultipartUploads:
                 return count
             query |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
-    def _send(
-        self, key: str, data: memoryview, part_size: int, journal: UploadJournal | None, report: Progress
-    ) -> bool:
+    def _send(self, key: str, data: Content, part_size: int, journal: UploadJournal | None, report: Progress) -> bool:
         """Whether the object is complete; False where the upload vanished (a lifecycle rule, for one)."""
         upload, arrived = self._begin(key, len(data), part_size, journal)
         cut = upload.cut

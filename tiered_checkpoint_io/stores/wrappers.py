@@ -11,7 +11,7 @@ import tenacity
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, Store, UploadJournal
+from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, Store, UploadJournal
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tiered_checkpoint_io.retry")
@@ -114,7 +114,7 @@ class RetryingStore:
     def upload(
         self,
         key: str,
-        data: memoryview,
+        data: Content,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from contextlib import AbstractContextManager, contextmanager
+from threading import Event, Lock
 from typing import Any
 
 import pytest
@@ -51,6 +52,35 @@ class MemoryJournal:
 def stop_here(_: int) -> None:
     """A progress report that ends the upload."""
     raise StopHere
+
+
+class ContentOnDemand:
+    """Content whose pieces are copied when they are asked for, and counted."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._lock = Lock()
+        #: Bytes in pieces that are in use, and the most of them at once.
+        self.held = self.peak = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    @contextmanager
+    def _piece(self, bounds: slice) -> Iterator[memoryview]:
+        with memoryview(bytearray(self._data[bounds])) as piece:
+            size = len(piece)
+            with self._lock:
+                self.held += size
+                self.peak = max(self.peak, self.held)
+            try:
+                yield piece
+            finally:
+                with self._lock:
+                    self.held -= size
+
+    def __getitem__(self, bounds: slice, /) -> AbstractContextManager[memoryview]:
+        return self._piece(bounds)
 
 
 class StoreContract:
@@ -169,6 +199,14 @@ class StoreContract:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(check, ranges))
         assert store.metrics.snapshot()["bytes.down"] == sum(length for _, length in ranges)
+
+    def test_content_that_is_made_when_it_is_sent(self, store: Store) -> None:
+        data = os.urandom(self.large)
+        for size in (0, 1000, self.large):
+            content = ContentOnDemand(data[:size])
+            store.upload("x", content)
+            assert store.get("x") == data[:size]
+            assert content.held == 0
 
     def test_a_short_object_is_corrupt_not_short_data(self, store: Store) -> None:
         store.put("x", b"12345")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
 from tiered_checkpoint_io.errors import StoreUnavailableError
-from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, Store, UploadJournal
+from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, Store, UploadJournal
 
 _T = TypeVar("_T")
 
@@ -83,7 +83,7 @@ class FaultyStore:
     def upload(
         self,
         key: str,
-        data: memoryview,
+        data: Content,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
