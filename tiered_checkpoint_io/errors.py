@@ -54,6 +54,8 @@ class TieredCheckpointError(Exception):
 
     #: Whether the same call may succeed later without anybody changing anything.
     retryable: bool = False
+    #: The tier that errors of this class are about, where none is named.
+    _tier: str | None = None
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class TieredCheckpointError(Exception):
         # Errors are logged, written down and sent to other ranks; URLs in them may hold what none of those should.
         self.message = without_secrets(message)
         self.operation = operation
-        self.tier = tier
+        self.tier = tier or self._tier
         self.key = without_secrets(key) if key is not None else None
         self.rank = rank
         self.step = step
@@ -134,6 +136,8 @@ class MemoryUnsafeError(MemoryTierError, PermissionError):
 
 class StoreError(TieredCheckpointError, OSError):
     """An operation on the durable tier failed."""
+
+    _tier = "durable"
 
 
 class StoreNotFoundError(StoreError, FileNotFoundError):

@@ -73,7 +73,7 @@ def test_every_request_names_the_expected_owner(moto, bucket):
     def note(event_name, request, **_):
         seen[event_name.rpartition(".")[2]] = request.headers.get("x-amz-expected-bucket-owner")
 
-    store._client.meta.events.register("before-send.s3", note)
+    store._client.boto.meta.events.register("before-send.s3", note)
     # moto's own account is another one, so each is refused, with a reason, by those that it checks.
     for call in (
         lambda: store.put("x", b"1"),

@@ -12,8 +12,8 @@ from tiered_checkpoint_io.stores import open_store, remote
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.remote import RemoteStore
-from tiered_checkpoint_io.stores.s3 import MAX_PARTS, MIB, S3Store, part_size_for
-from tiered_checkpoint_io.stores.wrappers import RetryingStore
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store
+from tiered_checkpoint_io.stores.s3_uploads import MAX_PARTS, part_size_for
 from tiered_checkpoint_io.testing.contract import ContentOnDemand, MemoryJournal, StopHere, StoreContract
 
 
@@ -21,12 +21,6 @@ class TestDirectoryStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         yield DirectoryStore(str(tmp_path / "root"))
-
-
-class TestRetryingStore(StoreContract):
-    @pytest.fixture
-    def store(self, tmp_path):
-        yield RetryingStore(DirectoryStore(str(tmp_path / "root")))
 
 
 class TestRemoteStoreInMemory(StoreContract):
@@ -159,7 +153,7 @@ def test_part_sizes_stay_within_the_limits(size):
 
 
 def test_open_store_picks_by_url(tmp_path, s3_url, s3_server):
-    urls = {str(tmp_path): RetryingStore, s3_url: S3Store, "memory://x/y": RetryingStore}
+    urls = {str(tmp_path): DirectoryStore, s3_url: S3Store, "memory://x/y": RemoteStore}
     for url, kind in urls.items():
         store = open_store(TieredCheckpointConfig(dirpath=url))
         assert type(store) is kind

@@ -182,7 +182,7 @@ def install(counter):
 
     BaseClient._make_api_call = request_counted
 
-    from tiered_checkpoint_io.stores.s3_parts import Body
+    from tiered_checkpoint_io.stores.s3_client import Body
 
     read = Body.read
 

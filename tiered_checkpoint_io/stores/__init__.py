@@ -12,12 +12,7 @@ __all__ = ["Content", "Metrics", "ObjectInfo", "Store", "UploadJournal", "open_s
 
 
 def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, clock: Clock = SYSTEM) -> Store:
-    """The durable store of a configuration; nothing is asked of it yet.
-
-    Args:
-        config: Where, and how.
-        dirpath: Another root than the configuration's, reached with the same options.
-        clock: For retries, and for the age of what dead writers left.
+    """The durable store of a configuration, or of another root with its options; nothing is asked of it yet.
 
     Raises:
         ConfigError: The client library for this kind of URL is missing; says what to install.
@@ -29,15 +24,13 @@ def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, cl
             from tiered_checkpoint_io.stores.s3 import S3Store
 
             return S3Store.from_config(config, root, clock)
-        from tiered_checkpoint_io.stores.wrappers import RetryingStore
-
         if scheme is None:
             from tiered_checkpoint_io.stores.directory import DirectoryStore
 
-            return RetryingStore(DirectoryStore(root, clock=clock), clock)
+            return DirectoryStore(root, clock=clock)
         from tiered_checkpoint_io.stores.remote import RemoteStore
 
-        return RetryingStore(RemoteStore(root, clock=clock), clock)
+        return RemoteStore(root, clock=clock)
     except ImportError as error:
         package = {"s3": "boto3"}.get(scheme or "", f"fsspec's package for {scheme}://")
         raise ConfigError(f"{root} needs {package}: {error}", hint=f"install {package}") from error

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from tiered_checkpoint_io.errors import InvalidNameError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError
 
 
 def validate_key(key: str) -> str:
@@ -39,6 +39,13 @@ def validate_key(key: str) -> str:
             f"invalid key {key!r}", hint="keys are relative to the store's root, without '.' and '..' components"
         )
     return key
+
+
+def too_short(key: str, size: int, end: int) -> CorruptCheckpointError:
+    """The error for an object of ``size`` bytes that is read up to ``end``."""
+    return CorruptCheckpointError(
+        f"object ends at byte {size}; {end} were expected", operation="read", tier="durable", key=key
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,16 @@
-"""What an S3 server's refusal means: decided by HTTP status and error code alone, never by text."""
+"""What an exception of boto3 means: by its type, an HTTP status and S3's error code, never by text."""
 
 from __future__ import annotations
 
+import ssl
+from typing import Any
+
+import botocore.exceptions
+import botocore.parsers
+import urllib3.exceptions
+
 from tiered_checkpoint_io.errors import (
+    CorruptCheckpointError,
     StoreAccessError,
     StoreConfigError,
     StoreError,
@@ -10,81 +18,114 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
 )
 
-CREDENTIALS_HINT = "give credentials by environment, profile or role, as boto3 takes them"
-NETWORK_HINT = "check endpoint_url and the network"
-_RIGHTS_HINT = "check the credentials, and their rights on this bucket and prefix"
+_NO_CREDENTIALS = (
+    botocore.exceptions.NoCredentialsError,
+    botocore.exceptions.PartialCredentialsError,
+    botocore.exceptions.CredentialRetrievalError,
+    botocore.exceptions.TokenRetrievalError,
+    botocore.exceptions.SSOError,
+)
+_CONNECTION = (
+    botocore.exceptions.ConnectionError,
+    botocore.exceptions.HTTPClientError,
+    botocore.exceptions.IncompleteReadError,
+    # An answer cut short is not XML any more.
+    botocore.parsers.ResponseParserError,
+    urllib3.exceptions.HTTPError,
+    ConnectionError,
+    TimeoutError,
+)
+#: What boto3's client, or reading its answers, raises.
+CLIENT_ERRORS = (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, *_CONNECTION)
 
-_BAD_KEYS = {
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "InvalidAccessKeyId",
-    "InvalidSecurity",
-    "InvalidToken",
-    "NotSignedUp",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
-}
-_NO_RIGHTS = {"AccessDenied", "AccountProblem", "AllAccessDisabled", "Forbidden", "UnauthorizedAccess"}
-_ELSEWHERE = {
-    "AuthorizationHeaderMalformed",
-    "IllegalLocationConstraintException",
-    "PermanentRedirect",
-    "TemporaryRedirect",
-}
-_BUSY = {
-    "InternalError",
-    "OperationAborted",
-    "RequestLimitExceeded",
-    "RequestTimeout",
-    "RequestTimeoutException",
-    "ServiceUnavailable",
-    "SlowDown",
-    "TooManyRequests",
-}
+_CREDENTIALS_HINT = "give credentials by environment, profile or role, as boto3 takes them"
+#: Error codes whose HTTP status, mostly 400, does not tell what they mean.
+_BAD_KEYS = {"InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
+_ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+_BUSY = {"InternalError", "OperationAborted", "RequestTimeout", "RequestTimeoutException", "SlowDown"}
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
-_MISSING = {"NoSuchKey", "NoSuchUpload", "NotFound"}
+
+
+#: Our error for a failure, and a hint.
+_Meaning = tuple[type[StoreError], str | None]
+
+
+def translated(error: Exception, request: str, url: str, key: str | None) -> StoreError | CorruptCheckpointError:
+    """Our error for one of ``CLIENT_ERRORS``, about an object, or the bucket where ``key`` is None."""
+    if isinstance(error, botocore.exceptions.ClientError):
+        answer: Any = error.response
+        facts, meta = answer.get("Error", {}), answer.get("ResponseMetadata", {})
+        status = int(meta.get("HTTPStatusCode", 0))
+        if status == 416:
+            return CorruptCheckpointError(
+                "object ends before the range that was asked for", operation="read", tier="durable", key=key
+            )
+        region = facts.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+        code = str(facts.get("Code") or status)
+        return refusal(request, code=code, status=status, url=url, key=key, region=region)
+    return _error(_failure(error), request, type(error).__name__, url, key)
 
 
 def refusal(
-    operation: str, *, code: str, status: int, url: str, key: str | None, region: str | None = None
+    request: str, *, code: str, status: int, url: str, key: str | None, region: str | None = None
 ) -> StoreError:
-    """The error for an answer that is not a success.
-
-    Args:
-        operation: What was asked for.
-        code: S3's error code; for a HEAD, whose answer has no body, the status as text.
-        status: The HTTP status.
-        url: The store's root.
-        key: Relative to it; None for the bucket.
-        region: The bucket's region, where the server told it.
-    """
-    bucket = url.split("/")[2]
-    kind: type[StoreError] = StoreError
-    hint: str | None = None
-    if code == "NoSuchBucket":
-        kind, hint = StoreConfigError, f"bucket {bucket!r} does not exist there; check dirpath and endpoint_url"
-    elif code == "InvalidBucketName":
-        kind, hint = StoreConfigError, f"{bucket!r} is not a name that this server allows for a bucket"
-    elif code in _ELSEWHERE or status in (301, 307):
-        where = f"is in region {region!r}" if region else "is in another region, or at another endpoint"
-        kind, hint = StoreConfigError, f"bucket {bucket!r} {where}; set region and endpoint_url accordingly"
-    elif code in _BUSY or code.startswith("Throttl") or status in _BUSY_STATUS:
-        kind = StoreUnavailableError
-    elif code == "RequestTimeTooSkewed":
-        kind, hint = StoreAccessError, "this machine's clock is wrong by more than the server allows"
-    elif code in _BAD_KEYS:
-        kind, hint = StoreAccessError, "the credentials are wrong or have expired; " + CREDENTIALS_HINT
-    elif code in _NO_RIGHTS or status in (401, 403):
-        kind, hint = StoreAccessError, _RIGHTS_HINT
-    elif code in _MISSING or status == 404:
-        kind = StoreNotFoundError
-    elif status == 400 and code in ("400", "Bad Request"):
-        hint = "the answer gives no reason; a wrong region or an expired token are the usual ones"
+    """The error for an answer that is not a success; the code is the status as text where it has no body (HEAD)."""
     label = code if code == str(status) else f"{code}, HTTP {status}"
-    return kind(
-        f"S3 {operation} failed ({label})",
-        operation=operation,
-        tier="durable",
-        key=f"{url}/{key}" if key is not None else url,
-        hint=hint,
-    )
+    return _error(_meaning(code, status, url.split("/")[2], region), request, label, url, key)
+
+
+def _error(meaning: _Meaning, request: str, label: str, url: str, key: str | None) -> StoreError:
+    kind, hint = meaning
+    where = f"{url}/{key}" if key is not None else url
+    return kind(f"S3 {request} failed ({label})", operation=request, key=where, hint=hint)
+
+
+def is_just_busy(error: BaseException | None) -> bool:
+    """Whether the server did answer, and not with 500, which may mean anything."""
+    if not isinstance(error, botocore.exceptions.ClientError):
+        return False
+    answer: Any = error.response
+    return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") != 500)
+
+
+def _meaning(code: str, status: int, bucket: str, region: str | None) -> _Meaning:
+    if code == "NoSuchBucket":
+        return StoreConfigError, f"bucket {bucket!r} does not exist there; check dirpath and endpoint_url"
+    if code == "InvalidBucketName":
+        return StoreConfigError, f"{bucket!r} is not a name that this server allows for a bucket"
+    if code in _ELSEWHERE or status in (301, 307):
+        where = f"is in region {region!r}" if region else "is in another region, or at another endpoint"
+        return StoreConfigError, f"bucket {bucket!r} {where}; set region and endpoint_url accordingly"
+    if code in _BUSY or code.startswith("Throttl") or status in _BUSY_STATUS:
+        return StoreUnavailableError, None
+    if code == "RequestTimeTooSkewed":
+        return StoreAccessError, "this machine's clock is wrong by more than the server allows"
+    if code in _BAD_KEYS or code.startswith("ExpiredToken"):
+        return StoreAccessError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
+    if status in (401, 403):
+        return StoreAccessError, "check the credentials, and their rights on this bucket and prefix"
+    if status == 404:
+        return StoreNotFoundError, None
+    if status == 400 and code in ("400", "Bad Request"):
+        return StoreError, "the answer gives no reason; a wrong region or an expired token are the usual ones"
+    return StoreError, None
+
+
+def _failure(error: Exception) -> _Meaning:
+    if isinstance(error, _NO_CREDENTIALS):
+        return StoreAccessError, _CREDENTIALS_HINT
+    if isinstance(error, botocore.exceptions.NoRegionError | botocore.exceptions.InvalidRegionError):
+        return StoreConfigError, "set region"
+    if isinstance(error, botocore.exceptions.MissingDependencyException):
+        return StoreConfigError, "this checksum_algorithm needs awscrt: pip install 'botocore[crt]'"
+    if isinstance(error, botocore.exceptions.SSLError) and _is_bad_certificate(error):
+        return StoreConfigError, "the server's certificate is not trusted; check endpoint_url and AWS_CA_BUNDLE"
+    if isinstance(error, _CONNECTION):
+        return StoreUnavailableError, "check endpoint_url and the network"
+    return StoreError, None
+
+
+def _is_bad_certificate(error: BaseException | None) -> bool:
+    if error is None or isinstance(error, ssl.SSLCertVerificationError):
+        return error is not None
+    return _is_bad_certificate(error.__cause__ or error.__context__)

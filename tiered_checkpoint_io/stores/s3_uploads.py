@@ -1,155 +1,155 @@
-"""Multipart uploads: begun, resumed, completed, aborted. ``ask`` makes the requests of boto3."""
+"""Multipart uploads: begun, resumed, completed, aborted."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import Any, Protocol
+from typing import Any
 
 from tiered_checkpoint_io.errors import InvalidNameError, StoreError, StoreNotFoundError, StoreUnavailableError
-from tiered_checkpoint_io.stores.base import Content, Store, UploadJournal
-from tiered_checkpoint_io.stores.s3_parts import Cut, Journaled, PartPool, composite_etag
-from tiered_checkpoint_io.stores.wrappers import Progress
+from tiered_checkpoint_io.stores.base import Content, UploadJournal
+from tiered_checkpoint_io.stores.retry import Progress
+from tiered_checkpoint_io.stores.s3_client import S3Client
 
+MIB = 1 << 20
+MAX_PARTS = 10_000
+_MIN_PART = 8 * MIB
+_MAX_PART = 5 << 30
+_MAX_OBJECT = 5 << 40
 _log = logging.getLogger("tiered_checkpoint_io.s3")
 
 
-class Ask(Protocol):
-    """Sends a request, repeated as need be, and gives boto3's answer.
+def part_size_for(size: int, wanted: int) -> int:
+    """Bytes of one part of an object of ``size`` bytes: as wanted, raised so that 10,000 parts suffice.
 
-    ``doubt`` is called after each attempt that got no answer, or an internal error; what it raises is final.
+    Raises:
+        StoreError: S3 has no object of this size.
     """
-
-    def __call__(
-        self,
-        operation: str,
-        method: str,
-        key: str | None,
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        body: memoryview | None = None,
-        cancelled: threading.Event | None = None,
-        doubt: Callable[[], None] | None = None,
-    ) -> Any: ...
+    if size > _MAX_OBJECT:
+        raise StoreError(
+            f"{size} bytes exceed S3's limit of 5 TiB for one object",
+            operation="upload",
+            hint="save a sharded checkpoint",
+        )
+    needed = -(-size // MAX_PARTS)
+    return min(_MAX_PART, max(wanted, -(-needed // MIB) * MIB, _MIN_PART))
 
 
-class AskOnce(Protocol):
-    """Sends a request once, and gives boto3's answer."""
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An upload in progress, as its journal has it: parts of ``part_size`` bytes, the last one maybe smaller."""
 
-    def __call__(
-        self, operation: str, method: str, key: str | None, arguments: Mapping[str, Any] | None = None
-    ) -> Any: ...
+    url: str
+    key: str
+    upload_id: str
+    size: int
+    part_size: int
+
+    @classmethod
+    def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
+        """The upload of ``key`` that a journal tells of; None where it tells of none, or is another store's."""
+        match journal.read() if journal is not None else None:
+            case {"url": u, "key": k, "upload_id": str(upload_id), "size": int(size), "part_size": int(part_size)} if (
+                (u, k) == (url, key) and size >= 0 and part_size >= 1
+            ):
+                return cls(url, key, upload_id, size, part_size)
+        return None
+
+    @property
+    def numbers(self) -> range:
+        """Part numbers, from 1."""
+        return range(1, -(-self.size // self.part_size) + 1)
+
+    def range_of(self, number: int) -> slice:
+        """The bytes of a part."""
+        start = (number - 1) * self.part_size
+        return slice(start, min(start + self.part_size, self.size))
+
+    def size_of(self, number: int) -> int:
+        return len(range(self.size)[self.range_of(number)])
 
 
 class MultipartUploads:
-    """The multipart uploads of one store."""
+    """The multipart uploads of one store, with the threads that send parts: one bounded set for all uploads."""
 
-    def __init__(
-        self,
-        store: Store,
-        prefix: str,
-        write_options: Mapping[str, str],
-        ask: Ask,
-        ask_once: AskOnce,
-        *,
-        workers: int,
-    ) -> None:
-        """Takes what it works with.
-
-        Args:
-            store: Whose uploads these are.
-            prefix: Its prefix within the bucket.
-            write_options: For the request that begins an upload.
-            ask: Sends a request, repeatedly if need be.
-            ask_once: Sends one once.
-            workers: Parts in flight at once.
-        """
-        self._url = store.url
-        self._metrics = store.metrics
-        self._prefix = prefix
+    def __init__(self, client: S3Client, write_options: Mapping[str, str], *, workers: int) -> None:
+        self._client = client
         self._write_options = write_options
         self._checksum = write_options.get("ChecksumAlgorithm")
-        self._ask = ask
-        self._ask_once = ask_once
-        self._parts = PartPool(workers)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-s3")
 
     def close(self) -> None:
-        self._parts.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def send(self, key: str, data: Content, part_size: int, journal: UploadJournal | None, report: Progress) -> None:
         """Uploads ``data``; see :meth:`Store.upload`."""
         for _ in range(2):
             report.restart()
             if self._send(key, data, part_size, journal, report):
+                if journal is not None:
+                    journal.clear()
                 return
         raise StoreUnavailableError(
-            "others aborted the upload, twice", operation="upload", tier="durable", key=f"{self._url}/{key}"
+            "others aborted the upload, twice", operation="upload", key=f"{self._client.url}/{key}"
         )
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
         """Ends the upload that a journal describes."""
-        upload = Journaled.from_json(journal.read())
-        if upload is not None and (upload.url, upload.key) == (self._url, key):
+        upload = Upload.journaled(journal, self._client.url, key)
+        if upload is not None:
             self._abort(key, upload.upload_id)
         journal.clear()
 
     def abort_stale(self, older_than_s: float) -> int:
         """Aborts uploads below the prefix that are older than this; gives their number."""
         count = 0
-        query = {"Prefix": self._prefix}
-        while True:
-            try:
-                page = self._ask("list_uploads", "list_multipart_uploads", None, query)
-            except StoreNotFoundError:
-                # How rclone says that there are none.
-                return count
-            now = _server_time(page)
-            for upload in page.get("Uploads", ()):
-                if (now - upload["Initiated"]).total_seconds() > older_than_s:
-                    # What is no key of ours is not ours to abort.
-                    with contextlib.suppress(InvalidNameError):
-                        self._abort(upload["Key"][len(self._prefix) :], upload["UploadId"])
-                        count += 1
-            if not page.get("IsTruncated"):
-                return count
-            query |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        prefix = self._client.prefix
+        # That there is nothing is how rclone says that there are none; what is no key of ours is not ours to abort.
+        with contextlib.suppress(StoreNotFoundError):
+            for page in self._client.pages("list_multipart_uploads", None, {"Prefix": prefix}):
+                now = _server_time(page)
+                for upload in page.get("Uploads", ()):
+                    if (now - upload["Initiated"]).total_seconds() > older_than_s:
+                        with contextlib.suppress(InvalidNameError):
+                            self._abort(upload["Key"][len(prefix) :], upload["UploadId"])
+                            count += 1
+        return count
 
     def _send(self, key: str, data: Content, part_size: int, journal: UploadJournal | None, report: Progress) -> bool:
         """Whether the object is complete; False where the upload vanished (a lifecycle rule, for one)."""
         upload, arrived = self._begin(key, len(data), part_size, journal)
-        cut = upload.cut
         upload_id = {"UploadId": upload.upload_id}
         checksum = {"ChecksumAlgorithm": self._checksum} if self._checksum else {}
-        report.add(sum(cut.size_of(number) for number in arrived))
+        report.add(sum(upload.size_of(number) for number in arrived))
 
         def is_gone() -> None:
             # Of an upload that others aborted, some servers say so when asked for its parts, but hang up on a
             # new part, and take the last request for one that is in progress already.
             with contextlib.suppress(StoreUnavailableError):
-                self._ask_once("list_parts", "list_parts", key, {**upload_id, "MaxParts": 1})
+                self._client.once("list_parts", key, {**upload_id, "MaxParts": 1})
 
         def send_part(number: int, cancelled: threading.Event) -> None:
-            start, end = cut.bounds(number)
-            with data[start:end] as piece:
+            with data[upload.range_of(number)] as piece:
                 part = {**upload_id, "PartNumber": number, **checksum}
-                answer = self._ask("part", "upload_part", key, part, body=piece, cancelled=cancelled, doubt=is_gone)
-            self._metrics.add("bytes.up", end - start)
+                answer = self._client.ask("upload_part", key, part, body=piece, cancelled=cancelled, doubt=is_gone)
+            self._client.metrics.add("bytes.up", upload.size_of(number))
             arrived[number] = self._part(number, answer)
-            report.add(end - start)
+            report.add(upload.size_of(number))
 
         try:
-            self._parts.run([number for number in cut.numbers if number not in arrived], send_part)
-            whole = {**upload_id, "MultipartUpload": {"Parts": [arrived[number] for number in cut.numbers]}}
-            self._ask("complete", "complete_multipart_upload", key, whole, doubt=is_gone)
+            self._run([number for number in upload.numbers if number not in arrived], send_part)
+            whole = {"MultipartUpload": {"Parts": [arrived[number] for number in upload.numbers]}}
+            self._client.ask("complete_multipart_upload", key, {**upload_id, **whole}, doubt=is_gone)
         except StoreNotFoundError:
-            if journal is not None:
-                journal.clear()
             # Completed, and just the answer was lost? Then the object bears these parts' ETag.
-            return len(arrived) == len(cut.numbers) and self._consists_of(key, arrived)
+            return len(arrived) == len(upload.numbers) and self._consists_of(key, arrived)
         except BaseException as error:
             # With a journal, what has arrived is taken up by the next attempt.
             if journal is None or (isinstance(error, StoreError) and not error.retryable):
@@ -157,44 +157,63 @@ class MultipartUploads:
                 if journal is not None:
                     journal.clear()
             raise
-        if journal is not None:
-            journal.clear()
         return True
 
     def _begin(
         self, key: str, size: int, part_size: int, journal: UploadJournal | None
-    ) -> tuple[Journaled, dict[int, dict[str, Any]]]:
+    ) -> tuple[Upload, dict[int, dict[str, Any]]]:
         """The upload to write to, and its parts that have arrived already."""
-        upload = Journaled.from_json(journal.read()) if journal is not None else None
-        if upload is not None and (upload.url, upload.key) == (self._url, key):
-            arrived = self._arrived(upload) if upload.cut.size == size else None
+        upload = Upload.journaled(journal, self._client.url, key)
+        if upload is not None:
+            arrived = self._arrived(upload) if upload.size == size else None
             if arrived is not None:
                 return upload, arrived
             self._abort(key, upload.upload_id)
-        answer = self._ask("create", "create_multipart_upload", key, self._write_options)
-        upload = Journaled(self._url, key, answer["UploadId"], Cut(size, part_size))
+        answer = self._client.ask("create_multipart_upload", key, self._write_options)
+        upload = Upload(self._client.url, key, answer["UploadId"], size, part_size)
         if journal is not None:
-            journal.write(upload.to_json())
+            journal.write(asdict(upload))
         return upload, {}
 
-    def _arrived(self, upload: Journaled) -> dict[int, dict[str, Any]] | None:
+    def _arrived(self, upload: Upload) -> dict[int, dict[str, Any]] | None:
         """The parts that the server holds; None where the upload is gone, or is not what we sent."""
         arrived: dict[int, dict[str, Any]] = {}
-        query: dict[str, Any] = {"UploadId": upload.upload_id}
-        while True:
+        try:
+            for page in self._client.pages("list_parts", upload.key, {"UploadId": upload.upload_id}):
+                for entry in page.get("Parts", ()):
+                    number = entry["PartNumber"]
+                    if number not in upload.numbers or entry["Size"] != upload.size_of(number):
+                        # Not every server takes a part twice, so the upload is begun anew.
+                        return None
+                    arrived[number] = self._part(number, entry)
+        except StoreNotFoundError:
+            return None
+        return arrived
+
+    def _run(self, numbers: Iterable[int], send: Callable[[int, threading.Event], None]) -> None:
+        """Runs ``send`` for each number of a part, a bounded few at once; the first error cancels the others."""
+        cancelled = threading.Event()
+        failures: list[BaseException] = []
+
+        def job(number: int) -> None:
             try:
-                page = self._ask("list_parts", "list_parts", upload.key, query)
-            except StoreNotFoundError:
-                return None
-            for entry in page.get("Parts", ()):
-                number = entry["PartNumber"]
-                if not upload.cut.fits(number, entry["Size"]):
-                    # Not every server takes a part twice, so the upload is begun anew.
-                    return None
-                arrived[number] = self._part(number, entry)
-            if not page.get("IsTruncated"):
-                return arrived
-            query["PartNumberMarker"] = page["NextPartNumberMarker"]
+                if not cancelled.is_set():
+                    send(number, cancelled)
+            except BaseException as error:
+                failures.append(error)
+                cancelled.set()
+
+        jobs = [self._pool.submit(job, number) for number in numbers]
+        try:
+            wait(jobs)
+            if failures:
+                raise failures[0]
+        finally:
+            cancelled.set()
+            # Parts that are on their way read the caller's content: they end before we return.
+            wait(jobs)
+            # An error holds the frames that hold this list.
+            failures.clear()
 
     def _part(self, number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
         part = {"PartNumber": number, "ETag": answer["ETag"]}
@@ -202,18 +221,19 @@ class MultipartUploads:
         return {**part, field: answer[field]} if self._checksum and field in answer else part
 
     def _consists_of(self, key: str, parts: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether an object is made of these parts: S3's ETag of it is a digest of theirs."""
         try:
-            found: str = self._ask("size", "head_object", key)["ETag"]
-            return found.strip('"') == composite_etag(parts[number]["ETag"] for number in sorted(parts))
+            found = self._client.ask("head_object", key)["ETag"].strip('"')
+            digests = [bytes.fromhex(parts[number]["ETag"].strip('"')) for number in sorted(parts)]
         except (StoreNotFoundError, ValueError):
             # ValueError: ETags that are no MD5 sums, which encryption and some servers bring with them.
             return False
+        whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
+        return bool(found == f"{whole}-{len(digests)}")
 
     def _abort(self, key: str, upload_id: str, cancelled: threading.Event | None = None) -> None:
-        try:
-            self._ask("abort", "abort_multipart_upload", key, {"UploadId": upload_id}, cancelled=cancelled)
-        except StoreNotFoundError:
-            return
+        with contextlib.suppress(StoreNotFoundError):
+            self._client.ask("abort_multipart_upload", key, {"UploadId": upload_id}, cancelled=cancelled)
 
     def _abort_after(self, failure: BaseException, key: str, upload_id: str) -> None:
         # Asked once only: the server may be what failed, and the next look for stale uploads finds it.

@@ -1,7 +1,10 @@
 """Retry decides by the error alone, is bounded, counts, and can be cut short."""
 
+import errno
+import os
 import threading
 import time
+from functools import partial
 
 import pytest
 from support.clocks import VirtualClock, quick
@@ -9,7 +12,7 @@ from support.clocks import VirtualClock, quick
 from tiered_checkpoint_io.errors import StoreAccessError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.stores.wrappers import Progress, Retry, RetryingStore
+from tiered_checkpoint_io.stores.retry import Progress, Retry
 from tiered_checkpoint_io.testing.contract import StoreContract
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
@@ -89,27 +92,52 @@ def test_progress_tells_no_byte_twice():
     assert sum(seen) == 10
 
 
-def test_a_store_repeats_each_operation(tmp_path):
-    directory = DirectoryStore(str(tmp_path))
-    data = bytes(20 << 20)
-    calls = [
-        lambda store: store.put("x", b"1"),
-        lambda store: store.get("x"),
-        lambda store: store.size("x"),
-        lambda store: [*store.list("")],
-        lambda store: store.read_into("x", 0, memoryview(bytearray(1))),
-        lambda store: store.upload("y", memoryview(data)),
-        lambda store: store.delete("x"),
-    ]
-    for call in calls:
-        faulty = FaultyStore(directory, fail_at=1, once=True)
-        call(RetryingStore(faulty, QUICK))
-        assert faulty.operations == 2
-    assert directory.metrics.snapshot()["retries"] == len(calls)
-    seen = []
-    again = FaultyStore(directory, fail_at=1, once=True, when="during")
-    RetryingStore(again, QUICK).upload("y", memoryview(data), progress=seen.append)
-    assert sum(seen) == len(data)
+class Shaky(DirectoryStore):
+    """Each call of the file system fails the first time, and uploads in the middle of their content."""
+
+    def __init__(self, root):
+        super().__init__(root, clock=QUICK)
+        self.failed = set()
+
+    def _fail_first(self, name, *args, call):
+        if name not in self.failed:
+            self.failed.add(name)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return call(*args)
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        return partial(self._fail_first, name, call=found) if name in CALLS else found
+
+
+CALLS = ("_files", "_get", "_size", "_read", "_delete", "_drop_abandoned")
+
+
+def test_a_store_repeats_each_operation(tmp_path, monkeypatch):
+    store = Shaky(str(tmp_path))
+    for call in (
+        lambda: store.put("x", b"1"),
+        lambda: store.get("x"),
+        lambda: store.size("x"),
+        lambda: [*store.list("")],
+        lambda: store.read_into("x", 0, memoryview(bytearray(1))),
+        lambda: store.delete("x"),
+    ):
+        call()
+    assert store.metrics.snapshot()["retries"] == len(CALLS)
+    writes, seen = [], []
+    write = os.write
+
+    def stale_once(descriptor, data):
+        writes.append(len(data))
+        if len(writes) == 2:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", stale_once)
+    store.upload("y", memoryview(bytes(20 << 20)), progress=seen.append)
+    assert store.size("y") == sum(seen) == 20 << 20
+    assert store.metrics.snapshot()["retries"] == len(CALLS) + 1
 
 
 @pytest.mark.parametrize(("when", "stands"), [("before", b"old"), ("during", b"old"), ("after", b"new")])

@@ -1,0 +1,257 @@
+"""FileStore: what stores of files have in common. The public method owns the guard, the subclass the hook."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.errors import (
+    InvalidNameError,
+    StoreAccessError,
+    StoreConfigError,
+    StoreError,
+    StoreNotFoundError,
+    StoreUnavailableError,
+    TieredCheckpointError,
+)
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, UploadJournal, validate_key
+from tiered_checkpoint_io.stores.retry import Progress, Retry
+
+_T = TypeVar("_T")
+#: Bytes of one read: more would be held twice, as fsspec gives them in a buffer of its own.
+_READ_SIZE = 16 << 20
+#: Files on their way, where a file appears before it is whole.
+_SCRATCH = ids.META_PREFIX + "tmp"
+
+_MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: What network file systems say when their server is away or busy for a while.
+_RETRYABLE_ERRNO = {
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EINTR,
+    errno.ENETUNREACH,
+    errno.ENOTCONN,
+    errno.EREMOTEIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+_RETRYABLE_STATUS = {408, 429, 500, 502, 503, 504}
+#: The names of exceptions in libraries that may not be installed, so that they are not imported.
+_NO_CREDENTIALS = {"botocore.NoCredentialsError", "botocore.PartialCredentialsError", "google.DefaultCredentialsError"}
+_CONNECTION_LOST = {
+    "asyncio.TimeoutError",
+    "aiohttp.ClientConnectionError",
+    "aiohttp.ClientPayloadError",
+    "botocore.ConnectionError",
+    "botocore.HTTPClientError",
+    "paramiko.SSHException",
+    "requests.ConnectionError",
+    "requests.Timeout",
+    "urllib3.HTTPError",
+}
+
+
+class FileStore(ABC):
+    """A store of files. Uploads cannot be resumed, so journals stay empty."""
+
+    #: What calls of the file system raise.
+    _errors: type[Exception] = Exception
+    _access_hint = "check the credentials, and their rights on this place"
+    _network_hint = "check the network and the server"
+
+    def __init__(self, url: str, root: str, clock: Clock) -> None:
+        """Makes nothing; ``root`` is a path within the file system, without a slash at its end."""
+        self.url = url
+        self.metrics = Metrics()
+        self._root = root
+        self._scratch = f"{root}/{_SCRATCH}"
+        self._clock = clock
+        self._retry = Retry(self.metrics, clock)
+        self._cleaned = False
+        #: Held during each call, where one connection serves all.
+        self._turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder = prefix.rpartition("/")[0]
+        path = self._path(folder) if folder else self._root
+        # A listing that fails half way begins anew: it is handed out once it is whole.
+        for found, size, modified in self._ask("list", prefix, lambda: [*self._files(path)]):
+            key = found[len(self._root) :].lstrip("/")
+            if key.startswith(prefix) and not key.startswith(_SCRATCH + "/"):
+                yield ObjectInfo(key, size, modified)
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+        data = self._ask("get", key, lambda: self._get(path))
+        self.metrics.add("bytes.down", len(data))
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        self.upload(key, memoryview(data))
+
+    def size(self, key: str) -> int:
+        path = self._path(key)
+        return self._ask("head", key, lambda: self._size(path))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        path = self._path(key)
+        if not len(buffer):
+            self.size(key)
+        for start in range(0, len(buffer), _READ_SIZE):
+            with buffer[start : start + _READ_SIZE] as piece:
+                self._ask("get", key, lambda: self._read(key, path, offset + start, piece))  # noqa: B023 - called here
+                self.metrics.add("bytes.down", len(piece))
+
+    def upload(
+        self,
+        key: str,
+        data: Content,
+        *,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        path = self._path(key)
+        report, cancelled = Progress(progress), threading.Event()
+
+        def tell(count: int) -> None:
+            try:
+                report.add(count)
+            except BaseException:
+                # The caller's own error ends the upload, whatever it is.
+                cancelled.set()
+                raise
+
+        def once() -> None:
+            self.metrics.add("requests.put")
+            report.restart()
+            with self._turn:
+                if not self._cleaned:
+                    with self._guarded("put", key):
+                        self._drop_abandoned()
+                    self._cleaned = True
+                self._write(key, path, data, tell)
+
+        self._retry(once, cancelled=cancelled)
+        self.metrics.add("bytes.up", len(data))
+        if journal is not None:
+            # We note nothing there; others may have.
+            journal.clear()
+
+    def abandon(self, key: str, journal: UploadJournal) -> None:  # noqa: ARG002 - nothing is kept
+        journal.clear()
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with contextlib.suppress(StoreNotFoundError):
+            self._ask("delete", key, lambda: self._delete(path))
+
+    def close(self) -> None:  # noqa: B027 - there is nothing to free
+        pass
+
+    # ----------------------------------------------------------------------------------------- hooks
+    @abstractmethod
+    def _files(self, folder: str) -> Iterable[tuple[str, int, float]]:
+        """Path, size and time of each file at any depth below a folder, which need not exist."""
+
+    @abstractmethod
+    def _get(self, path: str) -> bytes: ...
+
+    @abstractmethod
+    def _size(self, path: str) -> int: ...
+
+    @abstractmethod
+    def _read(self, key: str, path: str, offset: int, buffer: memoryview) -> None:
+        """See :meth:`Store.read_into`."""
+
+    @abstractmethod
+    def _write(self, key: str, path: str, data: Content, report: Callable[[int], None]) -> None:
+        """See :meth:`Store.upload`; guards its own calls, as errors of ``data`` and ``report`` are the caller's."""
+
+    @abstractmethod
+    def _delete(self, path: str) -> None: ...
+
+    @abstractmethod
+    def _drop_abandoned(self) -> None:
+        """Removes what writers that died left in the scratch folder."""
+
+    # --------------------------------------------------------------------------------------- helpers
+    def _path(self, key: str) -> str:
+        if f"{validate_key(key)}/".startswith(_SCRATCH + "/"):
+            raise InvalidNameError(f"key {key!r} lies in the store's own folder {_SCRATCH!r}")
+        return f"{self._root}/{key}"
+
+    def _ask(self, request: str, key: str, call: Callable[[], _T]) -> _T:
+        """What ``call`` gives; counted, and repeated where need be."""
+
+        def once() -> _T:
+            self.metrics.add(f"requests.{request}")
+            with self._guarded(request, key):
+                return call()
+
+        return self._retry(once)
+
+    @contextlib.contextmanager
+    def _guarded(self, operation: str, key: str) -> Iterator[None]:
+        """Calls of the file system, one at a time where need be, with its errors made ours."""
+        try:
+            with self._turn:
+                yield
+        except TieredCheckpointError:
+            raise
+        except self._errors as error:
+            raise self._translated(error, operation, key) from error
+
+    def _translated(self, error: Exception, operation: str, key: str) -> StoreError:
+        kind, hint = kind_of(error), None
+        number = error.errno if isinstance(error, OSError) else None
+        if operation == "put" and isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
+            kind, hint = StoreError, "a file and a folder cannot have the same name"
+        elif operation == "put" and kind is StoreNotFoundError:
+            kind, hint = StoreConfigError, "the bucket or folder to write to does not exist; check dirpath"
+        elif kind is StoreAccessError:
+            hint = self._access_hint
+        elif kind is StoreUnavailableError:
+            hint = self._network_hint
+        elif number in _FULL:
+            hint = "no room: free some, or save elsewhere; what was saved before is intact"
+        # The text of others may hold credentials (URLs do), so just what kind of error it is goes on.
+        status = _status(error)
+        detail = f"{type(error).__name__}, HTTP {status}" if status is not None else type(error).__name__
+        text = os.strerror(number) if number else detail
+        return kind(f"{operation} failed: {text}", operation=operation, key=key, hint=hint)
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status that an error carries, as those of gcsfs, adlfs, aiohttp and requests do."""
+    for holder in (error, getattr(error, "response", None)):
+        for field in ("status_code", "status", "code"):
+            value = getattr(holder, field, None)
+            if isinstance(value, int) and 100 <= value < 600:
+                return value
+    return None
+
+
+def kind_of(error: Exception) -> type[StoreError]:
+    """Which of our errors a file system's error is: by type, HTTP status and errno, never by text."""
+    status = _status(error)
+    number = error.errno if isinstance(error, OSError) else None
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    if isinstance(error, _MISSING) or status == 404:
+        return StoreNotFoundError
+    if isinstance(error, PermissionError) or number == errno.EROFS or status in (401, 403) or names & _NO_CREDENTIALS:
+        return StoreAccessError
+    if isinstance(error, TimeoutError | ConnectionError) or names & _CONNECTION_LOST:
+        return StoreUnavailableError
+    if status in _RETRYABLE_STATUS or number in _RETRYABLE_ERRNO:
+        return StoreUnavailableError
+    return StoreError

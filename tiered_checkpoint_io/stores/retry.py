@@ -1,0 +1,85 @@
+"""Retry: how requests are repeated, and what an upload reports when they are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import tenacity
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.stores.base import Metrics
+
+_T = TypeVar("_T")
+_log = logging.getLogger("tiered_checkpoint_io.retry")
+
+
+class Retry:
+    """Repeats a call that failed with a retryable :class:`StoreError`.
+
+    Waits grow exponentially, with jitter so that ranks do not return together, up to a deadline; then the last error
+    is raised as it is. The time of the first attempt does not count: sending one part may take long by itself.
+    """
+
+    def __init__(self, metrics: Metrics, clock: Clock = SYSTEM) -> None:
+        self._metrics = metrics
+        self._clock = clock
+
+    def __call__(self, call: Callable[[], _T], *, cancelled: threading.Event | None = None) -> _T:
+        """What ``call`` gives; once ``cancelled`` is set no attempt but the first begins, and a wait for one ends."""
+        event = cancelled or threading.Event()
+        timing = self._clock.timing
+        longest = tenacity.wait_exponential(multiplier=timing.retry_first_wait_s, max=timing.retry_max_wait_s)
+        deadline: float | None = None
+
+        def is_over(_: tenacity.RetryCallState) -> bool:
+            nonlocal deadline
+            now = self._clock.monotonic()
+            deadline = now + timing.retry_deadline_s if deadline is None else deadline
+            return event.is_set() or now > deadline
+
+        def pause(state: tenacity.RetryCallState) -> None:
+            assert state.outcome is not None
+            assert state.next_action is not None
+            self._metrics.add("retries")
+            if state.attempt_number == 1:
+                _log.warning("retrying: %s", state.outcome.exception())
+            if self._clock.wait(event, state.next_action.sleep):
+                # Cancelled: this raises the last error.
+                state.outcome.result()
+
+        retrying = tenacity.Retrying(
+            stop=is_over,
+            wait=lambda state: self._clock.rng.uniform(0, longest(state)),
+            retry=tenacity.retry_if_exception(lambda error: isinstance(error, StoreError) and error.retryable),
+            before_sleep=pause,
+            sleep=lambda _: None,
+            reraise=True,
+        )
+        return retrying(call)
+
+
+class Progress:
+    """Passes progress on without counting twice what an attempt sends again. Thread-safe."""
+
+    def __init__(self, report: Callable[[int], None] | None) -> None:
+        self._report = report
+        self._lock = threading.Lock()
+        self._attempt = 0
+        self._reported = 0
+
+    def restart(self) -> None:
+        """Another attempt begins at byte 0."""
+        with self._lock:
+            self._attempt = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._attempt += count
+            news = self._attempt - self._reported
+            self._reported = max(self._reported, self._attempt)
+        if news > 0 and self._report is not None:
+            self._report(news)

@@ -1,0 +1,227 @@
+"""S3Client: boto3's low-level client for one bucket and prefix.
+
+One request is one attempt of boto3: repeating it is the business of Retry, which counts and bounds it.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import boto3
+import botocore
+import botocore.config
+import botocore.exceptions
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.errors import StoreConfigError, StoreUnavailableError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.base import Metrics, validate_key
+from tiered_checkpoint_io.stores.retry import Retry
+from tiered_checkpoint_io.stores.s3_errors import CLIENT_ERRORS, is_just_busy, translated
+
+_SEND_SIZE = 1 << 20
+
+#: What requests are called in metrics (``requests.<name>``) and errors, by the method of boto3's client.
+_REQUESTS = {
+    "abort_multipart_upload": "abort",
+    "complete_multipart_upload": "complete",
+    "create_multipart_upload": "create",
+    "delete_object": "delete",
+    "get_object": "get",
+    "head_bucket": "head",
+    "head_object": "head",
+    "list_multipart_uploads": "list_uploads",
+    "list_objects_v2": "list",
+    "list_parts": "list_parts",
+    "put_object": "put",
+    "upload_part": "part",
+}
+
+
+class S3Client:
+    """Sends requests about the objects below a prefix."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connections: int,
+        clock: Clock,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        profile: str | None = None,
+        credentials: Mapping[str, str] | None = None,
+        expected_bucket_owner: str | None = None,
+    ) -> None:
+        """Makes a client; asks nothing of S3.
+
+        Args:
+            url: ``s3://bucket/prefix``.
+            connections: How many may be open at once.
+            clock: With the bounds of requests and of their repetition.
+            endpoint_url: Of a server other than AWS.
+            region: AWS region.
+            profile: Profile of the AWS configuration files.
+            credentials: ``aws_access_key_id`` and its kin, in place of boto3's ordinary chain.
+            expected_bucket_owner: Passed to every request.
+        """
+        self._bucket, key = ids.parse_s3_url(url)
+        self.url = ids.build_s3_url(self._bucket, key.strip("/"))
+        self.prefix = key.strip("/") + "/" if key.strip("/") else ""
+        self.metrics = Metrics()
+        self._owner = {"ExpectedBucketOwner": expected_bucket_owner} if expected_bucket_owner else {}
+        self._retry = Retry(self.metrics, clock)
+        config = botocore.config.Config(
+            # Retries are counted and bounded by Retry alone.
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            max_pool_connections=connections,
+            connect_timeout=clock.timing.s3_connect_s,
+            read_timeout=clock.timing.s3_read_s,
+            tcp_keepalive=True,
+            # The manifest's hashes are the end-to-end check; some servers answer ranged reads with
+            # the checksum of the whole object.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            # A SHA-256 of every part, to sign it, costs as much as all the rest of sending it.
+            s3={"payload_signing_enabled": False},
+        )
+        try:
+            session = boto3.session.Session(profile_name=profile, region_name=region, **(credentials or {}))
+            # A server other than AWS has no regions, but a signature names one.
+            region = session.region_name or ("us-east-1" if endpoint_url else None)
+            self.boto: Any = session.client("s3", endpoint_url=endpoint_url, config=config, region_name=region)
+        except (botocore.exceptions.BotoCoreError, ValueError) as error:
+            hint = "check profile, region and endpoint_url"
+            raise StoreConfigError(
+                f"no S3 client can be made: {error}", operation="connect", key=self.url, hint=hint
+            ) from error
+        if "@" in str(self.boto.meta.endpoint_url) or "?" in str(self.boto.meta.endpoint_url):
+            # Given by the environment or a profile. boto3's errors tell it, and would tell what is in it.
+            raise StoreConfigError(
+                "the endpoint holds a user name, a password or a query",
+                operation="connect",
+                key=self.url,
+                hint="see AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and the profile; credentials go elsewhere",
+            )
+        # Where requests leave, so that redirects to another region are counted too.
+        self.boto.meta.events.register("before-send.s3", self._count)
+
+    def ask(
+        self,
+        method: str,
+        key: str | None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        body: memoryview | None = None,
+        cancelled: threading.Event | None = None,
+        doubt: Callable[[], None] | None = None,
+        receive: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Sends a request, repeated as need be; gives boto3's answer, or what ``receive`` makes of it.
+
+        Args:
+            method: Of boto3's client.
+            key: Of an object; None for a request about the bucket.
+            arguments: Of the method, besides bucket and key.
+            body: What to send.
+            cancelled: See :class:`Retry`.
+            doubt: Called after each attempt that got no answer, or an internal error; what it raises is final.
+            receive: Reads the body of an answer, as a part of the attempt.
+        """
+
+        def attempt() -> Any:
+            try:
+                return self.once(method, key, arguments, body=body, receive=receive)
+            except StoreUnavailableError as error:
+                if doubt is not None and not is_just_busy(error.__cause__):
+                    doubt()
+                raise
+
+        return self._retry(attempt, cancelled=cancelled)
+
+    def once(
+        self,
+        method: str,
+        key: str | None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        body: memoryview | None = None,
+        receive: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Sends a request once; see :meth:`ask`."""
+        request: dict[str, Any] = {"Bucket": self._bucket, **self._owner, **(arguments or {})}
+        if key is not None:
+            request["Key"] = self.prefix + validate_key(key)
+        stream = Body(body) if body is not None else None
+        if stream is not None:
+            request["Body"] = stream
+        try:
+            answer = getattr(self.boto, method)(**request)
+            return answer if receive is None else receive(answer)
+        except CLIENT_ERRORS as error:
+            raise translated(error, _REQUESTS[method], self.url, key) from error
+        finally:
+            if stream is not None:
+                stream.close()
+
+    def pages(self, method: str, key: str | None, query: Mapping[str, Any]) -> Iterator[Any]:
+        """All answers to a request that lists something."""
+        while True:
+            page = self.ask(method, key, query)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            # "NextKeyMarker" is the "KeyMarker" of the next page, and so on.
+            query = {**query, **{name[4:]: value for name, value in page.items() if name.startswith("Next")}}
+
+    def close(self) -> None:
+        self.boto.close()
+
+    def _count(self, event_name: str, **_: Any) -> None:
+        method = botocore.xform_name(event_name.rpartition(".")[2])
+        self.metrics.add(f"requests.{_REQUESTS.get(method, method)}")
+
+
+class Body(io.RawIOBase):
+    """A slice of a buffer as a request's body; hands out large pieces and copies nothing.
+
+    Closed, it holds no reference to the buffer any more, whatever still holds the body itself
+    (an exception's frames do, for as long as it is looked at).
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data = data[:]
+        self._piece = data[:0]
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
+        self._position = start + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> Any:
+        # The HTTP client asks for 16 KiB at a time; whatever it gets it sends in one call.
+        count = len(self._data) if size is None or size < 0 else max(size, _SEND_SIZE)
+        self._piece.release()
+        self._piece = self._data[self._position : self._position + count]
+        self._position += len(self._piece)
+        return self._piece
+
+    def close(self) -> None:
+        if not self.closed:
+            self._piece.release()
+            self._data.release()
+        super().close()
