@@ -5,8 +5,10 @@ A reader of this version reads every older version, and refuses a newer one by :
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from tiered_checkpoint_io.errors import FormatVersionError, InvalidNameError, ManifestError
@@ -28,48 +30,37 @@ _SEAL = f',\n "{_DIGEST}": "'.encode()
 _END = b'"\n}'
 
 
-class located:  # noqa: N801 - reads as a clause: "with located(where)"
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
     """Puts the key of the document that is being read into errors of its parser."""
+    try:
+        yield
+    except (ManifestError, InvalidNameError) as error:
+        if error.key is not None:
+            raise
+        raise ManifestError(f"not a valid manifest: {error.message}", operation="parse", key=where) from error
 
-    def __init__(self, where: str) -> None:
-        self._where = where
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ManifestError | InvalidNameError) and error.key is None:
-            raise ManifestError(f"not a valid manifest: {error.message}", operation="parse", key=self._where) from error
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, as a document has them."""
+    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def dump(body: dict[str, Any], *, version: int = INLINE_VERSION, compact: bool = False) -> bytes:
     """A document as it is stored.
 
-    Args:
-        body: What it says.
-        version: The oldest version whose readers understand it.
-        compact: Whether to leave out what makes it pleasant for people to read, which large ones can't afford.
+    ``version`` is the oldest one whose readers understand it; ``compact`` leaves out what makes it pleasant for
+    people to read, which large ones can't afford.
     """
     document = {"format": FORMAT, "version": version, **body}
     layout: dict[str, Any] = {"separators": (",", ":")} if compact else {"indent": 1}
-    text = json.dumps(document, ensure_ascii=False, allow_nan=True, **layout).encode("utf-8")
+    text = json.dumps(document, ensure_ascii=False, default=fields_of, **layout).encode("utf-8")
     text = text.removesuffix(b"}").removesuffix(b"\n")
     return text + _SEAL + hash_bytes(text).encode() + _END
 
 
-def _check_seal(data: bytes, where: str) -> None:
-    """Compares a document with its digest, byte by byte: what JSON makes of a damaged one may look well."""
-    text, seal, end = data.rpartition(_SEAL)
-    if not seal or end != hash_bytes(text).encode() + _END:
-        raise ManifestError("it differs from its digest", operation="parse", key=where)
-
-
 def load(data: bytes, where: str) -> Mapping[str, Any]:
-    """What a stored document says.
-
-    Args:
-        data: Its bytes.
-        where: Its key or path, for errors.
+    """What a stored document says; ``where`` is its key or path, for errors.
 
     Raises:
         FormatVersionError: A newer release wrote it.
@@ -82,8 +73,10 @@ def load(data: bytes, where: str) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ManifestError(f"not a {FORMAT} document", operation="parse", key=where)
     if _DIGEST in raw:
-        # Documents of earlier releases have none.
-        _check_seal(data, where)
+        # Documents of earlier releases have none. Byte by byte: what JSON makes of a damaged one may look well.
+        text, seal, end = data.rpartition(_SEAL)
+        if not seal or end != hash_bytes(text).encode() + _END:
+            raise ManifestError("it differs from its digest", operation="parse", key=where)
     version = raw.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ManifestError(f"version is {version!r}", operation="parse", key=where)
@@ -114,6 +107,20 @@ def strings_of(raw: Mapping[str, Any], key: str) -> list[str]:
     value = raw.get(key, [])
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ManifestError(f"{key}: expected a list of texts")
+    return value
+
+
+def digest_of(raw: Mapping[str, Any], key: str) -> str:
+    digest = str_of(raw, key)
+    if len(digest) != DIGEST_LENGTH:
+        raise ManifestError(f"{key}: expected {DIGEST_LENGTH} hexadecimal digits")
+    return digest
+
+
+def bool_of(raw: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
+    value = raw.get(key, default)
+    if not isinstance(value, bool):
+        raise ManifestError(f"{key}: expected true or false")
     return value
 
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.documents import DIGEST_LENGTH, INDEXED_VERSION, dump, int_of, load, located, str_of
+from tiered_checkpoint_io.model.documents import (
+    DIGEST_LENGTH,
+    INDEXED_VERSION,
+    digest_of,
+    dump,
+    int_of,
+    load,
+    located,
+    str_of,
+)
 from tiered_checkpoint_io.model.hashing import hash_bytes
 
 if TYPE_CHECKING:
@@ -42,9 +51,6 @@ class IndexRef:
     digest: str
     total: int
 
-    def to_json(self) -> dict[str, Any]:
-        return {"size": self.size, "digest": self.digest, "total": self.total}
-
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> IndexRef:
         return cls(
@@ -52,23 +58,14 @@ class IndexRef:
         )
 
     def check(self, data: bytes, *, key: str) -> bytes:
-        """Gives back the bytes of the index that this names.
-
-        Raises:
-            CorruptCheckpointError: They are others.
-        """
+        """Gives back the bytes of the index that this names; raises CorruptCheckpointError where they are others."""
         check_digest(data, self.digest, "the index", key=key)
         return data
 
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """One part of a save.
-
-    Attributes:
-        files: Path and size of each of its files.
-        digest: Of its description, as it is stored.
-    """
+    """One part of a save: path and size of each of its files, and the digest of its description as it is stored."""
 
     files: tuple[tuple[str, int], ...]
     digest: str
@@ -145,19 +142,7 @@ def _file(raw: object, name: str) -> tuple[str, int]:
     raise ManifestError("rows[].files[]: expected a basename and a size")
 
 
-def digest_of(raw: Mapping[str, Any], key: str) -> str:
-    """The digest under a key of a document."""
-    digest = str_of(raw, key)
-    if len(digest) != DIGEST_LENGTH:
-        raise ManifestError(f"{key}: expected {DIGEST_LENGTH} hexadecimal digits")
-    return digest
-
-
 def check_digest(data: bytes, digest: str, what: str, *, key: str) -> None:
-    """Compares an object with the digest that another one holds of it.
-
-    Raises:
-        CorruptCheckpointError: They differ.
-    """
+    """Raises CorruptCheckpointError where an object differs from the digest that another one holds of it."""
     if hash_bytes(data) != digest:
         raise CorruptCheckpointError(f"{what} differs from its digest", operation="read", tier="durable", key=key)

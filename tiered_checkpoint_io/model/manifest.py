@@ -16,7 +16,9 @@ from tiered_checkpoint_io.model.documents import (
     DIGEST_LENGTH,
     INDEXED_VERSION,
     INLINE_VERSION,
+    bool_of,
     dump,
+    fields_of,
     int_of,
     load,
     located,
@@ -72,11 +74,7 @@ class FileEntry:
         return hash_bytes(data) == self.hashes[index]
 
     def check_chunk(self, index: int, data: memoryview | bytes, *, tier: str, where: str) -> None:
-        """Compares chunk ``index`` with its hash.
-
-        Raises:
-            CorruptCheckpointError: They differ.
-        """
+        """Raises CorruptCheckpointError where chunk ``index`` differs from its hash."""
         if not self.matches(index, data):
             offset, length = self.chunks[index]
             raise CorruptCheckpointError(
@@ -85,9 +83,6 @@ class FileEntry:
                 tier=tier,
                 key=where,
             )
-
-    def to_json(self) -> dict[str, Any]:
-        return {"path": self.path, "size": self.size, "chunk_size": self.chunk_size, "hashes": list(self.hashes)}
 
     @classmethod
     def from_json(cls, raw: object) -> FileEntry:
@@ -112,8 +107,10 @@ class Metric:
     monitor: str
     value: float
 
-    def to_json(self) -> dict[str, Any]:
-        return {"monitor": self.monitor, "value": self.value}
+    @classmethod
+    def from_json(cls, raw: object) -> Metric:
+        metric = mapping_of(raw, "metric")
+        return cls(str_of(metric, "monitor"), number_of(metric, "value"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +156,13 @@ class Content:
     def __post_init__(self) -> None:
         if self.parts:
             return
-        derived: dict[str, Any] = {"parts": 1 if self.kind == "full" else self.world_size}
-        if self.kind == "full":
-            derived["switch"] = self.files[0].basename if self.files else None
+        object.__setattr__(self, "parts", 1 if self.kind == "full" else self.world_size)
+        if self.kind == "full" and self.files:
+            object.__setattr__(self, "switch", self.files[0].basename)
         elif self.kind == "sharded":
-            derived["switch"] = METADATA
-        else:
-            derived["coordinator"] = 0
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, "switch", METADATA)
+        elif self.kind == "local":
+            object.__setattr__(self, "coordinator", 0)
 
     @property
     def size(self) -> int:
@@ -175,27 +170,9 @@ class Content:
         return self.index.total if self.index is not None else sum(entry.size for entry in self.files)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "save_id": self.save_id,
-            "step": self.step,
-            "epoch": self.epoch,
-            "kind": self.kind,
-            "created": self.created,
-            "world_size": self.world_size,
-            "writer": dict(self.writer),
-            **self._files_to_json(),
-            "metric": self.metric.to_json() if self.metric else None,
-            "parts": self.parts,
-            "coordinator": self.coordinator,
-            "switch": self.switch,
-            "resumable": self.resumable,
-            "namespace": self.namespace,
-        }
-
-    def _files_to_json(self) -> dict[str, Any]:
-        if self.index is not None:
-            return {"index": self.index.to_json()}
-        return {"files": [entry.to_json() for entry in self.files]}
+        document = fields_of(self)
+        del document["files" if self.index is not None else "index"]
+        return document
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Content:
@@ -208,8 +185,6 @@ class Content:
             raise ManifestError(f"files: expected a list of at most {_MAX_FILES}")
         writer = mapping_of(raw.get("writer", {}), "writer")
         metric = raw.get("metric")
-        if not isinstance(resumable := raw.get("resumable", True), bool):
-            raise ManifestError("resumable: expected true or false")
         return cls(
             save_id=ids.validate_save_id(str_of(raw, "save_id")),
             step=int_of(raw, "step", -1, 1 << 62),
@@ -219,11 +194,11 @@ class Content:
             world_size=int_of(raw, "world_size", 1, 1 << 31),
             writer={str(key): str(value) for key, value in writer.items()},
             files=tuple(FileEntry.from_json(entry) for entry in files),
-            metric=_metric(metric) if metric is not None else None,
+            metric=Metric.from_json(metric) if metric is not None else None,
             parts=int_of(raw, "parts", 1, 1 << 31) if "parts" in raw else 0,
             coordinator=int_of(raw, "coordinator", -1, 1 << 31) if "coordinator" in raw else -1,
             switch=str_of(raw, "switch") if raw.get("switch") is not None else None,
-            resumable=resumable,
+            resumable=bool_of(raw, "resumable", True),
             namespace=str_of(raw, "namespace") if "namespace" in raw else "",
             index=IndexRef.from_json(mapping_of(index, "index")) if index is not None else None,
         )
@@ -268,11 +243,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str) -> Manifest:
-        """Reads a manifest.
-
-        Args:
-            data: The stored JSON.
-            where: Its key or path, for errors.
+        """Reads a manifest; ``where`` is its key or path, for errors.
 
         Raises:
             FormatVersionError: A newer release wrote it.
@@ -348,15 +319,12 @@ class Part:
         """Reads a part; raises as :meth:`Manifest.from_json` does."""
         raw = load(data, where)
         with located(where):
-            durable = raw.get("durable")
-            if not isinstance(durable, bool):
-                raise ManifestError("durable: expected true or false")
             part = cls(
                 name=ids.validate_name(str_of(raw, "name")),
                 rank=int_of(raw, "rank", 0, 1 << 31),
                 content=Content.from_json(raw),
                 dirpath=str_of(raw, "dirpath"),
-                durable=durable,
+                durable=bool_of(raw, "durable"),
             )
         if part.content.index is not None:
             raise ManifestError("a part lists its files itself", operation="parse", key=where)
@@ -371,8 +339,3 @@ def newest_first(contents: Iterable[Content]) -> list[Content]:
     wants step 110, not the step 500 of the abandoned branch.
     """
     return sorted(contents, key=lambda content: content.save_id, reverse=True)
-
-
-def _metric(raw: object) -> Metric:
-    metric = mapping_of(raw, "metric")
-    return Metric(str_of(metric, "monitor"), number_of(metric, "value"))

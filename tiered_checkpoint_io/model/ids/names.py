@@ -60,11 +60,7 @@ def validate_name(name: str) -> str:
 
 
 def name_in(dirpath: str, path: StrPath) -> str:
-    """The name of the checkpoint at ``path``: a path below ``dirpath``, or already a name.
-
-    Args:
-        dirpath: As :func:`normalize_dirpath` gives it.
-        path: A full path or URL below ``dirpath``, or a name relative to it.
+    """The name of the checkpoint at ``path``: a full path or URL below ``dirpath`` (normalized), or already a name.
 
     Raises:
         InvalidNameError: Outside ``dirpath``, or not a valid name.
@@ -123,12 +119,7 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
 
     An explicit step wins over the one that a path tells, and appears in the name: ``step_5`` with
     step 7 is ``step_7``, and ``some/path`` with step 7 is ``some/path/step_7``. An absolute path
-    outside a remote dirpath tells just its step.
-
-    Args:
-        dirpath: As :func:`normalize_dirpath` gives it.
-        path: A name, or a path or URL below dirpath or elsewhere; None for ``step_<step>``.
-        step: The training step; None for that in the path.
+    outside a remote dirpath tells just its step. Without a path, the name is ``step_<step>``.
 
     Raises:
         InvalidNameError: No step is known, or it is below 0, or the name is not valid.

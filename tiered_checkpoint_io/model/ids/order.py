@@ -11,7 +11,7 @@ from tiered_checkpoint_io.errors import InvalidNameError
 
 _TIME_FORMAT = "%Y%m%dT%H%M%S.%f"
 _COUNTER_DIGITS = 8
-_SAVE_ID = re.compile(r"(?P<time>\d{8}T\d{6}\.\d{6})-(?P<random>[0-9a-f]{8})-(?P<counter>\d{8})\Z")
+_SAVE_ID = re.compile(r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{8}-\d{8}\Z")
 _RANK = re.compile(r"rank-(?P<rank>\d{5,9})\Z")
 
 
@@ -29,20 +29,17 @@ def rank_of(folder: str) -> int | None:
 def new_run_id(after: str | None = None, now: float | None = None, *, clock: Clock = SYSTEM) -> str:
     """A run's id; ids sort, as text, in the order in which runs began.
 
-    Args:
-        after: A save id seen in any tier. The new id sorts behind it even where this machine's
-            clock is behind that of the machine that gave it (a Lamport clock).
-        now: Seconds since the epoch; the current time by default.
-        clock: For the time, and for what tells this id from others of the same time.
+    It sorts behind ``after``, a save id seen in any tier, even where this machine's clock is behind that of the machine
+    that gave it (a Lamport clock).
     """
     stamp = datetime.fromtimestamp(clock.wall() if now is None else now, timezone.utc)
-    if after is not None:
-        match = _SAVE_ID.match(after)
-        if match:
-            seen = datetime.strptime(match["time"], _TIME_FORMAT).replace(tzinfo=timezone.utc)
-            if stamp <= seen:
-                stamp = seen + timedelta(microseconds=1)
+    if after is not None and is_save_id(after):
+        stamp = max(stamp, _time_of(after) + timedelta(microseconds=1))
     return f"{stamp.strftime(_TIME_FORMAT)}-{clock.token(4)}"
+
+
+def _time_of(some_id: str) -> datetime:
+    return datetime.strptime(some_id.partition("-")[0], _TIME_FORMAT).replace(tzinfo=timezone.utc)
 
 
 def save_id(run_id: str, counter: int) -> str:
@@ -55,10 +52,8 @@ def before_its_run(save_id: str) -> str:
 
     Those of several saves of the run sort as the saves do.
     """
-    match = _SAVE_ID.match(save_id)
-    assert match is not None, save_id
-    began = datetime.strptime(match["time"], _TIME_FORMAT).replace(tzinfo=timezone.utc)
-    return f"{(began - timedelta(microseconds=1)).strftime(_TIME_FORMAT)}-{match['random']}-{match['counter']}"
+    began = _time_of(validate_save_id(save_id)) - timedelta(microseconds=1)
+    return f"{began.strftime(_TIME_FORMAT)}-{save_id.partition('-')[2]}"
 
 
 def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
@@ -73,10 +68,9 @@ def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
         repeat: How often the series has gone back to a step that it had saved.
         step: The training step; -1 where it is not known.
     """
-    stamp, _, random = run_id.partition("-")
+    random = run_id.partition("-")[2]
     turn, counter = divmod(max(0, step), 10**_COUNTER_DIGITS)
-    began = datetime.strptime(stamp, _TIME_FORMAT).replace(tzinfo=timezone.utc)
-    moved = began + timedelta(milliseconds=repeat, microseconds=turn)
+    moved = _time_of(run_id) + timedelta(milliseconds=repeat, microseconds=turn)
     mark = hashlib.sha256(f"{random}/{series}".encode()).hexdigest()[: len(random)]
     return save_id(f"{moved.strftime(_TIME_FORMAT)}-{mark}", counter)
 
