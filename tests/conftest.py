@@ -13,7 +13,7 @@ from hypothesis import settings
 from support.bad_input import Kept
 from support.launch import zygote_pids
 
-from tiered_checkpoint_io.testing.servers import OutsideServer, RcloneServer
+from tiered_checkpoint_io.testing.servers import RcloneServer, S3Server
 
 S3_FIXTURES = {"s3_server", "s3_bucket", "s3_url"}
 #: A process that a test has ended may need a moment to be gone.
@@ -35,7 +35,7 @@ def _server():
     """One server per worker; another one by TIERED_TEST_S3_ENDPOINT, _KEY and _SECRET."""
     endpoint = os.environ.get("TIERED_TEST_S3_ENDPOINT")
     if endpoint:
-        yield OutsideServer(endpoint, os.environ["TIERED_TEST_S3_KEY"], os.environ["TIERED_TEST_S3_SECRET"])
+        yield S3Server(endpoint, os.environ["TIERED_TEST_S3_KEY"], os.environ["TIERED_TEST_S3_SECRET"])
         return
     folder = tempfile.mkdtemp(prefix="tiered-s3-", dir="/dev/shm")
     try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -90,36 +92,25 @@ def drain(
 @app.command()
 def status(root: _Root = None, memory_dir: _MemoryDir = _SHM, namespace: _Namespace = "default") -> None:
     """Shows what lies in node memory and what the drain does."""
-    from rich.console import Console
-
     root = _existing(root or namespace_root(memory_dir, namespace))
-    tier, queue, console = MemoryTier(root), Queue(root), Console()
-    table = _table("Checkpoints in memory", "name", "step", "rank", "size", "state", "on peers too")
-    for stored in reversed(tier.parts()):
-        state = "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only"
-        table.add_row(*_row(stored, state))
-    for folder, error in tier.damaged():
-        table.add_row(str(folder), "?", "?", "?", f"damaged: {error}", "?")
-    console.print(table)
-    copies, unread = tier.replicas.parts(), tier.replicas.damaged()
-    if copies or unread:
-        table = _table("Copies kept for other nodes", "name", "step", "rank", "size", "all parts on peers")
-        for stored in reversed(copies):
-            table.add_row(*_row(stored))
-        for folder, error in unread:
-            table.add_row(str(folder), "?", "?", "?", f"damaged: {error}")
-        console.print(table)
-    recent = queue.outcomes()[-_SHOWN_OUTCOMES:]
-    if recent:
-        table = _table("Last operations on the durable tier", "operation", "name", "outcome", "size", "error")
-        for outcome in reversed(recent):
-            size = gib(outcome.bytes) if outcome.bytes else ""
-            table.add_row(outcome.action, outcome.name, outcome.state, size, outcome.error)
-        console.print(table)
+    tier, queue = MemoryTier(root), Queue(root)
+    own = [_row(stored, _state(stored)) for stored in reversed(tier.parts())]
+    own += [(str(folder), "?", "?", "?", f"damaged: {error}", "?") for folder, error in tier.damaged()]
+    _show("Checkpoints in memory", own, "name", "step", "rank", "size", "state", "on peers too")
+    copies = [_row(stored) for stored in reversed(tier.replicas.parts())]
+    copies += [(str(folder), "?", "?", "?", f"damaged: {error}") for folder, error in tier.replicas.damaged()]
+    if copies:
+        _show("Copies kept for other nodes", copies, "name", "step", "rank", "size", "all parts on peers")
+    outcomes = [
+        (each.action, each.name, each.state, gib(each.bytes) if each.bytes else "", each.error)
+        for each in reversed(queue.outcomes()[-_SHOWN_OUTCOMES:])
+    ]
+    if outcomes:
+        _show("Last operations on the durable tier", outcomes, "operation", "name", "outcome", "size", "error")
     progress = queue.progress()
     age = time.time() - progress.heartbeat
     seen = f"process {progress.pid}, last seen {age:.0f} s ago" if progress.pid else "has not run"
-    console.print(
+    typer.echo(
         f"drain: {seen}, {progress.pending} pending"
         + (f", {progress.name} {gib(progress.bytes_done)} of {gib(progress.bytes_total)}" if progress.name else "")
         + (f"\nlast error: {progress.last_error}" if progress.last_error else "")
@@ -129,10 +120,8 @@ def status(root: _Root = None, memory_dir: _MemoryDir = _SHM, namespace: _Namesp
 @app.command("ls")
 def list_durable(dirpath: str, endpoint_url: _Endpoint = None) -> None:
     """Lists the checkpoints of a durable tier."""
-    from rich.console import Console
-
     store = _store(dirpath, endpoint_url)
-    table = _table(store.url, "name", "step", "size", "created", "alias of")
+    rows: list[tuple[str, ...]] = []
     damaged = False
     for name in _names(store):
         try:
@@ -140,13 +129,13 @@ def list_durable(dirpath: str, endpoint_url: _Endpoint = None) -> None:
         except (ManifestError, InvalidNameError) as error:
             # The others are there all the same.
             damaged = True
-            table.add_row(name, "?", "?", "?", f"damaged: {error}")
+            rows.append((name, "?", "?", "?", f"damaged: {error}"))
             continue
         if manifest is not None:
             content = manifest.content
             created = datetime.fromtimestamp(content.created, timezone.utc).isoformat(timespec="seconds")
-            table.add_row(name, str(content.step), gib(content.size), created, manifest.alias_of or "")
-    Console().print(table)
+            rows.append((name, str(content.step), gib(content.size), created, manifest.alias_of or ""))
+    _show(store.url, rows, "name", "step", "size", "created", "alias of")
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -231,10 +220,8 @@ def clean(
         for lock in locks:
             if lock is not None:
                 release(lock)
-    try:
+    with contextlib.suppress(OSError):
         root.parent.rmdir()
-    except OSError:
-        return
 
 
 def _row(stored: StoredPart, *state: str) -> tuple[str, ...]:
@@ -242,6 +229,10 @@ def _row(stored: StoredPart, *state: str) -> tuple[str, ...]:
     # Of a save of several ranks, only all parts together are safe.
     safe = "yes" if stored.replicated else "no"
     return stored.part.name, str(content.step), str(stored.part.rank), gib(content.size), *state, safe
+
+
+def _state(stored: StoredPart) -> str:
+    return "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only"
 
 
 def _existing(root: Path) -> Path:
@@ -297,10 +288,14 @@ def _verify_file(store: Store, entry: FileEntry) -> None:
             entry.check_chunk(index, chunk, tier="durable", where=entry.path)
 
 
-def _table(title: str, *columns: str) -> Any:
+def _show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:
+    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=title)
     for column in columns:
         table.add_column(column, overflow="fold")
-    return table
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)

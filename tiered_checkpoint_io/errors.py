@@ -1,31 +1,5 @@
 """Every error that this package raises on purpose.
 
-::
-
-    TieredCheckpointError
-    ├── ConfigError (ValueError)                 a configuration key or value is not allowed
-    ├── InvalidNameError (ValueError)            a name, key or URL is malformed or leaves its folder
-    ├── UsageError (RuntimeError)                the API was called where it cannot work
-    ├── CheckpointNotFoundError (FileNotFoundError)
-    ├── CorruptCheckpointError                   bytes differ from what their manifest says
-    ├── ManifestError                            a manifest that cannot be understood
-    │   └── FormatVersionError                   ... because a newer release wrote it
-    ├── MemoryTierError (OSError)                the node's memory tier
-    │   ├── MemoryFullError                      no room, by budget or by the file system
-    │   └── MemoryUnsafeError (PermissionError)  not ours, wrong mode, or a symbolic link
-    ├── StoreError (OSError)                     the durable tier
-    │   ├── StoreNotFoundError (FileNotFoundError)
-    │   ├── StoreAccessError (PermissionError)   credentials or rights; retrying does not help
-    │   ├── StoreConfigError                     bucket, region or endpoint is wrong
-    │   └── StoreUnavailableError                throttled, 5xx or unreachable; may be retried
-    ├── DrainError (RuntimeError)                the background drain failed, died or is too slow
-    ├── SaveError (RuntimeError)                 a save that did not reach its tiers
-    ├── RestoreError (RuntimeError)              no candidate could be restored, or ranks disagree
-    │   ├── OtherKindError                       full where shards were asked for, or the reverse
-    │   └── LostRankError                        a rank that all were restoring with is gone
-    ├── PeerError (RuntimeError)                 a copy that did not get to, or from, another node
-    └── ExportError (RuntimeError)               an export that can't be written
-
 An error says what failed (operation, tier, key, rank, step) and what to do (hint). Errors travel
 between ranks by pickle, so every one of them can be pickled.
 """

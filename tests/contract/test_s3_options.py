@@ -11,7 +11,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.testing.contract import MemoryJournal
-from tiered_checkpoint_io.testing.servers import OutsideServer
+from tiered_checkpoint_io.testing.servers import S3Server
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def _moto():
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    yield OutsideServer(f"http://{host}:{port}", "testing", "testing")
+    yield S3Server(f"http://{host}:{port}", "testing", "testing")
     server.stop()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.fault_proxy import refuse
 
-from tiered_checkpoint_io.testing.servers import OutsideServer
+from tiered_checkpoint_io.testing.servers import S3Server
 
 BUCKET = "bucket"
 READ_ONLY = {
@@ -64,7 +64,7 @@ class ServerWithRights:
         key = iam.create_access_key(UserName=name)["AccessKey"]
         iam.put_user_policy(UserName=name, PolicyName="p", PolicyDocument=json.dumps(policy))
         iam.close()
-        return OutsideServer(self.endpoint_url, key["AccessKeyId"], key["SecretAccessKey"]).env()
+        return S3Server(self.endpoint_url, key["AccessKeyId"], key["SecretAccessKey"]).env()
 
 
 def in_region(region, *, told=True):

@@ -1,15 +1,13 @@
-"""FaultyStore: fails, or kills its process, at a chosen operation."""
+"""FaultyStore: fails at a chosen operation."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
 from tiered_checkpoint_io.errors import StoreUnavailableError
-from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, Store, UploadJournal
+from tiered_checkpoint_io.stores.base import Content, ObjectInfo, Store, UploadJournal
 
 _T = TypeVar("_T")
 
@@ -31,7 +29,6 @@ class FaultyStore:
         store: Store,
         *,
         fail_at: int = 0,
-        kill: bool = False,
         only: Callable[[str, str], bool] | None = None,
         when: Literal["before", "during", "after"] = "before",
         once: bool = False,
@@ -41,29 +38,20 @@ class FaultyStore:
         Args:
             store: The real one.
             fail_at: The first operation that fails, from 1; 0 for none.
-            kill: Whether to kill the process (SIGKILL) there, in place of raising.
             only: Counts just the operations, by operation and key, for which this is true.
-            when: ``before`` the real store is asked; ``after`` it has done its work, as when just
-                the answer is lost; or ``during``: uploads, once a part of the bytes is written,
-                and all else as ``before``.
+            when: ``before`` the real store is asked; ``after`` it has done its work, as when just the answer is
+                lost; ``during`` an upload, once a part of the bytes is written, and ``before`` all else.
             once: Whether only the ``fail_at``-th operation fails, and later ones work again.
         """
+        self.url = store.url
+        self.metrics = store.metrics
         self._store = store
         self._fail_at = fail_at
-        self._kill = kill
         self._only = only
         self._when = when
         self._once = once
         self._lock = threading.Lock()
         self.operations = 0
-
-    @property
-    def url(self) -> str:
-        return self._store.url
-
-    @property
-    def metrics(self) -> Metrics:
-        return self._store.metrics
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._do("list", prefix, lambda: iter([*self._store.list(prefix)]))
@@ -88,16 +76,15 @@ class FaultyStore:
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        due = self._count("upload", key)
-        if due and self._when == "before":
-            self._fail("upload", key)
-
         def report(count: int) -> None:
             if progress is not None:
                 progress(count)
             if due and self._when == "during":
                 self._fail("upload", key)
 
+        due = self._count("upload", key)
+        if due and self._when == "before":
+            self._fail("upload", key)
         self._store.upload(key, data, journal=journal, progress=report)
         if due:
             self._fail("upload", key)
@@ -131,6 +118,4 @@ class FaultyStore:
             return 0 < self._fail_at <= self.operations
 
     def _fail(self, operation: str, key: str) -> None:
-        if self._kill:
-            os.kill(os.getpid(), signal.SIGKILL)
         raise Injected(f"injected at operation {self.operations}", operation=operation, key=key)

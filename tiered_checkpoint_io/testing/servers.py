@@ -28,9 +28,10 @@ _KEEPER = '"$@" </dev/null & server=$!; cat >/dev/null; kill -9 $server; wait $s
 class S3Server:
     """What tests need to know of any S3 server: where it is, and the keys to it."""
 
-    endpoint_url: str
-    access_key: str
-    secret_key: str
+    def __init__(self, endpoint_url: str, access_key: str, secret_key: str) -> None:
+        self.endpoint_url = endpoint_url
+        self.access_key = access_key
+        self.secret_key = secret_key
 
     def env(self) -> dict[str, str]:
         """Environment variables by which boto3 and s3fs find the server and its keys, and nothing else."""
@@ -86,15 +87,6 @@ class S3Server:
         self.client.delete_bucket(Bucket=name)
 
 
-class OutsideServer(S3Server):
-    """A server that someone else runs."""
-
-    def __init__(self, endpoint_url: str, access_key: str, secret_key: str) -> None:
-        self.endpoint_url = endpoint_url
-        self.access_key = access_key
-        self.secret_key = secret_key
-
-
 class RcloneServer(S3Server):
     """``rclone serve s3`` on a free loopback port over a folder, with random keys.
 
@@ -102,17 +94,10 @@ class RcloneServer(S3Server):
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        """Starts nothing yet.
-
-        Args:
-            folder: Where buckets lie, each as a folder (best on tmpfs). By default a temporary
-                one, removed at the end.
-        """
+        """Starts nothing yet; buckets are folders in ``folder`` (best on tmpfs), or a temporary one."""
+        super().__init__("", secrets.token_hex(8), secrets.token_hex(16))
         self._own = folder is None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="tiered-s3-"))
-        self.access_key = secrets.token_hex(8)
-        self.secret_key = secrets.token_hex(16)
-        self.endpoint_url = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -173,7 +158,7 @@ class RcloneServer(S3Server):
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __enter__(self) -> RcloneServer:  # noqa: PYI034 - Self needs Python 3.11  # noqa: PYI034 - typing.Self is newer than Python 3.10
+    def __enter__(self) -> RcloneServer:  # noqa: PYI034 - Self needs Python 3.11
         return self.start()
 
     def __exit__(
