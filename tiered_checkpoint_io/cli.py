@@ -179,7 +179,7 @@ def export_sharded(
     endpoint_url: _Endpoint = None,
 ) -> None:
     """Writes a sharded checkpoint (its NAME, or tiered:latest) as files for others, in little memory."""
-    from tiered_checkpoint_io.adapters.export import export_checkpoint
+    from tiered_checkpoint_io.export import export_checkpoint
 
     written = export_checkpoint(
         dirpath,

@@ -20,9 +20,6 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.export import items
-from tiered_checkpoint_io.engine.export.export import to_safetensors, to_torch_file
-from tiered_checkpoint_io.engine.export.folders import LocalFolder
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -31,8 +28,11 @@ from tiered_checkpoint_io.errors import (
     OtherKindError,
     RestoreError,
 )
-from tiered_checkpoint_io.export import export_checkpoint
+from tiered_checkpoint_io.export import export_checkpoint, items
+from tiered_checkpoint_io.export.files import to_safetensors, to_torch_file
+from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -56,10 +56,15 @@ def state():
     }
 
 
+def folder_of(root, name="sharded"):
+    """A folder that plain DCP wrote."""
+    return Folder(DirectoryStore(root), name)
+
+
 @pytest.fixture
 def folder(tmp_path):
     dcp.save(state(), checkpoint_id=tmp_path / "sharded", no_dist=True)
-    return LocalFolder(tmp_path / "sharded")
+    return folder_of(tmp_path)
 
 
 def same(one, two):
@@ -139,12 +144,12 @@ def test_large_items_are_read_in_pieces(tmp_path, monkeypatch):
     dcp.save(large, checkpoint_id=tmp_path / "sharded", no_dist=True)
     read = []
 
-    class Watched(LocalFolder):
+    class Watched(Folder):
         def read(self, path, offset, length):
             read.append(length)
             return super().read(path, offset, length)
 
-    folder = Watched(tmp_path / "sharded")
+    folder = Watched(DirectoryStore(tmp_path), "sharded")
     to_torch_file(folder, tmp_path / "ours.pt")
     assert same(torch.load(tmp_path / "ours.pt"), large)
     # All but the one whose elements lie in another order, and .metadata.
@@ -156,9 +161,10 @@ def test_memory_stays_bounded(tmp_path):
     """A process that exports 512 MiB, in tensors of 256 MiB, grows by less than 200 MiB."""
     script = f"""
         import resource, sys, torch, torch.distributed.checkpoint as dcp, warnings
-        from tiered_checkpoint_io.engine.export.export import to_torch_file, to_safetensors
-        from tiered_checkpoint_io.engine.export.folders import LocalFolder
-        folder = LocalFolder({str(tmp_path / "sharded")!r})
+        from tiered_checkpoint_io.export.files import to_torch_file, to_safetensors
+        from tiered_checkpoint_io.export.folder import Folder
+        from tiered_checkpoint_io.stores.directory import DirectoryStore
+        folder = Folder(DirectoryStore({str(tmp_path)!r}), "sharded")
         def peak():
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         before = peak()
@@ -185,8 +191,8 @@ def test_nothing_is_left_of_an_export_that_fails(folder, tmp_path):
         to_safetensors(folder, tmp_path / "hf", prefix="model.")
     with pytest.raises(ExportError, match="max_shard_size"):
         to_safetensors(folder, tmp_path / "hf", max_shard_size=0)
-    with pytest.raises(CheckpointNotFoundError, match=".metadata"):
-        to_torch_file(LocalFolder(tmp_path), tmp_path / "ours.pt")
+    with pytest.raises(FileNotFoundError, match=".metadata"):
+        to_torch_file(folder_of(tmp_path, ""), tmp_path / "ours.pt")
     (data,) = (tmp_path / "sharded").glob("*.distcp")
     os.truncate(data, data.stat().st_size - 3000)
     with pytest.raises(CorruptCheckpointError, match="ends at byte"):
@@ -203,10 +209,10 @@ class Evil:
 def test_what_is_stored_runs_no_code(tmp_path):
     dcp.save({"evil": Evil(), "x": torch.ones(2)}, checkpoint_id=tmp_path / "sharded", no_dist=True)
     with pytest.raises(RestoreError, match="weights_only"):
-        to_torch_file(LocalFolder(tmp_path / "sharded"), tmp_path / "ours.pt")
+        to_torch_file(folder_of(tmp_path), tmp_path / "ours.pt")
     (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CorruptCheckpointError, match="it names posix.mkdir"):
-        to_torch_file(LocalFolder(tmp_path / "sharded"), tmp_path / "ours.pt")
+        to_torch_file(folder_of(tmp_path), tmp_path / "ours.pt")
     assert not os.path.exists("/tmp/evil-was-here")
 
 

@@ -12,8 +12,8 @@ from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS
-from tiered_checkpoint_io.engine.export.items import _scatter
 from tiered_checkpoint_io.errors import MemoryTierError, MemoryUnsafeError, SaveError
+from tiered_checkpoint_io.export.items import _scatter
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory import tier as memory
 from tiered_checkpoint_io.memory.node import memory_left, memory_limit

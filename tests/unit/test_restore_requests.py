@@ -9,7 +9,6 @@ from support.restoring import in_ranks
 from support.sharded import bytes_of, make_part, views_of
 from support.story import op_id
 
-from tiered_checkpoint_io.adapters.export import _folder
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
@@ -18,6 +17,7 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
 from tiered_checkpoint_io.engine.restore.fetcher import NodeFetcher
 from tiered_checkpoint_io.engine.restore.shard_reading import ShardRestorer
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreUnavailableError
+from tiered_checkpoint_io.export.checkpoint import _folder
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

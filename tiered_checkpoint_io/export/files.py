@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from tiered_checkpoint_io.engine.export.folders import Folder
-from tiered_checkpoint_io.engine.export.items import Items
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
+from tiered_checkpoint_io.export.folder import Folder
+from tiered_checkpoint_io.export.items import Items
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.model.manifest import METADATA
@@ -60,7 +60,7 @@ def open_items(folder: Folder) -> Items:
     """
     size = folder.size(METADATA)
     data = folder.read(METADATA, 0, size)
-    return Items(folder, parse_metadata(data, tier=folder.tier, where=f"{folder.where}/{METADATA}"))
+    return Items(folder, parse_metadata(data, tier="durable", where=f"{folder.where}/{METADATA}"))
 
 
 def to_torch_file(folder: Folder, target: str | os.PathLike[str], *, weights_only: bool = True) -> None:
@@ -208,7 +208,7 @@ def _named(items: Items, prefix: str | None, folder: Folder) -> dict[str, str]:
         raise ExportError(
             f"no tensor's name begins with {prefix!r}",
             operation="export",
-            tier=folder.tier,
+            tier="durable",
             key=folder.where,
             hint=f"names begin with: {', '.join(heads[:20]) or 'nothing, there are no tensors'}",
         )

@@ -1,5 +1,5 @@
 """Sharded checkpoints as files for others: see :func:`export_checkpoint`."""
 
-from tiered_checkpoint_io.adapters.export import export_checkpoint
+from tiered_checkpoint_io.export.checkpoint import export_checkpoint
 
 __all__ = ["export_checkpoint"]

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from fsspec.spec import AbstractBufferedFile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from tiered_checkpoint_io.engine.export.folders import Folder
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, UsageError
+from tiered_checkpoint_io.export.folder import Folder
 
 #: Bytes that are read, or mapped for writing, at once.
 _WINDOW = 32 << 20
@@ -53,7 +54,7 @@ class Items:
             raise RestoreError(
                 f"torch.load refused {name!r}: {error}",
                 operation="load",
-                tier=self._folder.tier,
+                tier="durable",
                 key=self._folder.where,
                 hint="if it holds objects of yours and you trust it, set weights_only to false",
             ) from error
@@ -97,7 +98,7 @@ class Items:
         if length > _WINDOW:
             with FakeTensorMode():
                 # Reads the item's directory and its pickle, but no elements.
-                found: Any = self._load(name, _open_item(self._folder, path, offset, length))
+                found: Any = self._load(name, _Item(self._folder, path, offset, length))
                 data_offset = getattr(found.untyped_storage(), "_checkpoint_offset", None)
                 at = found.storage_offset() * dtype.itemsize
             self._check(name, found, sizes, dtype)
@@ -140,37 +141,18 @@ class Items:
         return info.relative_path, info.offset, info.length
 
     def _corrupt(self, message: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(message, operation="load", tier=self._folder.tier, key=self._folder.where)
+        return CorruptCheckpointError(message, operation="load", tier="durable", key=self._folder.where)
 
 
-class _Item(io.RawIOBase):
-    """An item as a file of its own."""
+class _Item(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types
+    """An item as a file of its own, read ahead a little."""
 
     def __init__(self, folder: Folder, path: str, offset: int, length: int) -> None:
-        self._folder, self._path, self._offset, self._length = folder, path, offset, length
-        self._position = 0
+        self._folder, self._offset = folder, offset
+        super().__init__(None, path, block_size=_READ_AHEAD, size=length)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = max(0, min(len(buffer), self._length - self._position))
-        if count:
-            buffer[:count] = self._folder.read(self._path, self._offset + self._position, count)
-            self._position += count
-        return count
-
-
-def _open_item(folder: Folder, path: str, offset: int, length: int) -> io.BufferedReader:
-    return io.BufferedReader(_Item(folder, path, offset, length), _READ_AHEAD)
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return bytes(self._folder.read(self.path, self._offset + start, end - start))
 
 
 def _copy_block(
@@ -188,8 +170,7 @@ def _copy_block(
     ``read`` gives bytes of the block itself; its first is at ``start``.
     """
     if not sizes:
-        _write(target, read(start, itemsize), base)
-        return
+        sizes, offsets, whole = (1,), (0,), (1,)
     from_row, to_row = math.prod(sizes[1:]) * itemsize, math.prod(whole[1:]) * itemsize
     base += offsets[0] * to_row
     if to_row > _WINDOW and len(sizes) > 1:
@@ -202,12 +183,9 @@ def _copy_block(
     for row in range(0, sizes[0], step):
         count = min(step, sizes[0] - row)
         data = read(start + row * from_row, count * from_row)
-        if from_row == to_row:
-            _write(target, data, base + row * to_row)
-        else:
-            _scatter(
-                data, (count, *sizes[1:]), (0, *offsets[1:]), (count, *whole[1:]), itemsize, target, base + row * to_row
-            )
+        _scatter(
+            data, (count, *sizes[1:]), (0, *offsets[1:]), (count, *whole[1:]), itemsize, target, base + row * to_row
+        )
 
 
 def _scatter(
@@ -230,9 +208,3 @@ def _scatter(
         window[place] = np.frombuffer(data, dtype=np.uint8).reshape(*sizes, itemsize)
         # The mapping can't be closed while an array refers to it.
         del window
-
-
-def _write(target: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(target, data[done:], offset + done)

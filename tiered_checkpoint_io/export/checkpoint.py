@@ -7,11 +7,9 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+from tiered_checkpoint_io.engine.chunks import fetch
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.engine.export.export import DEFAULT_SHARD_SIZE, to_safetensors, to_torch_file
-from tiered_checkpoint_io.engine.export.folders import Folder, LocalFolder, PlainStoredFolder, StoredFolder
-from tiered_checkpoint_io.engine.restore.catalog import reading_order
+from tiered_checkpoint_io.engine.durable.manifests import read_all, read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -19,9 +17,11 @@ from tiered_checkpoint_io.errors import (
     OtherKindError,
     StoreNotFoundError,
 )
+from tiered_checkpoint_io.export.files import DEFAULT_SHARD_SIZE, to_safetensors, to_torch_file
+from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import METADATA, Content, Manifest, newest_first
+from tiered_checkpoint_io.model.manifest import METADATA, Content, Manifest
 from tiered_checkpoint_io.stores import Store, open_store
 
 Format = Literal["torch", "safetensors"]
@@ -96,32 +96,25 @@ def _folder(store: Store, name: str) -> Folder:
     # While an overwrite is under way, its objects may still be those of the content before.
     contents = (manifest.content, *manifest.previous) if manifest.previous else ()
     intact = (each for each in contents if _is_current(store, each))
-    return StoredFolder(store, manifest.name, files_of(store, next(intact, manifest.content)).all())
+    return Folder(store, manifest.name, files_of(store, next(intact, manifest.content)).all())
 
 
 def _is_current(store: Store, content: Content) -> bool:
     """Whether the file that changes over last is that of a content, and the description of it is intact."""
     try:
         entry = files_of(store, content).entry(METADATA)
-        data = store.get(entry.path) if entry is not None else b""
+        if entry is not None:
+            fetch(store, entry, memoryview(bytearray(entry.size)), concurrency=1)
     except (CorruptCheckpointError, StoreNotFoundError):
         return False
-    return (
-        entry is not None
-        and len(data) == entry.size
-        and all(
-            entry.matches(index, memoryview(data)[offset : offset + length])
-            for index, (offset, length) in enumerate(entry.chunks)
-        )
-    )
+    return entry is not None
 
 
 def _plain(store: Store, name: str) -> Folder:
-    local = ids.url_scheme(store.url) is None
-    folder: Folder = LocalFolder(Path(store.url, name)) if local else PlainStoredFolder(store, name)
+    folder = Folder(store, name)
     try:
         folder.size(METADATA)
-    except (CheckpointNotFoundError, FileNotFoundError) as error:
+    except FileNotFoundError as error:
         raise CheckpointNotFoundError(
             f"no sharded checkpoint {name!r}", operation="export", key=store.url, hint="see `tiered-ckpt ls`"
         ) from error
@@ -130,12 +123,8 @@ def _plain(store: Store, name: str) -> Folder:
 
 
 def _newest(store: Store) -> Manifest:
-    found: dict[str, Manifest] = {}
-    for name in reading_order(list(store.list(ids.MANIFEST_PREFIX))):
-        manifest = read_manifest(store, name)
-        if manifest is not None and manifest.content.kind == "sharded" and manifest.alias_of is None:
-            found[manifest.content.save_id] = manifest
-    ordered = newest_first(manifest.content for manifest in found.values())
-    if not ordered:
+    manifests = (each for each in read_all(store, read_manifest) if each is not None and each.alias_of is None)
+    sharded = [manifest for manifest in manifests if manifest.content.kind == "sharded"]
+    if not sharded:
         raise CheckpointNotFoundError("no sharded checkpoint", operation="export", key=store.url)
-    return found[ordered[0].save_id]
+    return max(sharded, key=lambda manifest: manifest.content.save_id)

@@ -1,1 +1,0 @@
-"""Sharded checkpoints as ordinary files."""
