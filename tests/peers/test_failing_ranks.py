@@ -17,15 +17,15 @@ FULL = [
     (2, "engine.restore.fetcher:NodeFetcher.find", 1),
     (2, "engine.restore.restore:spread", 1),
     (0, "engine.restore.search:choose", 1),
-    (2, "engine.restore.restore:Restorer._settle", 1),
+    (2, "engine.restore.fetcher:NodeFetcher.hold", 1),
 ]
 SHARDED = [
     (1, "memory.tier:MemoryTier.reading", 2),
     (0, "engine.ranks.transfer:_Checks.add", 2),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
-    (2, "engine.restore.fetcher:look", 1),
-    (1, "engine.restore.shard_homing:moves", 1),
+    (2, "engine.restore.search:look", 1),
+    (1, "engine.restore.part_moves:homeward", 1),
     (0, "engine.restore.shard_files:ShardFiles.peek", 1),
     (1, "engine.restore.shard_files:ShardFiles.put", 1),
     (2, "engine.restore.shard_exchange:transfers", 1),

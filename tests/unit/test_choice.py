@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.restoring import make_content, save_id
 
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Evidence, Held, Selector, choose, spread
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Evidence, Held, Selector, choose
+from tiered_checkpoint_io.engine.restore.part_moves import spread
 from tiered_checkpoint_io.model.manifest import Manifest, Metric
 
 NAMES = ["a.ckpt", "b.ckpt", "last.ckpt", "x/last-v1.ckpt", "blast.ckpt"]
@@ -84,7 +85,7 @@ def test_a_save_of_which_only_copies_are_left_is_orphaned_unless_the_durable_tie
 def test_who_has_received_a_checkpoint_sends_it_on(having, lacking):
     holders, rest = list(range(having)), list(range(having, having + lacking))
     have, turns = set(holders), 0
-    planned = spread(holders, rest)
+    planned = [(move.source, move.target) for move in spread(holders, rest)]
     assert [target for _, target in planned] == rest
     while planned:
         turn = []

@@ -15,6 +15,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
 from tiered_checkpoint_io.engine.restore.fetcher import NodeFetcher
+from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.restore.shard_reading import ShardRestorer
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreUnavailableError
 from tiered_checkpoint_io.export.checkpoint import _folder
@@ -173,13 +174,14 @@ def test_a_rank_of_a_local_checkpoint_reads_its_own_description_alone(memory_dir
     asked = Asked(world.store)
     fetcher = NodeFetcher(world.tiers(asked), part_rank=2)
     (manifest,) = discover(world.tiers(), LATEST, {}).manifests
+    search = Search(world.tiers(), LATEST, "local", SingleGroup("n"))
     candidate = Candidate(manifest.name, manifest.content, durable=manifest.content)
     for _ in range(2):
-        fetched = fetcher.fetch(candidate, ("durable",), 2)
+        fetched = fetcher.fetch(candidate, "durable", search).value
         assert Path(fetched.path).read_bytes()[:1000] == bytes_of(1, 2, "__2_0.distcp")[:1000]
     assert asked.listings() == [ids.index_key(op_id(1)), ids.description_key(op_id(1), 2)]
     assert fetcher.find(op_id(1)).part.content.size == len(bytes_of(1, 2, "__2_0.distcp"))
     world.store.delete(ids.description_key(op_id(1), 3))
-    lacking = NodeFetcher(world.tiers(), part_rank=3).fetch(candidate, ("durable",), 3)
-    assert (lacking.path, lacking.error) == (None, None)
+    lacking = NodeFetcher(world.tiers(), part_rank=3).fetch(candidate, "durable", search)
+    assert lacking.is_open
     assert "it is missing" in lacking.rejected[0]

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, chunks_of, clear_reads
+from tiered_checkpoint_io.engine.chunks import chunks_of
+from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.manifest import FileEntry
@@ -20,6 +21,8 @@ ENTRY = FileEntry(
 
 class Durable:
     """A store of one object: counts what is read, and is slow, broken or wrong where it is told to be."""
+
+    url = "store"
 
     def __init__(self, data=DATA, *, wait_s=0.0):
         self.data = data

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_async_calls, register, show_failures
-from tiered_checkpoint_io.adapters.dcp_reader import DAMAGE, TieredStorageReader
+from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.full_state import save_full
 from tiered_checkpoint_io.adapters.planners import save_planner
 from tiered_checkpoint_io.adapters.smp import load_local_state, place_of, rank_in_group, save_local_state
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place
 from tiered_checkpoint_io.errors import (
     ConfigError,

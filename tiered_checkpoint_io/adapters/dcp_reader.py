@@ -22,24 +22,16 @@ from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, ShardRestorer
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    RestoreError,
-    StoreNotFoundError,
-    TieredCheckpointError,
-)
+from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-
-#: What shows that this checkpoint is bad, rather than that reading is.
-DAMAGE = (CorruptCheckpointError, StoreNotFoundError, CheckpointNotFoundError)
 
 
 class TieredStorageReader(StorageReader):
@@ -257,8 +249,7 @@ class TieredStorageReader(StorageReader):
                 restorer = ShardRestorer(tiers_of(session, config))
                 opened = self.opened = restorer.open(self._selector, ranks, self._rejected)
                 metadata = self._parse(opened)
-                if opened.files is None:
-                    restorer.open_foreign(opened, _sizes(metadata), ranks)
+                opened.expect(_sizes(metadata))
         except BaseException:
             group.close()
             raise

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from tiered_checkpoint_io.engine.chunks import Span
 from tiered_checkpoint_io.engine.ranks.views import address_of, at
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.restore.shared_reads import Span
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
 from tiered_checkpoint_io.formats.shard_image import Skeleton, skeleton_of

@@ -195,7 +195,7 @@ def load_local_state(
     assert content is not None
     session.newest_seen = max(filter(None, (session.newest_seen, found.newest_save_id)), default=None)
     reader.opened = OpenShards(
-        found.name, content.save_id, content.step, content, {}, None, found.rejected, found.newest_save_id
+        name=found.name, content=content, rejected=found.rejected, newest_save_id=found.newest_save_id
     )
     if any(stored.pending for stored in tier.parts()):
         # What an earlier process left; only this node's ranks can see it.

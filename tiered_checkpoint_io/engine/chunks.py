@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.model.hashing import chunk_size_for
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store
 
 #: xxh3 at full speed saturates memory with few threads.
 _HASH_THREADS = 4
+
+Span = tuple[int, int]
 
 
 def unverified(key: str, size: int) -> FileEntry:
@@ -38,17 +40,20 @@ def fetch(store: Store, entry: FileEntry, view: memoryview, *, concurrency: int)
         CorruptCheckpointError: The object is short, or a chunk differs from its hash.
         StoreError: It could not be read.
     """
-    where = f"{store.url}/{entry.path}"
     ranges = entry.chunks
 
     def one(index: int) -> None:
         offset, length = ranges[index]
-        target = view[offset : offset + length]
-        store.read_into(entry.path, offset, target)
-        if entry.hashes:
-            entry.check_chunk(index, target, tier="durable", where=where)
+        fetch_chunk(store, entry, index, view[offset : offset + length])
 
-    _all(one, range(len(ranges)), concurrency)
+    in_parallel(one, range(len(ranges)), concurrency)
+
+
+def fetch_chunk(store: Store, entry: FileEntry, index: int, chunk: memoryview) -> None:
+    """Reads one chunk into ``chunk``; raises as :func:`fetch`."""
+    store.read_into(entry.path, index * entry.chunk_size, chunk)
+    if entry.hashes:
+        entry.check_chunk(index, chunk, tier="durable", where=f"{store.url}/{entry.path}")
 
 
 def verify(entry: FileEntry, view: memoryview, *, where: str, indices: Iterable[int] | None = None) -> None:
@@ -69,7 +74,26 @@ def verify(entry: FileEntry, view: memoryview, *, where: str, indices: Iterable[
         offset, length = ranges[index]
         entry.check_chunk(index, view[offset : offset + length], tier="memory", where=where)
 
-    _all(one, range(len(ranges)) if indices is None else indices, _HASH_THREADS)
+    in_parallel(one, range(len(ranges)) if indices is None else indices, _HASH_THREADS)
+
+
+def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
+    """The chunks of a file that ``(offset, length)`` spans touch, in their order.
+
+    Raises:
+        CorruptCheckpointError: A span reaches beyond the file.
+    """
+    wanted: set[int] = set()
+    for offset, length in spans:
+        if offset < 0 or offset + length > entry.size:
+            raise CorruptCheckpointError(
+                f"{entry.path} has {entry.size} bytes, .metadata names bytes up to {offset + length}",
+                operation="restore",
+                key=entry.path,
+            )
+        if length:
+            wanted.update(range(offset // entry.chunk_size, (offset + length - 1) // entry.chunk_size + 1))
+    return sorted(wanted)
 
 
 @contextlib.contextmanager
@@ -102,14 +126,14 @@ def temporary_file(size: int) -> Iterator[tuple[Path, memoryview]]:
         ) from error
 
 
-def _all(work: Callable[[int], None], indices: Iterable[int], concurrency: int) -> None:
+def in_parallel(work: Callable[[int], None], indices: Iterable[int], concurrency: int) -> None:
+    """Does ``work`` for each index, a few at a time; the first failure, or an interrupt, stops what has not begun."""
     stop = threading.Event()
 
     def guarded(index: int) -> None:
-        if stop.is_set():
-            return
         try:
-            work(index)
+            if not stop.is_set():
+                work(index)
         except BaseException:
             stop.set()
             raise
@@ -119,8 +143,6 @@ def _all(work: Callable[[int], None], indices: Iterable[int], concurrency: int) 
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
         finally:
-            # The first failure, or an interrupt, makes the rest pointless; those in flight end by
-            # their own bounds.
             stop.set()
     for job in jobs:
         job.result()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.chunks import unverified, verify
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import in_parallel, read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Held, Selector
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
+    CorruptCheckpointError,
     FormatVersionError,
     ManifestError,
     RestoreError,
@@ -24,14 +26,13 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.tier import PART_FILE, MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import Content, Manifest, Part
+from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifest, Part
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
 #: Manifests that are read at once when looking for the newest, and how many of them are picked by
 #: the step that their name tells.
 _BATCH = 32
 _BY_STEP = 8
-_READ_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,55 @@ class Tiers:
         """The parts in this node's memory, and the replicas that it keeps."""
         return [*self.memory.parts(), *self.memory.replicas.parts()]
 
+    def damaged(self) -> list[tuple[Path, Exception]]:
+        """Folders of this node's memory that can't be read, and why."""
+        return [*self.memory.damaged(), *self.memory.replicas.damaged()]
+
     def skipped(self, note: str) -> None:
         """Logs why a copy is not taken."""
         self.log.error("skipping this copy, trying the next: %s", note)
+
+    def quarantine(self, stored: StoredPart, error: CorruptCheckpointError) -> None:
+        """Takes a damaged part out of use."""
+        self.skipped(str(error))
+        with contextlib.suppress(OSError):
+            self.memory.quarantine(stored.folder, str(error))
+
+    @contextlib.contextmanager
+    def verified(self, stored: StoredPart, wants: Callable[[str], bool]) -> Iterator[Mapping[str, memoryview]]:
+        """The files of a part in memory, of which those that are wanted are intact; or else the part is quarantined.
+
+        Raises:
+            CheckpointNotFoundError: It was removed meanwhile.
+            CorruptCheckpointError: It is damaged.
+        """
+        try:
+            with self.memory.reading(stored) as views:
+                for entry in stored.part.content.files:
+                    if wants(entry.basename):
+                        verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
+                yield views
+        except CorruptCheckpointError as error:
+            self.quarantine(stored, error)
+            raise
+
+    @contextlib.contextmanager
+    def lock(self, which: str = "") -> Iterator[None]:
+        """One process of a node at a time verifies or fetches, also where no group orders them.
+
+        Raises:
+            RestoreError: Another process did not finish within ``wait_timeout_s``.
+        """
+        path = self.memory.root / f"restore{which}.lock"
+        descriptor = try_lock(path, patience_s=self.config.wait_timeout_s, clock=self.clock)
+        if descriptor is None:
+            raise RestoreError(
+                "another process of this node did not finish restoring in time", operation="restore", key=str(path)
+            )
+        try:
+            yield
+        finally:
+            release(descriptor)
 
 
 def tiers_of(session: Session, config: TieredCheckpointConfig, dirpath: str | None = None) -> Tiers:
@@ -94,57 +141,60 @@ class DurableCatalog:
         manifests: Those that were read last.
         rest: Names of manifests that were listed, but not read yet, in the order to read them.
         rejected: Manifests that can't be understood, and why.
-        foreign_size: Bytes of an object of the wanted name that has no manifest.
+        foreign: An object of the wanted name that has no manifest: others wrote it, and nothing can verify it.
         error: Why the tier could not be asked.
     """
 
     manifests: list[Manifest] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
-    foreign_size: int | None = None
+    foreign: Content | None = None
     error: TieredCheckpointError | None = None
 
 
-def discover(tiers: Tiers, selector: Selector, queued: dict[str, str]) -> DurableCatalog:
-    """Asks the durable tier, once: one list, or for a name the few objects that it is about.
+def discover(
+    tiers: Tiers,
+    selector: Selector,
+    queued: Mapping[str, str],
+    accepts: Kind | None = None,
+    known: DurableCatalog | None = None,
+) -> DurableCatalog:
+    """Asks the durable tier: one list and the first manifests, or for a name the few objects that it is about.
 
     Args:
         tiers: Where to look.
         selector: What is wanted.
         queued: Aliases that are not on the tier yet, and their targets.
+        accepts: The payload that is wanted, of which others may have written a checkpoint of that name.
+        known: What an earlier call gave, to read more manifests.
 
     Returns:
         Never raises: an error is part of the answer, since memory may do without the durable tier.
     """
-    known = DurableCatalog()
+    found = DurableCatalog(rest=known.rest if known is not None else [])
     try:
         store = tiers.store()
         if selector.kind == "name":
-            _discover_name(store, selector.name, known, queued)
-        else:
+            _read(store, list(dict.fromkeys((selector.name, queued.get(selector.name, selector.name)))), found)
+            if not found.manifests and not found.rejected:
+                found.foreign = _foreign(store, selector.name, accepts)
+            return found
+        if known is None:
             names = reading_order(list(store.list(ids.MANIFEST_PREFIX)))
             tiers.on_listed(set(names))
             targets = {target for alias, target in queued.items() if selector.wants(alias)}
-            known.rest = [name for name in names if selector.wants(name) or name in targets]
-            _read_batch(store, known)
-            while selector.kind == "best" and known.rest:
-                # Which one it is no name tells.
-                earlier, notes = known.manifests, known.rejected
-                _read_batch(store, known)
-                known.manifests, known.rejected = earlier + known.manifests, notes + known.rejected
+            found.rest = [name for name in names if selector.wants(name) or name in targets]
+        while True:
+            batch, found.rest = found.rest[:_BATCH], found.rest[_BATCH:]
+            _read(store, batch, found)
+            # Which one is the best no name tells.
+            if selector.kind != "best" or not found.rest:
+                return found
+    except TieredCheckpointError as error:
+        return DurableCatalog(error=error)
     except Exception as error:
-        return DurableCatalog(error=_as_ours(error))
-    return known
-
-
-def read_more(tiers: Tiers, known: DurableCatalog) -> DurableCatalog:
-    """Reads the manifests of the next names; as :func:`discover`, it never raises."""
-    more = DurableCatalog(rest=known.rest)
-    try:
-        _read_batch(tiers.store(), more)
-    except Exception as error:
-        return DurableCatalog(error=_as_ours(error))
-    return more
+        text = f"{type(error).__name__}: {error}"
+        return DurableCatalog(error=RestoreError(text, operation="discover", tier="durable"))
 
 
 def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
@@ -158,33 +208,12 @@ def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
     first, later = names[: _BATCH - _BY_STEP], names[_BATCH - _BY_STEP :]
     # The sort is stable: without steps in the names, the order of time stays.
     steps = sorted(later, key=lambda name: -1 if (step := ids.step_in_name(name)) is None else step, reverse=True)
-    first += steps[:_BY_STEP]
-    chosen = set(first)
-    return first + [name for name in later if name not in chosen]
+    # A name counts where it comes first.
+    return list(dict.fromkeys([*first, *steps[:_BY_STEP], *later]))
 
 
-def _discover_name(store: Store, name: str, known: DurableCatalog, queued: dict[str, str]) -> None:
-    for each in dict.fromkeys((name, queued.get(name, name))):
-        try:
-            manifest = read_manifest(store, each)
-        except FormatVersionError:
-            raise
-        except ManifestError as error:
-            known.rejected.append(f"durable {each}: {error}")
-            continue
-        if manifest is None:
-            continue
-        known.manifests.append(manifest)
-        if manifest.alias_of is not None:
-            target = read_manifest(store, manifest.alias_of)
-            known.manifests += [target] if target is not None else []
-    if not known.manifests and not known.rejected:
-        with contextlib.suppress(StoreNotFoundError):
-            known.foreign_size = store.size(name)
-
-
-def _read_batch(store: Store, known: DurableCatalog) -> None:
-    batch, known.rest = known.rest[:_BATCH], known.rest[_BATCH:]
+def _read(store: Store, names: Sequence[str], found: DurableCatalog) -> None:
+    """Reads manifests, and those of the targets of aliases among them."""
 
     def read(name: str) -> Manifest | str | None:
         try:
@@ -195,19 +224,24 @@ def _read_batch(store: Store, known: DurableCatalog) -> None:
         except ManifestError as error:
             return f"durable {name}: {error}"
 
-    with ThreadPoolExecutor(_READ_AT_ONCE, thread_name_prefix="tiered-discover") as pool:
-        results = list(pool.map(read, batch))
-        found = [manifest for manifest in results if isinstance(manifest, Manifest)]
-        targets = {manifest.alias_of for manifest in found if manifest.alias_of} - set(batch)
-        results += list(pool.map(read, sorted(targets)))
-    known.manifests = [manifest for manifest in results if isinstance(manifest, Manifest)]
-    known.rejected = [note for note in results if isinstance(note, str)]
+    results = in_parallel(read, names)
+    targets = {each.alias_of for each in results if isinstance(each, Manifest) and each.alias_of} - set(names)
+    results += in_parallel(read, sorted(targets))
+    found.manifests += [manifest for manifest in results if isinstance(manifest, Manifest)]
+    found.rejected += [note for note in results if isinstance(note, str)]
 
 
-def _as_ours(error: Exception) -> TieredCheckpointError:
-    if isinstance(error, TieredCheckpointError):
-        return error
-    return RestoreError(f"{type(error).__name__}: {error}", operation="discover", tier="durable")
+def _foreign(store: Store, name: str, accepts: Kind | None) -> Content | None:
+    """What others wrote under a name: a file, or a folder of torch.distributed.checkpoint."""
+    if accepts not in ("full", "sharded"):
+        return None
+    path = f"{name}/{METADATA}" if accepts == "sharded" else name
+    try:
+        entry = unverified(path, store.size(path))
+    except StoreNotFoundError:
+        return None
+    step = ids.step_in_name(name)
+    return Content("", -1 if step is None else step, -1, accepts, 0.0, 1, {}, (entry,))
 
 
 # ------------------------------------------------------------------------------------ node memory
@@ -230,8 +264,12 @@ class NodeCatalog:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-def look(tiers: Tiers) -> NodeCatalog:
-    """Lists this node's memory.
+def look(tiers: Tiers, rank: int) -> NodeCatalog:
+    """Lists this node's memory, and takes out of it what can't be read.
+
+    Args:
+        tiers: Where to look.
+        rank: This rank, for what is told of the damaged.
 
     Raises:
         OSError: The memory tier can't be read.
@@ -240,24 +278,28 @@ def look(tiers: Tiers) -> NodeCatalog:
     for stored in tiers.held():
         part = stored.part
         if part.dirpath == dirpath:
-            content = _without_hashes(part.content)
+            content = replace(part.content, files=tuple(replace(entry, hashes=()) for entry in part.content.files))
             owns = not stored.is_replica
             here.held.append(Held(part.name, part.rank, content, part.commits, owns, stored.replicated))
-    for folder, error in (*tier.damaged(), *tier.replicas.damaged()):
-        here.damaged.append(f"memory {folder}: {error}")
-        if isinstance(error, FormatVersionError):
-            here.newer = error
     for folder in sorted((tier.root / "quarantine").iterdir()):
         if _may_belong(folder, dirpath):
             here.quarantined.append(f"memory {folder}: quarantined")
+    damaged = tiers.damaged()
+    here.damaged = [f"rank {rank}: memory {folder}: {error}" for folder, error in damaged]
+    here.newer = next((error for _, error in damaged if isinstance(error, FormatVersionError)), None)
+    if damaged:
+        # Under the lock, so that no other process moves the same folder; listed again there.
+        with tiers.lock():
+            for folder, error in tiers.damaged():
+                # What a newer release wrote is not damaged.
+                if not isinstance(error, FormatVersionError):
+                    tier.quarantine(folder, str(error))
+    for note in here.damaged:
+        tiers.skipped(note)
     for request in Queue(tier.root).requests():
         if request.action == "alias" and request.dirpath == dirpath:
             here.aliases[request.name] = request.target
     return here
-
-
-def _without_hashes(content: Content) -> Content:
-    return replace(content, files=tuple(replace(entry, hashes=()) for entry in content.files))
 
 
 def _may_belong(folder: Path, dirpath: str) -> bool:

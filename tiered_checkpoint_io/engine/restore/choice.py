@@ -148,6 +148,11 @@ class Candidate:
         return self.content.save_id
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether others wrote it: it has no manifest, so nothing can verify it."""
+        return not self.save_id
+
+    @property
     def orphaned(self) -> bool:
         """Whether there are only replicas of it left, and it is not on the durable tier."""
         return self.durable is None and not any(owns for ranks in self.held.values() for owns in ranks.values())
@@ -173,7 +178,7 @@ def choose(
     evidence = evidence or Evidence()
     wanted = {target for alias, target in catalog.aliases.items() if selector.wants(alias)}
     on_durable = {
-        content.save_id: (name, content) for name, content in durable_contents(catalog.manifests, selector, wanted)
+        content.save_id: (name, content) for name, content in _durable_contents(catalog.manifests, selector, wanted)
     }
     parts: dict[str, list[tuple[str, Held]]] = {}
     meant = set(on_durable)
@@ -268,16 +273,10 @@ def _paired(made: Sequence[Candidate], companion: str) -> list[Candidate]:
     ]
 
 
-def durable_contents(
+def _durable_contents(
     durable: Sequence[Manifest], selector: Selector, wanted: set[str]
 ) -> Iterable[tuple[str, Content]]:
-    """What the wanted manifests may stand for: names, and contents that their objects may hold.
-
-    Args:
-        durable: Manifests, among them the targets of aliases.
-        selector: Which are wanted.
-        wanted: Names that are wanted as well.
-    """
+    """What the wanted manifests may stand for: names, and contents that their objects may hold."""
     by_name = {manifest.name: manifest for manifest in durable}
     for manifest in durable:
         if not (selector.wants(manifest.name) or manifest.name in wanted):
@@ -287,21 +286,3 @@ def durable_contents(
         target = by_name.get(manifest.alias_of or "", manifest)
         for content in (target.content, *target.previous):
             yield target.name, content
-
-
-def spread(holders: Sequence[int], lacking: Sequence[int]) -> list[tuple[int, int]]:
-    """Who sends a whole checkpoint to whom, in the order in which all ranks do it.
-
-    Those that have received it send it on, so that as many are sending at once as have it.
-
-    Args:
-        holders: Ranks that have it.
-        lacking: Ranks that need it.
-    """
-    have, planned, rest = list(holders), [], list(lacking)
-    while rest:
-        turn = list(zip(have, rest, strict=False))
-        planned += turn
-        have += [target for _, target in turn]
-        rest = rest[len(turn) :]
-    return planned

@@ -13,20 +13,18 @@ from __future__ import annotations
 import contextlib
 import json
 
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup, raise_first
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
+from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Evidence, Selector, Tier
-from tiered_checkpoint_io.engine.restore.fetcher import FetchResult, NodeFetcher
-from tiered_checkpoint_io.engine.restore.restore import Restored, restored_from
+from tiered_checkpoint_io.engine.restore.fetcher import FetchedPart, NodeFetcher, Restored
 from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.save.uncoordinated import Place
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, TieredCheckpointError
-from tiered_checkpoint_io.logs import gib
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.manifest import Content, Part
 
 
 class LocalRestorer:
@@ -58,51 +56,29 @@ class LocalRestorer:
             UsageError: The other ranks' choice could not be learnt.
         """
         started = self._tiers.clock.monotonic()
-        run = current_run()
         what = f"{self._tiers.config.namespace}/{self._tiers.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
-        load = self._load = run.begin_load(what)
-        search = Search(
-            self._tiers,
-            self._fetcher,
-            selector,
-            "local",
-            # No collective, and no wait for other ranks.
-            SingleGroup("here"),
-            Evidence(self._place.shard, replicas=self._peers is not None),
-        )
+        self._load = current_run().begin_load(what)
+        # No collective, and no wait for other ranks.
+        evidence = Evidence(self._place.shard, replicas=self._peers is not None)
+        search = Search(self._tiers, selector, "local", SingleGroup("here"), evidence)
         here = search.look()
         held = [(part.content.save_id, part.rank) for part in here.held if selector.wants(part.name)] if here else []
         if self._peers is not None:
-            self._peers.begin(load, held)
+            self._peers.begin(self._load, held)
         try:
             search.check()
-            candidate, fetched = self._choose(search, load, has_some=bool(held))
+            fetched = self._choose(search, has_some=bool(held))
         finally:
             if self._peers is not None:
-                self._peers.end(load)
-        restored = restored_from(fetched, candidate.name, candidate.content)
-        if not fetched.temporary:
-            stored = self._fetcher.find(candidate.save_id)
-            restored.hold(self._tiers.memory.reading(stored))
-            restored.content = stored.part.content
-        restored.seconds = self._tiers.clock.monotonic() - started
-        restored.rejected = search.rejected
-        restored.newest_save_id = max(filter(None, [search.newest, candidate.save_id]))
-        self._tiers.log.info(
-            "Step %d: resuming from shard %d of %s (%s, %s) after %.2f s",
-            restored.step,
-            self._place.shard,
-            restored.name,
-            restored.tier,
-            gib(restored.path.stat().st_size),
-            restored.seconds,
-        )
+                self._peers.end(self._load)
+        restored = self._fetcher.hold(fetched, search, started, keep=False)
+        self._fetcher.report(restored)
         return restored
 
     # ------------------------------------------------------------------------------------ choosing
-    def _choose(self, search: Search, load: str, *, has_some: bool) -> tuple[Candidate, FetchResult]:
+    def _choose(self, search: Search, *, has_some: bool) -> FetchedPart:
         """The first rank to have found an intact file of its own chooses; all others take theirs of the same save."""
-        run = current_run()
+        run, load = current_run(), self._load
         chosen = run.chosen(load)
         if chosen is None and self._peers is not None and not has_some:
             # This node may have lost what others still have.
@@ -110,60 +86,53 @@ class LocalRestorer:
         if chosen is None:
             mine = search.run(lambda candidate: self._try(candidate, search))
             if mine is None:
-                raise search.nothing()
-            word = json.dumps([mine[0].name, mine[0].save_id])
+                raise search.nothing
+            word = json.dumps([mine.part.name, mine.part.save_id])
             chosen = run.choose(load, word)
             if chosen == word:
                 return mine
         return self._take(search, *json.loads(chosen))
 
-    def _try(self, candidate: Candidate, search: Search) -> tuple[Candidate, FetchResult] | None:
+    def _try(self, candidate: Candidate, search: Search) -> FetchedPart | None:
         """This rank's file of a candidate, from its node's memory, from another node's, or from the durable tier."""
-        self._check_degree(candidate)
+        self._check_degree(candidate.name, candidate.content)
         tiers: list[tuple[Tier, bool]] = [
             ("memory", any(self._place.shard in ranks for ranks in candidate.held.values())),
             ("peer", self._peers is not None and candidate.replicated),
             ("durable", candidate.durable is not None),
         ]
-        for tier in (tier for tier, has in tiers if has):
-            fetched = self._fetch(candidate, tier, search)
-            if fetched is not None:
-                return candidate, fetched
-        return None
+        found = (self._fetch(candidate, tier, search) for tier, has in tiers if has)
+        return next((each for each in found if each is not None), None)
 
-    def _take(self, search: Search, name: str, save_id: str) -> tuple[Candidate, FetchResult]:
+    def _take(self, search: Search, name: str, save_id: str) -> FetchedPart:
         """This rank's file of the save that another rank has chosen."""
         # What was rejected before is not what the others load.
         search.rejected.clear()
-        fetched: FetchResult | None = None
+        fetched: FetchedPart | None = None
         with contextlib.suppress(CheckpointNotFoundError):
-            candidate = Candidate(name, self._fetcher.find(save_id).part.content)
-            self._check_degree(candidate)
-            fetched = self._fetch(candidate, "memory", search)
-        if fetched is None and (fetched := self._from_peers(save_id, search)) is not None:
-            candidate = Candidate(name, self._fetcher.find(save_id).part.content)
-            self._check_degree(candidate)
+            held = Candidate(name, self._fetcher.find(save_id).part.content)
+            fetched = self._fetch(held, "memory", search)
+        fetched = fetched or self._from_peers(save_id, search)
         if fetched is None:
             manifest = read_manifest(self._tiers.store(), name)
-            contents = (manifest.content, *manifest.previous) if manifest is not None else ()
-            for content in (each for each in contents if each.save_id == save_id):
-                candidate = Candidate(name, content, durable=content)
-                self._check_degree(candidate)
-                fetched = self._fetch(candidate, "durable", search)
+            for content in contents_of([manifest] if manifest is not None else []):
+                if content.save_id == save_id:
+                    self._check_degree(name, content)
+                    fetched = self._fetch(Candidate(name, content, durable=content), "durable", search)
         if fetched is None:
             raise self._lacks(search, name, save_id)
-        return candidate, fetched
+        self._check_degree(name, fetched.part.content)
+        return fetched
 
-    def _fetch(self, candidate: Candidate, tier: Tier, search: Search) -> FetchResult | None:
+    def _fetch(self, candidate: Candidate, tier: Tier, search: Search) -> FetchedPart | None:
         """This rank's file from one tier; None where it is not intact there."""
-        if tier == "peer":
-            return self._from_peers(candidate.save_id, search)
-        fetched = self._fetcher.fetch(candidate, (tier,), self._place.shard)
-        search.reject(fetched.rejected)
-        raise_first([fetched.error])
-        return fetched if fetched.path is not None else None
+        if tier != "peer":
+            outcome = self._fetcher.fetch(candidate, tier, search)
+            search.share(outcome)
+            return outcome.value
+        return self._from_peers(candidate.save_id, search)
 
-    def _from_peers(self, save_id: str, search: Search) -> FetchResult | None:
+    def _from_peers(self, save_id: str, search: Search) -> FetchedPart | None:
         """This rank's file from another node's memory; None where none gives it."""
         if self._peers is None:
             return None
@@ -171,7 +140,7 @@ class LocalRestorer:
         search.reject(notes)
         if stored is None:
             return None
-        return FetchResult(str(stored.file(stored.part.content.files[0].basename)), "peer")
+        return FetchedPart(stored.part, str(stored.file(stored.part.content.files[0].basename)), "peer")
 
     def _is_durable(self, part: Part) -> bool:
         """Whether nothing is left to do for a part to get to the durable tier; asks that only where it is to."""
@@ -187,15 +156,14 @@ class LocalRestorer:
         return manifest is not None and manifest.content.save_id == part.save_id
 
     # -------------------------------------------------------------------------------------- errors
-    def _check_degree(self, candidate: Candidate) -> None:
-        saved, mine = candidate.content.world_size, self._place.degree
-        if saved != mine:
+    def _check_degree(self, name: str, content: Content) -> None:
+        if content.world_size != self._place.degree:
             raise RestoreError(
-                f"{candidate.name} is a local checkpoint of {saved} shards, and {mine} are to load it",
+                f"{name} is a local checkpoint of {content.world_size} shards, and {self._place.degree} are to load it",
                 operation="load",
-                key=ids.join_url(self._tiers.dirpath, candidate.name),
+                key=ids.join_url(self._tiers.dirpath, name),
                 rank=self._place.shard,
-                step=candidate.content.step,
+                step=content.step,
                 hint="the shard degree has to stay as it was; the number of replicas may change. To go on with another"
                 " one, save by kind='sharded'",
             )

@@ -2,17 +2,18 @@
 
 Rank 0 alone asks the durable tier what is there, and chooses; the lowest rank of each node tells it what the node's
 memory holds. All ranks then try the same candidate, and go on to the next one if it is not intact on any node. Whatever
-fails on rank 0 reaches all ranks with its answer, so that none waits for one that has left.
+fails on one rank is carried to the next exchange and raised there on each of them, so that none waits for one that has
+left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from tiered_checkpoint_io.engine.ranks.coordination import Group, portable, raise_first
-from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, discover, read_more
+from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, discover, look
 from tiered_checkpoint_io.engine.restore.choice import (
     Candidate,
     Catalog,
@@ -21,12 +22,76 @@ from tiered_checkpoint_io.engine.restore.choice import (
     choose,
     refuse_other_kind,
 )
-from tiered_checkpoint_io.engine.restore.fetcher import NodeFetcher
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LostRankError,
+    PeerError,
+    RestoreError,
+    StoreNotFoundError,
+    TieredCheckpointError,
+)
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Kind
+from tiered_checkpoint_io.model.manifest import Content, Kind
 
 _T = TypeVar("_T")
+
+#: What shows that a copy is bad, rather than that reading is.
+DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError)
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """A checkpoint that all ranks have agreed on.
+
+    Attributes:
+        name: Its name.
+        content: The facts of the save; None where others wrote it, so that nothing verified it.
+        rejected: What was tried before it, and why it was not taken.
+        newest_save_id: The newest save that was seen in any tier; later runs count on from there.
+    """
+
+    name: str
+    content: Content | None
+    rejected: list[str] = field(default_factory=list)
+    newest_save_id: str | None = None
+
+    @property
+    def save_id(self) -> str:
+        """Which save; empty where others wrote it."""
+        return self.content.save_id if self.content is not None else ""
+
+    @property
+    def step(self) -> int:
+        """The training step; -1 where the checkpoint does not tell."""
+        if self.content is not None:
+            return self.content.step
+        step = ids.step_in_name(self.name)
+        return -1 if step is None else step
+
+
+@dataclass(slots=True)
+class Outcome(Generic[_T]):
+    """How one rank fared with a candidate.
+
+    Attributes:
+        value: What it got, verified; None where no copy was intact.
+        rejected: Copies that were not taken, and why.
+        error: What ended the attempts, other than a bad copy.
+    """
+
+    value: _T | None = None
+    rejected: list[str] = field(default_factory=list)
+    error: TieredCheckpointError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next tier is to be tried."""
+        return self.value is None and self.error is None
+
+    def then(self, later: Outcome[_T]) -> Outcome[_T]:
+        """The outcome of a later attempt, with the notes of this one."""
+        return Outcome(later.value, self.rejected + later.rejected, later.error)
 
 
 @dataclass(slots=True)
@@ -37,16 +102,14 @@ class _Turn:
         candidate: The checkpoint; None where nothing is left.
         rejected: What was not taken since the last turn, and why.
         newest: The newest save that was seen in any tier.
-        suspects: At the end: damage that may, or may not, have been what is wanted.
-        foreign_size: At the end: bytes of an object of the wanted name that has no manifest.
+        nothing: At the end: why nothing was found.
         error: What ends the search on all ranks.
     """
 
     candidate: Candidate | None = None
     rejected: list[str] = field(default_factory=list)
     newest: str | None = None
-    suspects: list[str] = field(default_factory=list)
-    foreign_size: int | None = None
+    nothing: TieredCheckpointError | None = None
     error: TieredCheckpointError | None = None
 
 
@@ -54,29 +117,21 @@ class Search:
     """One search; its public state is the same on all ranks."""
 
     def __init__(
-        self,
-        tiers: Tiers,
-        fetcher: NodeFetcher,
-        selector: Selector,
-        accepts: Kind,
-        group: Group,
-        evidence: Evidence | None = None,
+        self, tiers: Tiers, selector: Selector, accepts: Kind, group: Group, evidence: Evidence | None = None
     ) -> None:
         """Looks at nothing yet.
 
         Args:
             tiers: Where to look.
-            fetcher: This node's.
             selector: What is wanted.
             accepts: The payload that can be loaded.
             group: The ranks that load together.
             evidence: See :func:`choose`.
         """
         self._tiers = tiers
-        self._fetcher = fetcher
         self.selector = selector
         self._accepts: Kind = accepts
-        self._group = group
+        self.group = group
         self._evidence = evidence
         #: For what is said of this rank.
         self._rank = group.rank if evidence is None or evidence.part is None else evidence.part
@@ -86,15 +141,15 @@ class Search:
         self.rejected: list[str] = []
         #: The newest save that was seen in any tier; later runs count on from there.
         self.newest: str | None = None
-        #: Bytes of an object of the wanted name that has no manifest; to be asked at the end.
-        self.foreign_size: int | None = None
-        self._suspects: list[str] = []
+        #: At the end: there is nothing, or nothing of it is intact.
+        self.nothing: TieredCheckpointError = RestoreError("the search is not over", operation="restore")
         #: On rank 0: what the tiers hold, and what of it is left to try.
         self._memory: dict[str, NodeCatalog] = {}
         self._durable: DurableCatalog | None = None
         self._options: list[Candidate] = []
         self._tried: set[str] = set()
         self._notes: list[str] = []
+        self._suspects: list[str] = []
         self._seen: set[str] = set()
         self._failed: TieredCheckpointError | None = None
 
@@ -108,7 +163,7 @@ class Search:
         Returns:
             What this rank listed; None where another rank of its node did.
         """
-        gathered: list[tuple[str, list[str]]] = self._group.all_gather((self._group.node, sorted(damaged)))
+        gathered: list[tuple[str, list[str]]] = self.group.all_gather((self.group.node, sorted(damaged)))
         self.nodes = [node for node, _ in gathered]
         self._tried = {save_id for _, theirs in gathered for save_id in theirs}
         self.reject(f"save {save_id}: damaged" for save_id in sorted(self._tried))
@@ -116,11 +171,11 @@ class Search:
         failed: Exception | None = None
         if self.leads:
             try:
-                mine = self._fetcher.look(self._rank)
+                mine = look(self._tiers, self._rank)
             except Exception as error:
                 failed = error
         told: list[tuple[NodeCatalog | None, TieredCheckpointError | None]] | None
-        told = self._group.gather((mine, portable(failed, self._rank)))
+        told = self.group.gather((mine, portable(failed, self._rank)))
         if told is not None:
             self._failed = next((error for _, error in told if error is not None), None)
             found = zip(self.nodes, (catalog for catalog, _ in told), strict=True)
@@ -135,7 +190,7 @@ class Search:
     @property
     def leads(self) -> bool:
         """Whether this is the lowest rank of its node: it verifies and fetches for all others there."""
-        return self.leader_of(self._group.node) == self._group.rank
+        return self.leader_of(self.group.node) == self.group.rank
 
     def leader_of(self, node: str) -> int:
         """The lowest rank of a node."""
@@ -159,7 +214,7 @@ class Search:
             attempt: Called on all ranks with the same candidate; None where it is not intact on some node.
 
         Returns:
-            What ``attempt`` returned; None where nothing is left to try.
+            What ``attempt`` returned; None where nothing is left to try: see :attr:`nothing`.
 
         Raises:
             OtherKindError: What is meant has another payload.
@@ -167,16 +222,42 @@ class Search:
             FormatVersionError: A newer release wrote what would have to be chosen.
         """
         while True:
-            turn: _Turn = self._group.broadcast(self._next() if self._group.rank == 0 else None)
+            turn: _Turn = self.group.broadcast(self._next() if self.group.rank == 0 else None)
             raise_first([turn.error])
             self.reject(turn.rejected)
             self.newest = turn.newest
+            if turn.nothing is not None:
+                self.nothing = turn.nothing
             if turn.candidate is None:
-                self._suspects, self.foreign_size = turn.suspects, turn.foreign_size
                 return None
             found = attempt(turn.candidate)
             if found is not None:
                 return found
+
+    def attempt(self, candidate: Candidate, tier: str, read: Callable[[], _T | None]) -> Outcome[_T]:
+        """Reads a copy. Raises only where ranks lost each other: the others wait for the outcome, whatever it is."""
+        try:
+            return Outcome(read())
+        except LostRankError:
+            raise
+        except (*DAMAGE, PeerError) as error:
+            note = f"rank {self._rank}: {tier} {candidate.name} (step {candidate.content.step}): {error}"
+            self._tiers.skipped(note)
+            return Outcome(rejected=[note])
+        except Exception as error:
+            return Outcome(error=portable(error, self._rank))
+
+    def share(self, mine: Outcome[_T] | None) -> list[Outcome[_T] | None]:
+        """How all ranks fared, by rank; None for those that have nothing to tell.
+
+        Raises:
+            TieredCheckpointError: On all ranks, what ended the attempts of the first one where something did.
+        """
+        outcomes: list[Outcome[_T] | None] = self.group.all_gather(mine)
+        told = [each for each in outcomes if each is not None]
+        self.reject(note for each in told for note in each.rejected)
+        raise_first((each.error for each in told), mine.error if mine is not None else None)
+        return outcomes
 
     def reject(self, notes: Iterable[str]) -> None:
         """Notes why something was not taken, once."""
@@ -188,28 +269,22 @@ class Search:
             self.check()
             while not self._options and (self._durable is None or self._durable.rest):
                 self._read()
-            candidate = self._options.pop(0) if self._options else None
+            self.reject(self._notes)
+            candidate = self._options.pop(0) if self._options else self._foreign()
             if candidate is not None:
                 refuse_other_kind(candidate, self._accepts, self._tiers.dirpath)
                 self._tried.add(candidate.save_id)
+            nothing = self._nothing() if candidate is None else None
         except Exception as error:
             return _Turn(error=portable(error, self._rank))
         notes, self._notes = self._notes, []
-        turn = _Turn(candidate, notes, max(self._seen, default=None))
-        if candidate is None:
-            assert self._durable is not None
-            turn.suspects, turn.foreign_size = self._suspects, self._durable.foreign_size
-        return turn
+        return _Turn(candidate, notes, max(self._seen, default=None), nothing)
 
     def _read(self) -> None:
         """Reads what the durable tier says, or more of it, and chooses from that and memory."""
-        aliases = self._memory[self._group.node].aliases
-        if self._durable is None:
-            self._durable = discover(self._tiers, self.selector, aliases)
-        else:
-            # None of the newest is intact: older ones are better than none.
-            self._durable = read_more(self._tiers, self._durable)
-        known = self._durable
+        aliases = self._memory[self.group.node].aliases
+        # None of the newest may be intact: older ones are better than none.
+        known = self._durable = discover(self._tiers, self.selector, aliases, self._accepts, self._durable)
         for note in known.rejected:
             self._tiers.skipped(note)
         self._notes += known.rejected
@@ -225,9 +300,17 @@ class Search:
             self._notes.append(f"durable {self._tiers.dirpath}: {known.error}")
             self._tiers.log.warning("the durable tier does not answer; restoring from node memory: %s", known.error)
 
+    def _foreign(self) -> Candidate | None:
+        """What others wrote under the name, where nothing of ours has it."""
+        content = self._durable.foreign if self._durable is not None else None
+        if content is None or self.rejected or content.save_id in self._tried:
+            return None
+        self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
+        return Candidate(self.selector.name, content, durable=content)
+
     # ------------------------------------------------------------------------------------ the end
-    def nothing(self) -> RestoreError | CheckpointNotFoundError:
-        """Why nothing was found: there is nothing, or nothing of it is intact; the same on all ranks."""
+    def _nothing(self) -> RestoreError | CheckpointNotFoundError:
+        """Why nothing was found: there is nothing, or nothing of it is intact."""
         selector = self.selector
         what = "checkpoint" if self._accepts == "full" else f"{self._accepts} checkpoint"
         key, by_name = self._tiers.dirpath, selector.kind == "name"

@@ -3,9 +3,9 @@
 What DCP saves once (replicated tensors, plain objects) lies on one node, and after a change of the
 world size, or the loss of a node, shards do as well. The ranks tell each other what they lack, agree
 on a list of transfers, and carry it out in its order, so that no two of them wait for each other. A
-chunk travels once to each node that needs it. It is verified before it is sent, so that another copy
-can be taken where one is damaged, and again where it arrives. What does not arrive as it should goes
-round once more, from another node that holds it, for as long as there is one.
+chunk travels once to each node that needs it. It is verified before it is sent, and again where it
+arrives. What does not arrive as it should goes round once more, from another node that holds it, for
+as long as there is one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from tiered_checkpoint_io.engine.chunks import Span, chunks_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree
 from tiered_checkpoint_io.engine.ranks.transfer import GroupChannel, receive_chunk, send_chunk
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.restore.shared_reads import Span, chunks_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError, LostRankError
 from tiered_checkpoint_io.model.manifest import FileEntry
 
@@ -46,21 +46,6 @@ class Transfer:
     index: int
     source: int
     target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """A file of which something did not arrive as it should.
-
-    Attributes:
-        basename: Which file.
-        source: The rank that sent it.
-        node: The node that still lacks it.
-    """
-
-    basename: str
-    source: int
-    node: str
 
 
 def transfers(
@@ -103,7 +88,7 @@ def transfers(
 
 
 def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -> list[str]:
-    """Brings what this node lacks from the memory of others; every rank of ``group`` calls this.
+    """Fetches what this node lacks from the memory of others; every rank of ``group`` calls this.
 
     Args:
         group: The ranks that load together, which hear of it where one raises: see ``fail_together``.
@@ -121,24 +106,25 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
         files.check(basename, wanted)
     without, notes = set[tuple[str, int]](), list[str]()
     failed: dict[str, CorruptCheckpointError] = {}
-    #: What has come to this node, or lies on none.
+    #: What has come to this node.
     done: set[str] = set()
     while True:
-        turn = _plan(group, files, spans, done, without)
-        for basename, entry in turn.entries.items():
-            failed.pop(basename, None)
-            if basename in turn.lacks:
-                files.adopt(entry)
-        damaged = _carry(group, files, turn)
-        failed |= {basename: error for basename, (_, error) in damaged.items()}
-        notes += [str(error) for _, error in damaged.values()]
-        misses = [Miss(basename, source, group.node) for basename, (source, _) in damaged.items()]
-        told: list[Miss] = [miss for theirs in group.all_gather(misses) for miss in theirs]
-        if not told:
+        held = files.held
+        lacks = {name: wanted for name, wanted in spans.items() if name not in held and name not in done}
+        entries, planned = transfers(group.all_gather(Need(group.node, lacks, held)), without)
+        if not planned:
             break
+        for basename in lacks.keys() & entries.keys():
+            files.adopt(entries[basename])
+            failed.pop(basename, None)
+        missed = _carry(group, files, entries, planned)
+        failed.update((basename, error) for (basename, _), error in missed.items())
+        notes += map(str, missed.values())
+        told: list[tuple[str, list[tuple[str, int]]]] = group.all_gather((group.node, list(missed)))
         # Each round leaves out one more source of a file at least, so there is an end to it.
-        without |= {(miss.basename, miss.source) for miss in told}
-        done |= turn.lacks.keys() - {miss.basename for miss in told if miss.node == group.node}
+        without.update(miss for _, theirs in told for miss in theirs)
+        done |= lacks.keys() & entries.keys()
+        done -= {basename for node, theirs in told if node == group.node for basename, _ in theirs}
     agree(group, _lost(files, failed))
     return notes
 
@@ -153,89 +139,35 @@ def _lost(files: ShardFiles, failed: Mapping[str, CorruptCheckpointError]) -> Ex
         return error
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """What travels next.
-
-    Attributes:
-        lacks: The files that this rank lacks, and what it needs of them.
-        entries: All files that are concerned.
-        planned: The transfers, in their order.
-        scratch: Room for the longest chunk that comes here.
-    """
-
-    lacks: Mapping[str, list[Span]]
-    entries: Mapping[str, FileEntry]
-    planned: Sequence[Transfer]
-    scratch: memoryview
-
-
-def _plan(
-    group: Group,
-    files: ShardFiles,
-    spans: Mapping[str, list[Span]],
-    done: Collection[str],
-    without: Collection[tuple[str, int]],
-) -> _Round:
-    """What travels next, all of which whoever is to send it has verified by then.
-
-    Args:
-        group: The ranks that load together.
-        files: The checkpoint, as this rank sees it.
-        spans: What this rank needs of each file.
-        done: The files that it need not ask for any more.
-        without: See :func:`transfers`.
-    """
-    while True:
-        held = files.held
-        lacks = {name: wanted for name, wanted in spans.items() if name not in held and name not in done}
-        needs: list[Need] = group.all_gather(Need(node=group.node, lacks=lacks, holds=held))
-        entries, planned = transfers(needs, without)
-        mine: dict[str, list[Span]] = {}
-        for transfer in planned:
-            if transfer.source == group.rank:
-                offset, length = entries[transfer.basename].chunks[transfer.index]
-                mine.setdefault(transfer.basename, []).append((offset, length))
-        # Once transfers have begun, whoever sends must not wait for room here.
-        scratch = memoryview(bytearray(_longest(entries, planned, group.rank)))
-        damaged = [name for name, sent in mine.items() if files.check(name, sent) is not None]
-        if not any(group.all_gather(damaged)):
-            return _Round(lacks, entries, planned, scratch)
-
-
-def _carry(group: Group, files: ShardFiles, turn: _Round) -> dict[str, tuple[int, CorruptCheckpointError]]:
+def _carry(
+    group: Group, files: ShardFiles, entries: Mapping[str, FileEntry], planned: Sequence[Transfer]
+) -> dict[tuple[str, int], CorruptCheckpointError]:
     """Carries out the transfers.
 
     Returns:
-        The files of which something did not arrive here as it should, with the rank that sent it, and why.
+        The files of which something did not arrive here as it should, each with the rank that sent it, and why.
 
     Raises:
         TieredCheckpointError: Some rank has no place for what arrived.
     """
-    damaged: dict[str, tuple[int, CorruptCheckpointError]] = {}
+    missed: dict[tuple[str, int], CorruptCheckpointError] = {}
     failed: Exception | None = None
-    for transfer in turn.planned:
-        entry = turn.entries[transfer.basename]
+    for transfer in planned:
+        basename, entry = transfer.basename, entries[transfer.basename]
         offset, length = entry.chunks[transfer.index]
         if transfer.source == group.rank:
-            send_chunk(GroupChannel(group, transfer.target), partial(files.peek, transfer.basename, offset, length))
+            send_chunk(GroupChannel(group, transfer.target), partial(files.peek, basename, offset, length))
         elif transfer.target == group.rank:
             # Whatever fails here, the sender must get rid of its bytes, and of those that follow.
-            chunk = turn.scratch[:length]
+            chunk = memoryview(bytearray(length))
             try:
                 receive_chunk(GroupChannel(group, transfer.source), entry, chunk)
-                files.adopt(entry)
-                files.put(transfer.basename, transfer.index, chunk)
+                files.put(basename, transfer.index, chunk)
             except LostRankError:
                 raise
             except CorruptCheckpointError as caught:
-                damaged.setdefault(transfer.basename, (transfer.source, caught))
+                missed.setdefault((basename, transfer.source), caught)
             except Exception as caught:
                 failed = failed or caught
     agree(group, failed)
-    return damaged
-
-
-def _longest(entries: Mapping[str, FileEntry], planned: Sequence[Transfer], rank: int) -> int:
-    """Bytes of the longest chunk that a rank is to receive."""
-    return max((entries[each.basename].chunks[each.index][1] for each in planned if each.target == rank), default=0)
+    return missed

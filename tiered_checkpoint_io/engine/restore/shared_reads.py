@@ -12,14 +12,12 @@ import mmap
 import os
 import shutil
 import struct
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError
+from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk, in_parallel
+from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.memory.space import needs_space
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store
@@ -32,8 +30,6 @@ _FULL_HINT = (
     "memory_dir is full, or the folder for temporary files where that was full before: give"
     " either more space (docker: --shm-size)"
 )
-
-Span = tuple[int, int]
 
 
 class SharedFolder:
@@ -137,9 +133,7 @@ class FetchedFile:
         #: are what a chunk's lock is on.
         self._table = -(-entry.size // _PAGE) * _PAGE
         self._where = str(folder / entry.basename)
-        self._descriptor = os.open(
-            folder / entry.basename, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        self._descriptor = os.open(self._where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             self._take(self._table, len(self._ranges))
             self._mapping = mmap.mmap(self._descriptor, self._table + len(self._ranges))
@@ -157,44 +151,21 @@ class FetchedFile:
             MemoryFullError: No space for it.
             RestoreError: Another rank has been fetching a chunk for longer than ``timeout_s``.
         """
-        missing = deque(index for index in chunks_of(self.entry, spans) if not self._is_here(index))
-        if not missing:
-            return
-        busy: list[int] = []
-        failed = threading.Event()
-
-        def work() -> None:
-            while not failed.is_set():
-                try:
-                    index = missing.popleft()
-                except IndexError:
-                    return
-                try:
-                    if not self._bring(index):
-                        busy.append(index)
-                except BaseException:
-                    failed.set()
-                    raise
-
+        missing = self._missing(chunks_of(self.entry, spans))
         deadline = self._clock.monotonic() + self._timeout_s
-        with ThreadPoolExecutor(max(1, min(self._concurrency, len(missing))), "tiered-fetch") as pool:
-            while missing:
-                # As many threads as the pool has: each of them goes on until nothing is left.
-                jobs = [pool.submit(work) for _ in range(min(self._concurrency, len(missing)))]
-                for job in jobs:
-                    job.result()
-                # What others were fetching is here by now, or theirs to finish, or ours if they died.
-                missing.extend(index for index in busy if not self._is_here(index))
-                busy.clear()
-                if missing:
-                    if self._clock.monotonic() > deadline:
-                        raise RestoreError(
-                            f"another process of this node has not fetched {len(missing)} chunks in time",
-                            operation="restore",
-                            tier="durable",
-                            key=self._where,
-                        )
-                    self._clock.sleep(self._clock.timing.chunk_poll_s)
+        while missing:
+            in_parallel(self._fetch, missing, min(self._concurrency, len(missing)))
+            # What others were fetching is here by now, or theirs to finish, or ours if they died.
+            missing = self._missing(missing)
+            if missing and self._clock.monotonic() > deadline:
+                raise RestoreError(
+                    f"another process of this node has not fetched {len(missing)} chunks in time",
+                    operation="restore",
+                    tier="durable",
+                    key=self._where,
+                )
+            if missing:
+                self._clock.sleep(self._clock.timing.chunk_poll_s)
 
     def put(self, index: int, data: bytes | memoryview) -> None:
         """Takes a chunk that did not come from the durable tier.
@@ -204,16 +175,15 @@ class FetchedFile:
             MemoryFullError: No space for it.
         """
         self.entry.check_chunk(index, memoryview(data), tier="memory", where=self._where)
-        offset, length = self._ranges[index]
-        self._take(offset, length)
-        self.view[offset : offset + length] = data
+        self._room(index)[:] = data
         self._mapping[self._table + index] = _VERIFIED
 
-    def here(self) -> Iterator[tuple[int, bytes]]:
-        """The chunks that this node has, and their numbers."""
+    def copy_to(self, other: FetchedFile) -> None:
+        """Gives the chunks that are here to another mapping of the same file."""
         for index, (offset, length) in enumerate(self._ranges):
             if self._is_here(index):
-                yield index, bytes(self.view[offset : offset + length])
+                other._room(index)[:] = self.view[offset : offset + length]
+                other._mapping[other._table + index] = _VERIFIED
 
     def close(self) -> None:
         """Unmaps the file; tensors that were copied from it are not concerned."""
@@ -226,23 +196,24 @@ class FetchedFile:
     def _is_here(self, index: int) -> bool:
         return self._mapping[self._table + index] == _VERIFIED
 
-    def _bring(self, index: int) -> bool:
-        """Fetches a chunk; False where another process is doing so."""
+    def _missing(self, indices: Iterable[int]) -> list[int]:
+        return [index for index in indices if not self._is_here(index)]
+
+    def _fetch(self, index: int) -> None:
+        """Fetches a chunk, unless another process is doing so."""
         if not _lock(self._descriptor, fcntl.F_WRLCK, self._table + index):
-            return False
+            return
         try:
-            if self._is_here(index):
-                return True
-            offset, length = self._ranges[index]
-            self._take(offset, length)
-            chunk = self.view[offset : offset + length]
-            self._store().read_into(self.entry.path, offset, chunk)
-            if self.entry.hashes:
-                self.entry.check_chunk(index, chunk, tier="durable", where=self._where)
-            self._mapping[self._table + index] = _VERIFIED
-            return True
+            if not self._is_here(index):
+                fetch_chunk(self._store(), self.entry, index, self._room(index))
+                self._mapping[self._table + index] = _VERIFIED
         finally:
             _lock(self._descriptor, fcntl.F_UNLCK, self._table + index)
+
+    def _room(self, index: int) -> memoryview:
+        offset, length = self._ranges[index]
+        self._take(offset, length)
+        return self.view[offset : offset + length]
 
     def _take(self, offset: int, length: int) -> None:
         # A mapped page without space would end the process when it is touched.
@@ -261,22 +232,3 @@ def _lock(descriptor: int, kind: int, byte: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
-
-
-def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
-    """The chunks of a file that ``(offset, length)`` spans touch, in their order.
-
-    Raises:
-        CorruptCheckpointError: A span reaches beyond the file.
-    """
-    wanted: set[int] = set()
-    for offset, length in spans:
-        if offset < 0 or offset + length > entry.size:
-            raise CorruptCheckpointError(
-                f"{entry.path} has {entry.size} bytes, .metadata names bytes up to {offset + length}",
-                operation="restore",
-                key=entry.path,
-            )
-        if length:
-            wanted.update(range(offset // entry.chunk_size, (offset + length - 1) // entry.chunk_size + 1))
-    return sorted(wanted)
