@@ -14,10 +14,10 @@ FULL = [
     (0, "engine.ranks.transfer:_Checks.problem", 1),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
-    (2, "engine.restore.fetcher:NodeFetcher.find", 1),
+    (2, "engine.restore.restore:NodeFetcher.find", 1),
     (2, "engine.restore.restore:spread", 1),
     (0, "engine.restore.search:choose", 1),
-    (2, "engine.restore.fetcher:NodeFetcher.hold", 1),
+    (2, "engine.restore.restore:NodeFetcher.hold", 1),
 ]
 SHARDED = [
     (1, "memory.tier:MemoryTier.reading", 2),

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.durable.commit import commit, put_part
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
-from tiered_checkpoint_io.engine.restore.fetcher import NodeFetcher
+from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.restore.shard_reading import ShardRestorer
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreUnavailableError

@@ -40,7 +40,7 @@ from tiered_checkpoint_io.adapters.strategy_io import (
     StrategyWriter,
 )
 from tiered_checkpoint_io.engine.checkpointer import NoCheckpoint
-from tiered_checkpoint_io.engine.restore.fetcher import Restored
+from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (

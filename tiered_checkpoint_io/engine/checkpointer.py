@@ -14,8 +14,7 @@ from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.fetcher import Restored
-from tiered_checkpoint_io.engine.restore.restore import Restorer
+from tiered_checkpoint_io.engine.restore.restore import Restored, Restorer
 from tiered_checkpoint_io.engine.save.facts import admit, alone, position
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.session import Session, current_rank

@@ -76,7 +76,9 @@ class Tiers:
             self.memory.quarantine(stored.folder, str(error))
 
     @contextlib.contextmanager
-    def verified(self, stored: StoredPart, wants: Callable[[str], bool]) -> Iterator[Mapping[str, memoryview]]:
+    def verified(
+        self, stored: StoredPart, wants: Callable[[str], bool] = lambda _: True
+    ) -> Iterator[Mapping[str, memoryview]]:
         """The files of a part in memory, of which those that are wanted are intact; or else the part is quarantined.
 
         Raises:

@@ -19,12 +19,12 @@ from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Evidence, Selector, Tier
-from tiered_checkpoint_io.engine.restore.fetcher import FetchedPart, NodeFetcher, Restored
+from tiered_checkpoint_io.engine.restore.restore import FetchedPart, NodeFetcher, Restored, fetched_from
 from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.save.uncoordinated import Place
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Part
+from tiered_checkpoint_io.model.manifest import Content
 
 
 class LocalRestorer:
@@ -55,14 +55,12 @@ class LocalRestorer:
             StoreError: The durable tier could not be asked, and memory does not suffice.
             UsageError: The other ranks' choice could not be learnt.
         """
-        started = self._tiers.clock.monotonic()
         what = f"{self._tiers.config.namespace}/{self._tiers.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
         self._load = current_run().begin_load(what)
         # No collective, and no wait for other ranks.
         evidence = Evidence(self._place.shard, replicas=self._peers is not None)
         search = Search(self._tiers, selector, "local", SingleGroup("here"), evidence)
-        here = search.look()
-        held = [(part.content.save_id, part.rank) for part in here.held if selector.wants(part.name)] if here else []
+        held = [(part.content.save_id, part.rank) for part in search.look() if selector.wants(part.name)]
         if self._peers is not None:
             self._peers.begin(self._load, held)
         try:
@@ -71,7 +69,7 @@ class LocalRestorer:
         finally:
             if self._peers is not None:
                 self._peers.end(self._load)
-        restored = self._fetcher.hold(fetched, search, started, keep=False)
+        restored = self._fetcher.hold(fetched, search, keep=False)
         self._fetcher.report(restored)
         return restored
 
@@ -136,24 +134,10 @@ class LocalRestorer:
         """This rank's file from another node's memory; None where none gives it."""
         if self._peers is None:
             return None
-        stored, notes = self._peers.fetch(self._load, save_id, self._place.shard, self._is_durable)
+        # The drain sees whether the durable tier has it, and then uploads nothing.
+        stored, notes = self._peers.fetch(self._load, save_id, self._place.shard, lambda _: False)
         search.reject(notes)
-        if stored is None:
-            return None
-        return FetchedPart(stored.part, str(stored.file(stored.part.content.files[0].basename)), "peer")
-
-    def _is_durable(self, part: Part) -> bool:
-        """Whether nothing is left to do for a part to get to the durable tier; asks that only where it is to."""
-        if not part.durable:
-            return False
-        try:
-            manifest = read_manifest(self._tiers.store(), part.name)
-        except TieredCheckpointError as error:
-            self._tiers.log.warning(
-                "cannot ask whether %s is durable, so it is uploaded once more: %s", part.name, error
-            )
-            return False
-        return manifest is not None and manifest.content.save_id == part.save_id
+        return fetched_from(stored, "peer") if stored is not None else None
 
     # -------------------------------------------------------------------------------------- errors
     def _check_degree(self, name: str, content: Content) -> None:

@@ -1,23 +1,251 @@
-"""Restoring a checkpoint of one file: the best candidate is fetched to every node, verified, and agreed on.
+"""Restoring a checkpoint's file of one part: fetched to the node, verified, and held until it is loaded.
 
-Which one it is, rank 0 chooses for all: see ``search``. On each node one process verifies or fetches;
-the others map the same pages. A node that has no copy gets it from one that has, and only where none has
-from the durable tier. A bad copy leads to the next source, then to the next candidate; it is quarantined
-and reported, never loaded.
+Of a checkpoint of one file, all ranks load the same: the lowest rank of each node verifies or fetches it, the others
+map the same pages. A node that has no copy gets it from one that has, and only where none has from the durable tier.
+A bad copy leads to the next source, then to the next candidate; it is quarantined and reported, never loaded.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from tiered_checkpoint_io.engine.ranks.coordination import Group, agree
+from tiered_checkpoint_io.engine import chunks
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.ranks.coordination import Group
+from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace, find_part
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
-from tiered_checkpoint_io.engine.restore.fetcher import FetchedPart, NodeFetcher, Restored
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.part_moves import carry, spread
-from tiered_checkpoint_io.engine.restore.search import Outcome, Search
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.engine.restore.search import Found, Outcome, Search
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
+from tiered_checkpoint_io.logs import gib, rate
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
+
+
+@dataclass(slots=True, kw_only=True)
+class Restored(Found):
+    """A checkpoint's file that lies, verified, on this node, and stays there until it is released.
+
+    Attributes:
+        tier: Where this node had it from.
+        path: The local file.
+        seconds: How long it took to find, fetch and verify.
+        bytes_read: Bytes that this process read from the durable tier.
+    """
+
+    tier: Tier
+    path: Path
+    seconds: float = 0.0
+    bytes_read: int = 0
+    _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+
+    def __enter__(self) -> Restored:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Lets the file go. What was mapped from it meanwhile lives on, unchanged."""
+        self._held.close()
+
+
+@dataclass(slots=True)
+class FetchedPart:
+    """A part's file on this node, verified.
+
+    Attributes:
+        part: What it is, with the hashes.
+        path: The file.
+        tier: Where it came from.
+        bytes_read: Bytes that were read from the durable tier.
+        temporary: Whether the file is to be unlinked once it is open.
+    """
+
+    part: Part
+    path: Path
+    tier: Tier
+    bytes_read: int = 0
+    temporary: bool = False
+
+    def drop(self) -> None:
+        """Unlinks a temporary file: the first rank of the node to come does it; by then all have opened it."""
+        if self.temporary:
+            self.path.unlink(missing_ok=True)
+
+
+class NodeFetcher:
+    """Verifies and fetches for one node."""
+
+    def __init__(self, tiers: Tiers, *, part_rank: int | None = None) -> None:
+        """Takes the tiers.
+
+        Args:
+            tiers: Where to look, and where to put what is fetched.
+            part_rank: Which rank's part to fetch, of a checkpoint where each has one file; None where
+                there is one file in all.
+        """
+        self.tiers = tiers
+        self._rank = part_rank
+        self._started = tiers.clock.monotonic()
+
+    def fetch(self, candidate: Candidate, tier: Tier, search: Search) -> Outcome[FetchedPart]:
+        """The file from this node's memory, or from the durable tier."""
+
+        def read() -> FetchedPart:
+            # Files of several ranks do not wait for each other.
+            with self.tiers.lock("" if self._rank is None else f"-{self._rank}"):
+                if tier == "memory":
+                    return self._from_memory(candidate.save_id)
+                # Another process of this node may have fetched it while we waited for the lock.
+                with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
+                    return self._from_memory(candidate.save_id)
+                return self._from_durable(candidate)
+
+        return search.attempt(candidate, tier, read)
+
+    def _from_memory(self, save_id: str) -> FetchedPart:
+        stored = self.find(save_id)
+        with self.tiers.verified(stored):
+            return fetched_from(stored, "memory")
+
+    def adopt(self, save_id: str) -> FetchedPart:
+        """The file in this node's memory, which is its own from now on and not a replica."""
+        stored = self.find(save_id)
+        if stored.is_replica:
+            stored = self.tiers.memory.adopt(stored, drained=False)
+        return fetched_from(stored, "memory")
+
+    def _from_durable(self, candidate: Candidate) -> FetchedPart:
+        """The file from the durable tier, in this node's memory, or a temporary file where that has no room."""
+        assert candidate.durable is not None
+        store = self.tiers.store()
+        # Of a checkpoint of several parts, the index and the description of one part tell it.
+        files = files_of(store, candidate.durable).of_rank(self._rank or 0)
+        if len(files) != 1:
+            whose = "" if self._rank is None else f" of shard {self._rank}"
+            text = f"its manifest names {len(files)} files{whose}, not one"
+            raise CorruptCheckpointError(text, operation="restore", key=candidate.save_id)
+        (entry,) = files
+        content = replace(candidate.durable, files=files, index=None)
+        part = Part(candidate.name, self._rank or 0, content, self.tiers.dirpath, durable=True)
+        if candidate.is_foreign and ids.url_scheme(self.tiers.dirpath) is None:
+            # A local file needs no copy: nothing of it is kept mapped.
+            return FetchedPart(part, Path(self.tiers.dirpath, entry.path), "durable")
+        started, place = self.tiers.clock.monotonic(), SlotOrFile(self.tiers, part, drained=True)
+        try:
+            with place.open() as views:
+                concurrency = self.tiers.config.read_concurrency()
+                chunks.fetch(store, entry, views[entry.basename], concurrency=concurrency)
+            fetched = place.keep()
+        except BaseException:
+            place.drop()
+            raise
+        fetched.tier, fetched.bytes_read = "durable", entry.size
+        self.tiers.log.info("fetched %s: %s", part.name, rate(entry.size, self.tiers.clock.monotonic() - started))
+        return fetched
+
+    def find(self, save_id: str) -> StoredPart:
+        """The part of a save in this node's memory, or the replica of it that this node keeps.
+
+        Raises:
+            CheckpointNotFoundError: It is not there, or no longer.
+        """
+        return find_part(self.tiers.memory, save_id, self._rank)
+
+    def hold(self, fetched: FetchedPart, search: Search, *, keep: bool) -> Restored:
+        """Holds a file that is on this node, so that nothing takes it away before it is loaded.
+
+        Args:
+            fetched: The file.
+            search: Which led to it.
+            keep: Whether mappings of it may outlive the holding.
+
+        Raises:
+            CheckpointNotFoundError: It is not there any more.
+        """
+        part = fetched.part
+        restored = Restored(
+            name=part.name,
+            content=part.content if part.save_id else None,
+            rejected=search.rejected,
+            newest_save_id=max(filter(None, (search.newest, part.save_id)), default=None),
+            tier=fetched.tier,
+            path=fetched.path,
+            bytes_read=fetched.bytes_read,
+            seconds=self.tiers.clock.monotonic() - self._started,
+        )
+        if part.save_id and not fetched.temporary:
+            restored._held.enter_context(self.tiers.memory.reading(self.find(part.save_id), keep=keep))
+        restored._held.callback(fetched.drop)
+        return restored
+
+    def report(self, restored: Restored) -> None:
+        """Logs what training resumes from."""
+        if restored.content is not None:
+            self.tiers.log.info(
+                "Step %d: resuming from %s%s (%s, %s) after %.2f s",
+                restored.step,
+                "" if self._rank is None else f"shard {self._rank} of ",
+                restored.name,
+                restored.tier,
+                gib(restored.path.stat().st_size),
+                restored.seconds,
+            )
+
+
+def fetched_from(stored: StoredPart, tier: Tier) -> FetchedPart:
+    """A part of one file in this node's memory."""
+    (entry,) = stored.part.content.files
+    return FetchedPart(stored.part, stored.file(entry.basename), tier)
+
+
+class SlotOrFile:
+    """Where a part's file is put: a slot, or a temporary file where memory has no room for it."""
+
+    def __init__(self, tiers: Tiers, part: Part, *, drained: bool) -> None:
+        self._tiers = tiers
+        self._part = part
+        self._path: Path | None = None
+        self._slot = SlotPlace(tiers.memory, part, drained=drained, acquire=self._acquire)
+
+    def _acquire(self, size: int) -> Slot:
+        if self._tiers.memory.is_taken(self._part.save_id, self._part.rank):
+            # A newer release's, for one: not ours to remove.
+            raise MemoryTierError("memory holds something of this save that can't be used", key=self._part.save_id)
+        return self._tiers.memory.acquire(size)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Mapping[str, memoryview]]:
+        with contextlib.ExitStack() as held:
+            views: Mapping[str, memoryview] = {}
+            # What others wrote has no save id, by which memory keeps what it holds.
+            if self._part.save_id:
+                try:
+                    views = held.enter_context(self._slot.open())
+                except MemoryTierError as error:
+                    self._tiers.log.warning("fetching into a temporary file: %s", error)
+            if not views:
+                (entry,) = self._part.content.files
+                self._path, view = held.enter_context(chunks.temporary_file(entry.size))
+                views = {entry.basename: view}
+            yield views
+
+    def keep(self) -> FetchedPart:
+        if self._path is not None:
+            return FetchedPart(self._part, self._path, "peer", temporary=True)
+        return fetched_from(self._slot.keep(), "peer")
+
+    def drop(self) -> None:
+        self._slot.drop()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 class Restorer:
@@ -25,8 +253,6 @@ class Restorer:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._fetcher = NodeFetcher(tiers)
-        self._started = 0.0
 
     def restore(self, selector: Selector, group: Group) -> Restored | None:
         """Fetches the checkpoint that ``selector`` means to every node.
@@ -45,86 +271,63 @@ class Restorer:
             StoreError: The durable tier could not be asked, and memory does not suffice.
             FormatVersionError: A newer release wrote what would have to be chosen.
         """
-        self._started = self._tiers.clock.monotonic()
+        fetcher = NodeFetcher(self._tiers)
         search = Search(self._tiers, selector, "full", group)
         search.look()
-        restored = search.run(lambda candidate: self._try(candidate, search))
-        if restored is None:
-            if selector.kind == "name" or not isinstance(search.nothing, CheckpointNotFoundError):
-                raise search.nothing
-            return None
-        if group.rank == 0:
-            self._fetcher.report(restored)
+        restored = search.run(lambda candidate: _try(fetcher, candidate, search))
+        if restored is not None and group.rank == 0:
+            fetcher.report(restored)
+        if restored is None and (selector.kind == "name" or not isinstance(search.nothing, CheckpointNotFoundError)):
+            raise search.nothing
         return restored
 
-    def _try(self, candidate: Candidate, search: Search) -> Restored | None:
-        """Has every node's leader fetch a candidate; None where some node could not get it intact."""
-        group = search.group
-        # Of what only replicas are left, one node takes over what the lost one would have done.
-        takes_over = candidate.orphaned and group.rank == 0
-        sources = candidate.sources(group.node)
-        mine: Outcome[FetchedPart] | None = None
-        if search.leads:
-            mine = self._fetcher.fetch(candidate, "memory", search) if "memory" in sources else Outcome()
-            if takes_over and mine.value is not None:
-                mine = search.attempt(candidate, "memory", lambda: self._fetcher.adopt(candidate.save_id))
-        if any("peer" in candidate.sources(node) for node in set(search.nodes)):
-            mine = self._from_peers(candidate, mine, search, drained=not takes_over)
-        if mine is not None and mine.is_open and "durable" in sources:
-            mine = mine.then(self._fetcher.fetch(candidate, "durable", search))
-        return self._share(mine, search)
 
-    def _from_peers(
-        self, candidate: Candidate, mine: Outcome[FetchedPart] | None, search: Search, *, drained: bool
-    ) -> Outcome[FetchedPart] | None:
-        """Has leaders whose memory has it send it to those whose memory has not."""
-        told: list[tuple[bool, Part | None]] = search.group.all_gather(
-            (mine is not None and mine.is_open, mine.value.part if mine is not None and mine.value else None)
-        )
-        parts = {rank: part for rank, (_, part) in enumerate(told) if part is not None}
-        if not parts:
-            return mine
-        planned = spread(list(parts), [rank for rank, (lacks, _) in enumerate(told) if lacks])
-        part = next(iter(parts.values()))
+def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored | None:
+    """Has every node's leader fetch a candidate; None where some node could not get it intact."""
+    # Of what only replicas are left, one node takes over what the lost one would have done.
+    takes_over = candidate.orphaned and search.group.rank == 0
+    sources = candidate.sources(search.group.node)
+    mine: Outcome[FetchedPart] | None = None
+    if search.leads:
+        mine = fetcher.fetch(candidate, "memory", search) if "memory" in sources else Outcome()
+        if takes_over and mine.value is not None:
+            mine = search.attempt(candidate, "memory", lambda: fetcher.adopt(candidate.save_id))
+    if any("peer" in candidate.sources(node) for node in set(search.nodes)):
+        received = _from_peers(fetcher, candidate, mine, search, drained=not takes_over)
+        mine = mine.then(received) if mine is not None and mine.is_open else mine
+    if mine is not None and mine.is_open and "durable" in sources:
+        mine = mine.then(fetcher.fetch(candidate, "durable", search))
+    everywhere = False
+    try:
+        outcomes = search.share(mine)
+        everywhere = all(each is None or each.value is not None for each in outcomes)
+    finally:
+        if not everywhere and mine is not None and mine.value is not None:
+            mine.value.drop()
+    here = outcomes[search.leader_of(search.group.node)] if everywhere else None
+    if here is None or here.value is None:
+        return None
+    if mine is None:
+        here.value.bytes_read = 0
+    found = here.value
+    return search.together(lambda: fetcher.hold(found, search, keep=True), Restored.release)
 
-        def receive() -> FetchedPart | None:
-            return carry(
-                search.group,
-                self._tiers,
-                planned,
-                {part.rank: part},
-                lambda part: self._fetcher.place(part, drained=drained),
-            )
 
-        received = search.attempt(candidate, "peer", receive)
-        return mine.then(received) if mine is not None and mine.is_open else mine
-
-    def _share(self, mine: Outcome[FetchedPart] | None, search: Search) -> Restored | None:
-        """What this node has, held on every rank, if all nodes have it."""
-        everywhere = False
-        try:
-            outcomes = search.share(mine)
-            everywhere = all(each is None or each.value is not None for each in outcomes)
-        finally:
-            if not everywhere and mine is not None and mine.value is not None and mine.value.temporary:
-                os.unlink(mine.value.path)
-        if not everywhere:
-            return None
-        here = outcomes[search.leader_of(search.group.node)]
-        assert here is not None
-        assert here.value is not None
-        if mine is None:
-            here.value.bytes_read = 0
-        restored: Restored | None = None
-        failed: Exception | None = None
-        try:
-            restored = self._fetcher.hold(here.value, search, self._started, keep=True)
-        except Exception as error:
-            failed = error
-        try:
-            agree(search.group, failed)
-        except BaseException:
-            if restored is not None:
-                restored.release()
-            raise
-        return restored
+def _from_peers(
+    fetcher: NodeFetcher, candidate: Candidate, mine: Outcome[FetchedPart] | None, search: Search, *, drained: bool
+) -> Outcome[FetchedPart]:
+    """Has leaders whose memory has it send it to those whose memory has not."""
+    told: list[tuple[bool, Part | None]] = search.group.all_gather(
+        (mine is not None and mine.is_open, mine.value.part if mine is not None and mine.value else None)
+    )
+    holders = [rank for rank, (_, part) in enumerate(told) if part is not None]
+    planned = spread(holders, [rank for rank, (lacks, _) in enumerate(told) if lacks]) if holders else []
+    part = next((part for _, part in told if part is not None), None)
+    parts = {0: part} if part is not None else {}
+    return search.attempt(
+        candidate,
+        "peer",
+        lambda: carry(
+            search.group, fetcher.tiers, planned, parts, lambda part: SlotOrFile(fetcher.tiers, part, drained=drained)
+        ),
+    )

@@ -12,12 +12,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tiered_checkpoint_io.engine.ranks.coordination import Group, portable, raise_first
+from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, discover, look
 from tiered_checkpoint_io.engine.restore.choice import (
     Candidate,
     Catalog,
     Evidence,
+    Held,
     Selector,
     choose,
     refuse_other_kind,
@@ -99,10 +100,9 @@ class _Turn:
     """What rank 0 tells the others to try next.
 
     Attributes:
-        candidate: The checkpoint; None where nothing is left.
+        candidate: The checkpoint; None where nothing is left, and ``nothing`` says why.
         rejected: What was not taken since the last turn, and why.
-        newest: The newest save that was seen in any tier.
-        nothing: At the end: why nothing was found.
+        newest: See :class:`Found`.
         error: What ends the search on all ranks.
     """
 
@@ -119,15 +119,7 @@ class Search:
     def __init__(
         self, tiers: Tiers, selector: Selector, accepts: Kind, group: Group, evidence: Evidence | None = None
     ) -> None:
-        """Looks at nothing yet.
-
-        Args:
-            tiers: Where to look.
-            selector: What is wanted.
-            accepts: The payload that can be loaded.
-            group: The ranks that load together.
-            evidence: See :func:`choose`.
-        """
+        """Looks at nothing yet; for ``accepts`` and ``evidence`` see :func:`choose`."""
         self._tiers = tiers
         self.selector = selector
         self._accepts: Kind = accepts
@@ -154,14 +146,14 @@ class Search:
         self._failed: TieredCheckpointError | None = None
 
     # ------------------------------------------------------------------------------------ looking
-    def look(self, damaged: Collection[str] = ()) -> NodeCatalog | None:
+    def look(self, damaged: Collection[str] = ()) -> list[Held]:
         """Has the lowest rank of each node list its memory; every rank calls this.
 
         Args:
             damaged: Ids of saves that this rank has found damaged.
 
         Returns:
-            What this rank listed; None where another rank of its node did.
+            What this rank listed; nothing where another rank of its node did.
         """
         gathered: list[tuple[str, list[str]]] = self.group.all_gather((self.group.node, sorted(damaged)))
         self.nodes = [node for node, _ in gathered]
@@ -181,7 +173,7 @@ class Search:
             found = zip(self.nodes, (catalog for catalog, _ in told), strict=True)
             self._memory = {node: catalog for node, catalog in found if catalog is not None}
             self._take_memory()
-        return mine
+        return mine.held if mine is not None else []
 
     def check(self) -> None:
         """Raises what ended the search while it looked; :meth:`run` does the same on all ranks."""
@@ -258,6 +250,21 @@ class Search:
         self.reject(note for each in told for note in each.rejected)
         raise_first((each.error for each in told), mine.error if mine is not None else None)
         return outcomes
+
+    def together(self, work: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
+        """Does what all ranks do now; where one of them fails, all raise its error, and undo what they did."""
+        done, failed = list[_T](), None
+        try:
+            done.append(work())
+        except Exception as error:
+            failed = error
+        try:
+            agree(self.group, failed)
+        except BaseException:
+            for each in done:
+                undo(each)
+            raise
+        return done[0]
 
     def reject(self, notes: Iterable[str]) -> None:
         """Notes why something was not taken, once."""

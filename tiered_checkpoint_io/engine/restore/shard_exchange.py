@@ -25,13 +25,7 @@ from tiered_checkpoint_io.model.manifest import FileEntry
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one rank tells the others.
-
-    Attributes:
-        node: Where it is.
-        lacks: Files that are not in its node's memory, and the ``(offset, length)`` spans it needs of them.
-        holds: The files of this node's memory; of a node, its lowest rank alone tells them.
-    """
+    """What one rank tells the others: where it is, what its node's memory holds, and which spans of others it needs."""
 
     node: str
     lacks: Mapping[str, list[Span]] = field(default_factory=dict)
@@ -51,16 +45,13 @@ class Transfer:
 def transfers(
     needs: Sequence[Need], without: Collection[tuple[str, int]] = ()
 ) -> tuple[dict[str, FileEntry], list[Transfer]]:
-    """What has to travel, in the order in which all ranks do it; pure.
+    """The files that are concerned, and what has to travel, in the order in which all ranks do it; pure.
 
     A file that no node holds is left out: whoever needs it will say so.
 
     Args:
         needs: What each rank told, by rank.
         without: Files, and the ranks that are not to send them.
-
-    Returns:
-        The files that are concerned, and the transfers.
     """
     holders: dict[str, list[tuple[int, FileEntry]]] = {}
     leaders: dict[str, int] = {}
@@ -80,10 +71,9 @@ def transfers(
             if basename not in chosen:
                 # Of several copies, that of the node which sends least so far.
                 chosen[basename], entries[basename] = min(holders[basename], key=lambda each: (load[each[0]], each[0]))
-            target = leaders[need.node]
             chunks = chunks_of(entries[basename], spans)
             load[chosen[basename]] += len(chunks)
-            wanted |= {Transfer(basename, index, chosen[basename], target) for index in chunks}
+            wanted |= {Transfer(basename, index, chosen[basename], leaders[need.node]) for index in chunks}
     return entries, sorted(wanted)
 
 
@@ -99,49 +89,39 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
         What did not arrive here as it should, and came from elsewhere, or is to come from the durable tier.
 
     Raises:
-        TieredCheckpointError: Some rank failed, or no copy of something has arrived.
+        TieredCheckpointError: Some rank failed.
     """
     for basename, wanted in spans.items():
         # What is damaged here comes from elsewhere.
         files.check(basename, wanted)
     without, notes = set[tuple[str, int]](), list[str]()
-    failed: dict[str, CorruptCheckpointError] = {}
-    #: What has come to this node.
-    done: set[str] = set()
+    #: What has come to this node, and what has not, though others have it.
+    done, failed = set[str](), set[str]()
     while True:
         held = files.held
         lacks = {name: wanted for name, wanted in spans.items() if name not in held and name not in done}
         entries, planned = transfers(group.all_gather(Need(group.node, lacks, held)), without)
         if not planned:
             break
-        for basename in lacks.keys() & entries.keys():
+        concerned = lacks.keys() & entries.keys()
+        for basename in concerned:
             files.adopt(entries[basename])
-            failed.pop(basename, None)
         missed = _carry(group, files, entries, planned)
-        failed.update((basename, error) for (basename, _), error in missed.items())
-        notes += map(str, missed.values())
+        notes += missed.values()
         told: list[tuple[str, list[tuple[str, int]]]] = group.all_gather((group.node, list(missed)))
         # Each round leaves out one more source of a file at least, so there is an end to it.
         without.update(miss for _, theirs in told for miss in theirs)
-        done |= lacks.keys() & entries.keys()
-        done -= {basename for node, theirs in told if node == group.node for basename, _ in theirs}
-    agree(group, _lost(files, failed))
+        failed = failed - concerned | {name for node, theirs in told if node == group.node for name, _ in theirs}
+        done |= concerned - failed
+    for basename in failed:
+        # What the durable tier has is read from there; of the rest, reading says so.
+        files.forget(basename)
     return notes
-
-
-def _lost(files: ShardFiles, failed: Mapping[str, CorruptCheckpointError]) -> Exception | None:
-    """Why the load cannot go on, where a file that did not arrive is not on the durable tier either."""
-    try:
-        # The durable tier is asked only where something did not arrive.
-        return next((error for basename, error in failed.items() if not files.is_durable(basename)), None)
-    except Exception as error:
-        # The others wait to hear of it.
-        return error
 
 
 def _carry(
     group: Group, files: ShardFiles, entries: Mapping[str, FileEntry], planned: Sequence[Transfer]
-) -> dict[tuple[str, int], CorruptCheckpointError]:
+) -> dict[tuple[str, int], str]:
     """Carries out the transfers.
 
     Returns:
@@ -150,7 +130,7 @@ def _carry(
     Raises:
         TieredCheckpointError: Some rank has no place for what arrived.
     """
-    missed: dict[tuple[str, int], CorruptCheckpointError] = {}
+    missed: dict[tuple[str, int], str] = {}
     failed: Exception | None = None
     for transfer in planned:
         basename, entry = transfer.basename, entries[transfer.basename]
@@ -165,9 +145,9 @@ def _carry(
                 files.put(basename, transfer.index, chunk)
             except LostRankError:
                 raise
-            except CorruptCheckpointError as caught:
-                missed.setdefault((basename, transfer.source), caught)
-            except Exception as caught:
-                failed = failed or caught
+            except CorruptCheckpointError as error:
+                missed.setdefault((basename, transfer.source), str(error))
+            except Exception as error:
+                failed = failed or error
     agree(group, failed)
     return missed

@@ -78,10 +78,6 @@ class ShardFiles:
         """The files that lie in this node's memory, by basename."""
         return {basename: file.entry for basename, file in self._held.items()}
 
-    def is_durable(self, basename: str) -> bool:
-        """Whether a file is on the durable tier; raises as :meth:`ensure`."""
-        return self._durable is not None and self._durable().entry(basename) is not None
-
     def check(self, basename: str, spans: Iterable[Span]) -> CorruptCheckpointError | None:
         """Verifies spans of a file in this node's memory; what is damaged is no longer held, and given back as such."""
         if basename not in self._held:
@@ -108,6 +104,11 @@ class ShardFiles:
     def adopt(self, entry: FileEntry) -> None:
         """Reckons with a file whose chunks :meth:`put` brings, or that others wrote."""
         self._adopted.setdefault(entry.basename, entry)
+
+    def forget(self, basename: str) -> None:
+        """Reckons no more with a file of :meth:`adopt`: only the durable tier may have it."""
+        self._adopted.pop(basename, None)
+        self._fetched.pop(basename, None)
 
     def put(self, basename: str, index: int, data: bytes | memoryview) -> None:
         """Takes a chunk of an adopted file; see :meth:`FetchedFile.put`."""

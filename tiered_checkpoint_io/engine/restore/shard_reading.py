@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.durable.files import Files, files_of
-from tiered_checkpoint_io.engine.ranks.coordination import Group, agree
+from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
 from tiered_checkpoint_io.engine.restore.part_moves import restore_owners
@@ -106,25 +106,16 @@ class ShardRestorer:
             return None
         if candidate.in_memory:
             restore_owners(search.group, self._tiers, candidate, nodes)
-        opened = OpenShards(
+        found = small
+        return OpenShards(
             name=candidate.name,
             content=None if candidate.is_foreign else content,
             rejected=search.rejected,
             newest_save_id=search.newest,
             small=small,
+            files=search.together(lambda: self._open_files(candidate, found, there, search), ShardFiles.close),
             scattered=candidate.in_memory and len(set(nodes)) > 1,
         )
-        failed: Exception | None = None
-        try:
-            opened.files = self._open_files(candidate, small[METADATA], there, search)
-        except Exception as error:
-            failed = error
-        try:
-            agree(search.group, failed)
-        except BaseException:
-            opened.close()
-            raise
-        return opened
 
     def _share(
         self, rank: int, read: Callable[[], dict[str, bytes]], candidate: Candidate, tier: str, search: Search
@@ -160,12 +151,12 @@ class ShardRestorer:
         return found
 
     def _open_files(
-        self, candidate: Candidate, metadata: bytes, durable: Callable[[], Files] | None, search: Search
+        self, candidate: Candidate, small: dict[str, bytes], durable: Callable[[], Files] | None, search: Search
     ) -> ShardFiles:
         if search.leads:
             clear_reads(self._tiers.memory.root)
         url = ids.join_url(self._tiers.dirpath, candidate.name)
-        key = candidate.save_id or hashlib.sha256(url.encode() + metadata).hexdigest()[:32]
+        key = candidate.save_id or hashlib.sha256(url.encode() + small[METADATA]).hexdigest()[:32]
         files = ShardFiles(self._tiers, key, durable=durable, readers=search.nodes.count(search.group.node))
         for stored in self._tiers.held():
             if stored.save_id == candidate.save_id:
