@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.chunks import unverified, verify
+from tiered_checkpoint_io.engine.chunks import unverified
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.manifests import in_parallel, read_manifest
@@ -39,14 +39,8 @@ _BY_STEP = 8
 class Tiers:
     """Where a restore looks, and how.
 
-    Attributes:
-        config: For bounds and concurrency.
-        memory: This node's memory.
-        store: Opens the durable tier; called on rank 0, and where bytes are fetched.
-        dirpath: The durable tier.
-        log: Where to log.
-        clock: For waits.
-        on_listed: Called with all names on the durable tier, where this rank listed them.
+    ``store`` opens the durable tier, on rank 0 and where bytes are fetched; ``on_listed`` gets all its names, where
+    this rank listed them.
     """
 
     config: TieredCheckpointConfig
@@ -76,26 +70,6 @@ class Tiers:
             self.memory.quarantine(stored.folder, str(error))
 
     @contextlib.contextmanager
-    def verified(
-        self, stored: StoredPart, wants: Callable[[str], bool] = lambda _: True
-    ) -> Iterator[Mapping[str, memoryview]]:
-        """The files of a part in memory, of which those that are wanted are intact; or else the part is quarantined.
-
-        Raises:
-            CheckpointNotFoundError: It was removed meanwhile.
-            CorruptCheckpointError: It is damaged.
-        """
-        try:
-            with self.memory.reading(stored) as views:
-                for entry in stored.part.content.files:
-                    if wants(entry.basename):
-                        verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
-                yield views
-        except CorruptCheckpointError as error:
-            self.quarantine(stored, error)
-            raise
-
-    @contextlib.contextmanager
     def lock(self, which: str = "") -> Iterator[None]:
         """One process of a node at a time verifies or fetches, also where no group orders them.
 
@@ -115,13 +89,7 @@ class Tiers:
 
 
 def tiers_of(session: Session, config: TieredCheckpointConfig, dirpath: str | None = None) -> Tiers:
-    """The tiers of a session.
-
-    Args:
-        session: Which.
-        config: That of the load.
-        dirpath: Another durable tier than the session's.
-    """
+    """The tiers of a session, or its memory and another durable tier."""
     here = dirpath or config.dirpath
     return Tiers(
         config=config,
@@ -137,20 +105,16 @@ def tiers_of(session: Session, config: TieredCheckpointConfig, dirpath: str | No
 # ----------------------------------------------------------------------------------- durable tier
 @dataclass(slots=True)
 class DurableCatalog:
-    """What is known of the durable tier.
+    """What is known of the durable tier."""
 
-    Attributes:
-        manifests: Those that were read last.
-        rest: Names of manifests that were listed, but not read yet, in the order to read them.
-        rejected: Manifests that can't be understood, and why.
-        foreign: An object of the wanted name that has no manifest: others wrote it, and nothing can verify it.
-        error: Why the tier could not be asked.
-    """
-
+    #: Manifests that were read last, and why others can't be understood.
     manifests: list[Manifest] = field(default_factory=list)
-    rest: list[str] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
+    #: Names of manifests that were listed, but not read yet, in the order to read them.
+    rest: list[str] = field(default_factory=list)
+    #: What others wrote under the wanted name, without a manifest: nothing can verify it.
     foreign: Content | None = None
+    #: Why the tier could not be asked.
     error: TieredCheckpointError | None = None
 
 
@@ -163,15 +127,14 @@ def discover(
 ) -> DurableCatalog:
     """Asks the durable tier: one list and the first manifests, or for a name the few objects that it is about.
 
+    Never raises: an error is part of the answer, since memory may do without the durable tier.
+
     Args:
         tiers: Where to look.
         selector: What is wanted.
         queued: Aliases that are not on the tier yet, and their targets.
         accepts: The payload that is wanted, of which others may have written a checkpoint of that name.
         known: What an earlier call gave, to read more manifests.
-
-    Returns:
-        Never raises: an error is part of the answer, since memory may do without the durable tier.
     """
     found = DurableCatalog(rest=known.rest if known is not None else [])
     try:
@@ -249,33 +212,21 @@ def _foreign(store: Store, name: str, accepts: Kind | None) -> Content | None:
 # ------------------------------------------------------------------------------------ node memory
 @dataclass(slots=True)
 class NodeCatalog:
-    """What one node's memory holds for one durable tier.
+    """What one node's memory holds for one durable tier."""
 
-    Attributes:
-        held: Parts of complete saves and of others, replicas among them.
-        damaged: Parts that can't be read, and why.
-        quarantined: Parts that earlier restores found corrupt.
-        newer: Why a part can't be read, where a newer release wrote it.
-        aliases: Aliases that are queued for the durable tier, and their targets.
-    """
-
+    #: Parts of complete saves and of others, replicas among them.
     held: list[Held] = field(default_factory=list)
+    #: Parts that can't be read, and why; and those that earlier restores found corrupt.
     damaged: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
+    #: Why a part can't be read, where a newer release wrote it.
     newer: FormatVersionError | None = None
+    #: Aliases that are queued for the durable tier, and their targets.
     aliases: dict[str, str] = field(default_factory=dict)
 
 
 def look(tiers: Tiers, rank: int) -> NodeCatalog:
-    """Lists this node's memory, and takes out of it what can't be read.
-
-    Args:
-        tiers: Where to look.
-        rank: This rank, for what is told of the damaged.
-
-    Raises:
-        OSError: The memory tier can't be read.
-    """
+    """Lists this node's memory, and takes out of it what can't be read; ``rank`` is this one, for notes of that."""
     here, tier, dirpath = NodeCatalog(), tiers.memory, tiers.dirpath
     for stored in tiers.held():
         part = stored.part

@@ -73,15 +73,10 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One part of a checkpoint in the memory of a node.
+    """One part of a checkpoint in the memory of a node; ``content`` lists its files without their hashes.
 
-    Attributes:
-        name: The checkpoint's name.
-        rank: Whose part it is.
-        content: The facts of the save, and the part's files without their hashes.
-        commits: Whether it is the coordinator's, with which the checkpoint is committed.
-        owns: Whether it is this node's own, and not a replica that it keeps for another node.
-        replicated: Whether all parts of its save are in the memory of other nodes as well.
+    ``commits`` tells whether it is the coordinator's, ``owns`` whether it is this node's own and no replica,
+    ``replicated`` whether all parts of its save are in the memory of other nodes as well.
     """
 
     name: str
@@ -94,13 +89,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What the tiers hold.
-
-    Attributes:
-        memory: The parts in each node's memory; a key for every node that was looked at.
-        manifests: Of the durable tier, among them the targets of aliases.
-        aliases: Aliases that are queued but not yet on the durable tier, and their targets.
-    """
+    """What the tiers hold: parts in each node's memory, manifests, and the targets of aliases that are queued."""
 
     memory: Mapping[str, Sequence[Held]]
     manifests: Sequence[Manifest] = ()
@@ -123,23 +112,17 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One save that every node can get.
-
-    Attributes:
-        name: The checkpoint's name.
-        content: The facts of the save.
-        durable: What its manifest says; None where it is not on the durable tier.
-        held: For each node whose memory has parts of it: their ranks, and whether the node owns them.
-        coordinators: Nodes whose memory has the coordinator's part.
-        in_memory: Whether the memory of the nodes has all its parts.
-        replicated: Whether other nodes' memory is known to have all its parts.
-    """
+    """One save that every node can get."""
 
     name: str
     content: Content
+    #: What its manifest says; None where it is not on the durable tier.
     durable: Content | None = None
+    #: For each node whose memory has parts of it: their ranks, and whether the node owns them.
     held: Mapping[str, Mapping[int, bool]] = field(default_factory=dict)
+    #: Nodes whose memory has the coordinator's part.
     coordinators: tuple[str, ...] = ()
+    #: Whether the memory of the nodes has all its parts, and whether that of other nodes is known to.
     in_memory: bool = False
     replicated: bool = False
 

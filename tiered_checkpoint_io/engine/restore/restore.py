@@ -112,8 +112,14 @@ class NodeFetcher:
 
     def _from_memory(self, save_id: str) -> FetchedPart:
         stored = self.find(save_id)
-        with self.tiers.verified(stored):
-            return fetched_from(stored, "memory")
+        (entry,) = stored.part.content.files
+        try:
+            with self.tiers.memory.reading(stored) as views:
+                chunks.verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
+        except CorruptCheckpointError as error:
+            self.tiers.quarantine(stored, error)
+            raise
+        return fetched_from(stored, "memory")
 
     def adopt(self, save_id: str) -> FetchedPart:
         """The file in this node's memory, which is its own from now on and not a replica."""

@@ -7,6 +7,8 @@ room has them in a private folder for temporary files.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -14,11 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiered_checkpoint_io.engine.chunks import Span, chunks_of, verify
-from tiered_checkpoint_io.engine.durable.files import Files
+from tiered_checkpoint_io.engine.durable.files import Files, files_of
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
+from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError
 from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 
 
@@ -40,29 +44,35 @@ class _HeldFile:
 class ShardFiles:
     """All files of one save, as this rank reads them."""
 
-    def __init__(self, tiers: Tiers, key: str, *, durable: Callable[[], Files] | None, readers: int = 1) -> None:
-        """Joins the other readers of this node.
+    def __init__(self, tiers: Tiers, candidate: Candidate, *, readers: int = 1) -> None:
+        """Joins the other readers of this node, and keeps what its memory has of the save until :meth:`close`.
 
         Args:
             tiers: This node's memory, and the durable tier.
-            key: The save's id, or another name for what is read.
-            durable: Gives the files that the durable tier has of it; called when one of them is needed. None where
-                the save is not there.
+            candidate: The save.
             readers: How many ranks of this node read, and share the requests that may be in flight.
         """
         self._tiers = tiers
-        self._durable = durable
+        self._content = candidate.durable
         self._concurrency = max(1, tiers.config.read_concurrency() // readers)
         self._adopted: dict[str, FileEntry] = {}
         self._exits = ExitStack()
         self._held: dict[str, _HeldFile] = {}
         self._fetched: dict[str, FetchedFile] = {}
         self._private: Path | None = None
+        url = ids.join_url(tiers.dirpath, candidate.name)
+        key = candidate.save_id or hashlib.sha256(url.encode()).hexdigest()[:32]
         self._folder = SharedFolder(tiers.memory.root, key, tiers.clock)
         self._exits.callback(self._folder.close)
+        try:
+            for stored in tiers.held():
+                if stored.save_id == candidate.save_id:
+                    self._hold(stored)
+        except BaseException:
+            self.close()
+            raise
 
-    def hold(self, stored: StoredPart) -> None:
-        """Keeps a part of this save in this node's memory until :meth:`close`, where it is still there."""
+    def _hold(self, stored: StoredPart) -> None:
         try:
             views = self._exits.enter_context(self._tiers.memory.reading(stored))
         except CorruptCheckpointError as error:
@@ -77,6 +87,11 @@ class ShardFiles:
     def held(self) -> dict[str, FileEntry]:
         """The files that lie in this node's memory, by basename."""
         return {basename: file.entry for basename, file in self._held.items()}
+
+    @functools.cached_property
+    def durable(self) -> Files | None:
+        """What the durable tier has of it, read where it is needed; None where the save is not there."""
+        return files_of(self._tiers.store(), self._content) if self._content is not None else None
 
     def check(self, basename: str, spans: Iterable[Span]) -> CorruptCheckpointError | None:
         """Verifies spans of a file in this node's memory; what is damaged is no longer held, and given back as such."""
@@ -171,9 +186,7 @@ class ShardFiles:
     def _entry(self, basename: str) -> FileEntry | None:
         """A file that is not in this node's memory; None where it is not on the durable tier either."""
         adopted = self._adopted.get(basename)
-        if adopted is not None or self._durable is None:
-            return adopted
-        return self._durable().entry(basename)
+        return adopted if adopted is not None or self.durable is None else self.durable.entry(basename)
 
     def close(self) -> None:
         """Lets everything go."""

@@ -7,21 +7,18 @@ that it is read once. The tensors' bytes are read later, by each rank for itself
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine import chunks
-from tiered_checkpoint_io.engine.durable.files import Files, files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.part_moves import restore_owners
-from tiered_checkpoint_io.engine.restore.search import Found, Search
+from tiered_checkpoint_io.engine.restore.search import Found, Outcome, Search
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.restore.shared_reads import clear_reads
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
-from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.model.manifest import METADATA
 
 
@@ -90,80 +87,54 @@ class ShardRestorer:
             self._tiers.log.info("Step %d: resuming from %s", opened.step, opened.name)
         return opened
 
-    # ------------------------------------------------------------------------------- one candidate
     def _try(self, candidate: Candidate, search: Search) -> OpenShards | None:
-        content, nodes = candidate.content, search.nodes
-        small: dict[str, bytes] | None = None
-        # Read where it is needed, once: a rank that finds its bytes in memory asks the durable tier for nothing.
-        there = functools.cache(lambda: files_of(self._tiers.store(), content)) if candidate.durable else None
-        for rank in sorted(search.leader_of(node) for node in candidate.coordinators):
-            small = self._share(rank, lambda: self._small_here(candidate), candidate, "memory", search)
-            if small is not None:
-                break
-        if small is None and there is not None:
-            small = self._share(0, lambda: self._small_there(candidate, there()), candidate, "durable", search)
-        if small is None:
-            return None
+        """Opens a candidate on all ranks; None where what lies beside its shards is intact on none."""
         if candidate.in_memory:
-            restore_owners(search.group, self._tiers, candidate, nodes)
-        found = small
-        return OpenShards(
-            name=candidate.name,
-            content=None if candidate.is_foreign else content,
-            rejected=search.rejected,
-            newest_save_id=search.newest,
-            small=small,
-            files=search.together(lambda: self._open_files(candidate, found, there, search), ShardFiles.close),
-            scattered=candidate.in_memory and len(set(nodes)) > 1,
-        )
+            restore_owners(search.group, self._tiers, candidate, search.nodes)
+        files = search.together(lambda: self._open_files(candidate, search), ShardFiles.close)
+        try:
+            leaders = sorted(search.leader_of(node) for node in candidate.coordinators)
+            readers: list[tuple[int, Tier]] = [(rank, "memory") for rank in leaders]
+            readers += [(0, "durable")] if candidate.durable is not None else []
+            for rank, tier in readers:
+                mine: Outcome[dict[str, bytes]] | None = None
+                if search.group.rank == rank:
+                    mine = search.attempt(candidate, tier, functools.partial(_small, files, tier))
+                outcome = search.share(mine)[rank]
+                if outcome is not None and outcome.value is not None:
+                    return OpenShards(
+                        name=candidate.name,
+                        content=None if candidate.is_foreign else candidate.content,
+                        rejected=search.rejected,
+                        newest_save_id=search.newest,
+                        small=outcome.value,
+                        files=files,
+                        scattered=candidate.in_memory and len(set(search.nodes)) > 1,
+                    )
+        except BaseException:
+            files.close()
+            raise
+        files.close()
+        return None
 
-    def _share(
-        self, rank: int, read: Callable[[], dict[str, bytes]], candidate: Candidate, tier: str, search: Search
-    ) -> dict[str, bytes] | None:
-        """What one rank reads, on all of them; None where it is damaged."""
-        outcome = search.share(search.attempt(candidate, tier, read) if search.group.rank == rank else None)[rank]
-        assert outcome is not None
-        return outcome.value
-
-    def _small_here(self, candidate: Candidate) -> dict[str, bytes]:
-        """The files beside the shards, from this node's memory."""
-        problem: Exception = CheckpointNotFoundError("no longer in memory", operation="restore", key=candidate.save_id)
-        for stored in self._tiers.held():
-            if stored.save_id == candidate.save_id and stored.part.commits:
-                try:
-                    with self._tiers.verified(stored, _is_small) as views:
-                        return {name: bytes(view) for name, view in views.items() if _is_small(name)}
-                except CorruptCheckpointError as error:
-                    problem = error
-        raise problem
-
-    def _small_there(self, candidate: Candidate, files: Files) -> dict[str, bytes]:
-        """The files beside the shards, from the durable tier."""
-        found = {}
-        basenames = (path.rpartition("/")[2] for path in files.sizes)
-        for entry in filter(None, map(files.entry, filter(_is_small, basenames))):
-            data = bytearray(entry.size)
-            with memoryview(data) as view:
-                chunks.fetch(self._tiers.store(), entry, view, concurrency=self._tiers.config.read_concurrency())
-            found[entry.basename] = bytes(data)
-        if METADATA not in found:
-            raise CorruptCheckpointError("its manifest names no .metadata", operation="restore", key=candidate.name)
-        return found
-
-    def _open_files(
-        self, candidate: Candidate, small: dict[str, bytes], durable: Callable[[], Files] | None, search: Search
-    ) -> ShardFiles:
+    def _open_files(self, candidate: Candidate, search: Search) -> ShardFiles:
         if search.leads:
             clear_reads(self._tiers.memory.root)
-        url = ids.join_url(self._tiers.dirpath, candidate.name)
-        key = candidate.save_id or hashlib.sha256(url.encode() + small[METADATA]).hexdigest()[:32]
-        files = ShardFiles(self._tiers, key, durable=durable, readers=search.nodes.count(search.group.node))
-        for stored in self._tiers.held():
-            if stored.save_id == candidate.save_id:
-                files.hold(stored)
-        return files
+        return ShardFiles(self._tiers, candidate, readers=search.nodes.count(search.group.node))
+
+
+def _small(files: ShardFiles, tier: Tier) -> dict[str, bytes]:
+    """What lies beside the shards, few bytes that every rank needs; verified."""
+    if tier == "memory":
+        found = {name: files.peek(name, 0, entry.size) for name, entry in files.held.items() if _is_small(name)}
+    else:
+        sizes = files.durable.sizes if files.durable is not None else {}
+        names = {path.rpartition("/")[2]: size for path, size in sizes.items()}
+        found = {name: files.ensure(name, [(0, size)])[:size] for name, size in names.items() if _is_small(name)}
+    if METADATA not in found:
+        raise CorruptCheckpointError(f"there is no {METADATA}", operation="restore", tier=tier)
+    return {name: bytes(data) for name, data in found.items()}
 
 
 def _is_small(basename: str) -> bool:
-    """Whether a file lies beside the shards: few bytes, which every rank needs."""
     return not basename.endswith(".distcp")
