@@ -219,8 +219,9 @@ class NodeCatalog:
     #: Parts that can't be read, and why; and those that earlier restores found corrupt.
     damaged: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
-    #: Why a part can't be read, where a newer release wrote it.
+    #: Why a part can't be read, where a newer release wrote it; and why memory can't be looked at.
     newer: FormatVersionError | None = None
+    error: TieredCheckpointError | None = None
     #: Aliases that are queued for the durable tier, and their targets.
     aliases: dict[str, str] = field(default_factory=dict)
 

@@ -172,9 +172,9 @@ def choose(
                 meant.add(part.content.save_id)
     made = {save_id: _candidate(parts.get(save_id, []), on_durable.get(save_id)) for save_id in meant}
     ordered = [made[content.save_id] for content in selector.in_order(each.content for each in made.values())]
-    complete = {each.save_id for each in ordered if _is_complete(each, evidence)}
-    usable = [each for each in ordered if each.save_id in complete]
-    usable += [each for each in ordered if each.save_id not in complete and _suffices(each, selector, evidence)]
+    usable = [each for each in ordered if _is_complete(each, evidence) or _suffices(each, selector, evidence)]
+    # The sort is stable: what is known to be complete comes first.
+    usable.sort(key=lambda each: not _is_complete(each, evidence))
     if selector.companion and selector.kind != "name":
         usable = [each for each in _paired(usable, selector.companion) if selector.takes(each.content)]
     passed = _PASSED_OVER.get(accepts or "", ())

@@ -31,13 +31,7 @@ class LocalRestorer:
     """Finds the local checkpoint to load, and brings this rank's file of it to this node."""
 
     def __init__(self, tiers: Tiers, place: Place, peers: LocalPeers | None = None) -> None:
-        """Takes the tiers.
-
-        Args:
-            tiers: Where to look.
-            place: Which shard this rank has.
-            peers: Who may have it in memory; None where nobody has replicas, or nobody else loads.
-        """
+        """Takes where to look, which shard this rank has, and the peers that may have it; None where none load."""
         self._tiers = tiers
         self._place = place
         self._peers = peers

@@ -34,12 +34,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A part that goes from one node to another.
+    """A rank's part that goes from the node of one rank to that of another.
 
-    Attributes:
-        part: Whose part it is.
-        source: The rank that has a copy.
-        target: The rank whose node is to have it; the same where a replica only becomes the node's own.
+    ``source`` and ``target`` are the same where a replica only becomes the node's own.
     """
 
     part: int
@@ -51,11 +48,6 @@ def spread(holders: Sequence[int], lacking: Sequence[int], part: int = 0) -> lis
     """Who sends a part to whom, in the order in which all ranks do it; pure.
 
     Those that have received it send it on, so that as many are sending at once as have it.
-
-    Args:
-        holders: Ranks that have it.
-        lacking: Ranks that need it.
-        part: Whose part it is.
     """
     have, planned, rest = list(holders), list[Move](), list(lacking)
     while rest:
@@ -71,10 +63,6 @@ def homeward(candidate: Candidate, nodes: Sequence[str]) -> list[Move]:
 
     A part goes to the node of the rank that it belongs to; where the job has another number of ranks, a node that
     has a replica becomes its owner.
-
-    Args:
-        candidate: The checkpoint, and which nodes' memory has parts of it.
-        nodes: The node of each rank.
     """
     count = candidate.content.parts
     owned = {rank for ranks in candidate.held.values() for rank, owns in ranks.items() if owns}
@@ -100,17 +88,14 @@ def homeward(candidate: Candidate, nodes: Sequence[str]) -> list[Move]:
 def carry(
     group: Group, tiers: Tiers, planned: Sequence[Move], parts: Mapping[int, Part], place: Callable[[Part], Place[_T]]
 ) -> _T | None:
-    """Carries moves out; every rank calls this.
+    """Carries moves out, in the order in which all ranks do them; every rank calls this.
 
     Args:
         group: The ranks that load together.
         tiers: This node's memory, and where to log.
-        planned: The moves, in the order in which all ranks do them.
-        parts: What is known of each part that can be sent.
-        place: Where to put what comes here.
-
-    Returns:
-        What this rank has received, at most one part; None where none was to come.
+        planned: The moves, of which at most one brings a part to this rank.
+        parts: The description of each part that can be sent.
+        place: Where to put what comes here: its answer is returned.
 
     Raises:
         CorruptCheckpointError: What was to come here did not arrive.
@@ -151,17 +136,7 @@ def carry(
 
 
 def restore_owners(group: Group, tiers: Tiers, candidate: Candidate, nodes: Sequence[str]) -> None:
-    """Carries :func:`homeward` out; every rank calls this. What fails is logged: the replicas are still there.
-
-    Args:
-        group: The ranks that load together.
-        tiers: This node's memory, and where to log.
-        candidate: The checkpoint.
-        nodes: The node of each rank.
-
-    Raises:
-        LostRankError: The ranks lost each other.
-    """
+    """Carries :func:`homeward` out; every rank calls this. What fails is logged: the replicas are still there."""
     planned = homeward(candidate, nodes)
     if not planned:
         return

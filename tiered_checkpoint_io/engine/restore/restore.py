@@ -58,15 +58,7 @@ class Restored(Found):
 
 @dataclass(slots=True)
 class FetchedPart:
-    """A part's file on this node, verified.
-
-    Attributes:
-        part: What it is, with the hashes.
-        path: The file.
-        tier: Where it came from.
-        bytes_read: Bytes that were read from the durable tier.
-        temporary: Whether the file is to be unlinked once it is open.
-    """
+    """A part's file on this node, verified; ``temporary`` tells whether it is to be unlinked once it is open."""
 
     part: Part
     path: Path
@@ -84,13 +76,7 @@ class NodeFetcher:
     """Verifies and fetches for one node."""
 
     def __init__(self, tiers: Tiers, *, part_rank: int | None = None) -> None:
-        """Takes the tiers.
-
-        Args:
-            tiers: Where to look, and where to put what is fetched.
-            part_rank: Which rank's part to fetch, of a checkpoint where each has one file; None where
-                there is one file in all.
-        """
+        """Takes the tiers, and whose part to fetch where each rank has one file; None where there is one in all."""
         self.tiers = tiers
         self._rank = part_rank
         self._started = tiers.clock.monotonic()
@@ -158,24 +144,11 @@ class NodeFetcher:
         return fetched
 
     def find(self, save_id: str) -> StoredPart:
-        """The part of a save in this node's memory, or the replica of it that this node keeps.
-
-        Raises:
-            CheckpointNotFoundError: It is not there, or no longer.
-        """
+        """The part of a save in this node's memory, or the replica of it that this node keeps."""
         return find_part(self.tiers.memory, save_id, self._rank)
 
     def hold(self, fetched: FetchedPart, search: Search, *, keep: bool) -> Restored:
-        """Holds a file that is on this node, so that nothing takes it away before it is loaded.
-
-        Args:
-            fetched: The file.
-            search: Which led to it.
-            keep: Whether mappings of it may outlive the holding.
-
-        Raises:
-            CheckpointNotFoundError: It is not there any more.
-        """
+        """Holds a file that is on this node until it is loaded; with ``keep``, mappings of it may outlive that."""
         part = fetched.part
         restored = Restored(
             name=part.name,

@@ -8,9 +8,9 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, discover, look
@@ -95,19 +95,11 @@ class Outcome(Generic[_T]):
         return Outcome(later.value, self.rejected + later.rejected, later.error)
 
 
-@dataclass(slots=True)
-class _Turn:
-    """What rank 0 tells the others to try next.
-
-    Attributes:
-        candidate: The checkpoint; None where nothing is left, and ``nothing`` says why.
-        rejected: What was not taken since the last turn, and why.
-        newest: See :class:`Found`.
-        error: What ends the search on all ranks.
-    """
+class _Turn(NamedTuple):
+    """What rank 0 tells the others to try next; where nothing is left, or the search failed, why."""
 
     candidate: Candidate | None = None
-    rejected: list[str] = field(default_factory=list)
+    rejected: Sequence[str] = ()
     newest: str | None = None
     nothing: TieredCheckpointError | None = None
     error: TieredCheckpointError | None = None
@@ -135,15 +127,11 @@ class Search:
         self.newest: str | None = None
         #: At the end: there is nothing, or nothing of it is intact.
         self.nothing: TieredCheckpointError = RestoreError("the search is not over", operation="restore")
-        #: On rank 0: what the tiers hold, and what of it is left to try.
+        #: On rank 0: what each node's memory holds, saves that were seen, and damage that the others are to hear of.
         self._memory: dict[str, NodeCatalog] = {}
-        self._durable: DurableCatalog | None = None
-        self._options: list[Candidate] = []
+        self._seen: set[str] = set()
         self._tried: set[str] = set()
         self._notes: list[str] = []
-        self._suspects: list[str] = []
-        self._seen: set[str] = set()
-        self._failed: TieredCheckpointError | None = None
 
     # ------------------------------------------------------------------------------------ looking
     def look(self, damaged: Collection[str] = ()) -> list[Held]:
@@ -160,24 +148,24 @@ class Search:
         self._tried = {save_id for _, theirs in gathered for save_id in theirs}
         self.reject(f"save {save_id}: damaged" for save_id in sorted(self._tried))
         mine: NodeCatalog | None = None
-        failed: Exception | None = None
-        if self.leads:
-            try:
-                mine = look(self._tiers, self._rank)
-            except Exception as error:
-                failed = error
-        told: list[tuple[NodeCatalog | None, TieredCheckpointError | None]] | None
-        told = self.group.gather((mine, portable(failed, self._rank)))
-        if told is not None:
-            self._failed = next((error for _, error in told if error is not None), None)
-            found = zip(self.nodes, (catalog for catalog, _ in told), strict=True)
-            self._memory = {node: catalog for node, catalog in found if catalog is not None}
-            self._take_memory()
+        try:
+            mine = look(self._tiers, self._rank) if self.leads else None
+        except Exception as error:
+            mine = NodeCatalog(error=portable(error, self._rank))
+        told: list[NodeCatalog | None] = self.group.gather(mine) or []
+        self._memory = {node: each for node, each in zip(self.nodes, told, strict=False) if each is not None}
+        self._seen = {held.content.save_id for each in self._memory.values() for held in each.held}
+        if self.selector.kind != "name":
+            self._notes = [note for each in self._memory.values() for note in each.damaged]
         return mine.held if mine is not None else []
 
     def check(self) -> None:
         """Raises what ended the search while it looked; :meth:`run` does the same on all ranks."""
-        raise_first([self._failed])
+        nodes = self._memory.values()
+        raise_first(each.error for each in nodes)
+        if self.selector.kind != "name":
+            # A newer release's part may be the newest of all; no rank here can tell.
+            raise_first(each.newer for each in nodes)
 
     @property
     def leads(self) -> bool:
@@ -187,16 +175,6 @@ class Search:
     def leader_of(self, node: str) -> int:
         """The lowest rank of a node."""
         return self.nodes.index(node)
-
-    def _take_memory(self) -> None:
-        nodes = self._memory.values()
-        self._seen |= {held.content.save_id for node in nodes for held in node.held}
-        damaged = [note for node in nodes for note in node.damaged]
-        self._suspects = [*damaged, *(note for node in nodes for note in node.quarantined)]
-        if self.selector.kind != "name":
-            self._notes += damaged
-            # A newer release's part may be the newest of all; nobody here can tell.
-            self._failed = self._failed or next((node.newer for node in nodes if node.newer is not None), None)
 
     # ------------------------------------------------------------------------------------ trying
     def run(self, attempt: Callable[[Candidate], _T | None]) -> _T | None:
@@ -213,8 +191,9 @@ class Search:
             StoreError: The durable tier could not be asked, and memory does not suffice.
             FormatVersionError: A newer release wrote what would have to be chosen.
         """
+        candidates = self._candidates()
         while True:
-            turn: _Turn = self.group.broadcast(self._next() if self.group.rank == 0 else None)
+            turn: _Turn = self.group.broadcast(self._next(candidates) if self.group.rank == 0 else None)
             raise_first([turn.error])
             self.reject(turn.rejected)
             self.newest = turn.newest
@@ -270,52 +249,53 @@ class Search:
         """Notes why something was not taken, once."""
         self.rejected += [note for note in dict.fromkeys(notes) if note not in self.rejected]
 
-    def _next(self) -> _Turn:
-        """Rank 0's choice. Never raises: the others wait for it."""
+    # ------------------------------------------------------------------------------------ on rank 0
+    def _next(self, candidates: Iterator[Candidate]) -> _Turn:
+        """What to try next. Never raises: the others wait for it."""
         try:
-            self.check()
-            while not self._options and (self._durable is None or self._durable.rest):
-                self._read()
+            candidate = next(candidates, None)
             self.reject(self._notes)
-            candidate = self._options.pop(0) if self._options else self._foreign()
-            if candidate is not None:
-                refuse_other_kind(candidate, self._accepts, self._tiers.dirpath)
-                self._tried.add(candidate.save_id)
             nothing = self._nothing() if candidate is None else None
         except Exception as error:
             return _Turn(error=portable(error, self._rank))
         notes, self._notes = self._notes, []
         return _Turn(candidate, notes, max(self._seen, default=None), nothing)
 
-    def _read(self) -> None:
-        """Reads what the durable tier says, or more of it, and chooses from that and memory."""
-        aliases = self._memory[self.group.node].aliases
-        # None of the newest may be intact: older ones are better than none.
-        known = self._durable = discover(self._tiers, self.selector, aliases, self._accepts, self._durable)
-        for note in known.rejected:
-            self._tiers.skipped(note)
-        self._notes += known.rejected
-        self._seen |= {manifest.content.save_id for manifest in known.manifests}
+    def _candidates(self) -> Iterator[Candidate]:
+        """What is meant, in the order in which to try it; the durable tier is asked for more only where that is left.
+
+        Raises:
+            TieredCheckpointError: As :meth:`run`.
+        """
+        self.check()
         memory = {node: catalog.held for node, catalog in self._memory.items()}
-        options = choose(Catalog(memory, known.manifests, aliases), self.selector, self._accepts, self._evidence)
-        self._options = [each for each in options if each.save_id not in self._tried]
-        if known.error is not None:
-            # Training must go on while S3 is away, if memory can carry it; but nobody may start from scratch because
-            # S3 did not answer.
-            if not self._options or not known.error.retryable:
-                raise known.error
-            self._notes.append(f"durable {self._tiers.dirpath}: {known.error}")
-            self._tiers.log.warning("the durable tier does not answer; restoring from node memory: %s", known.error)
+        aliases = self._memory[self.group.node].aliases
+        known: DurableCatalog | None = None
+        while known is None or known.rest:
+            # None of the newest may be intact: older ones are better than none.
+            known = discover(self._tiers, self.selector, aliases, self._accepts, known)
+            for note in known.rejected:
+                self._tiers.skipped(note)
+            self._notes += known.rejected
+            self._seen |= {manifest.content.save_id for manifest in known.manifests}
+            options = choose(Catalog(memory, known.manifests, aliases), self.selector, self._accepts, self._evidence)
+            options = [each for each in options if each.save_id not in self._tried]
+            if known.error is not None:
+                # Training must go on while S3 is away, if memory can carry it; but no rank may start from scratch
+                # because S3 did not answer.
+                if not options or not known.error.retryable:
+                    raise known.error
+                self._notes.append(f"durable {self._tiers.dirpath}: {known.error}")
+                self._tiers.log.warning("the durable tier does not answer; restoring from node memory: %s", known.error)
+            for candidate in options:
+                refuse_other_kind(candidate, self._accepts, self._tiers.dirpath)
+                self._tried.add(candidate.save_id)
+                yield candidate
+        self.reject(self._notes)
+        if known.foreign is not None and not self.rejected:
+            self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
+            yield Candidate(self.selector.name, known.foreign, durable=known.foreign)
 
-    def _foreign(self) -> Candidate | None:
-        """What others wrote under the name, where nothing of ours has it."""
-        content = self._durable.foreign if self._durable is not None else None
-        if content is None or self.rejected or content.save_id in self._tried:
-            return None
-        self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
-        return Candidate(self.selector.name, content, durable=content)
-
-    # ------------------------------------------------------------------------------------ the end
     def _nothing(self) -> RestoreError | CheckpointNotFoundError:
         """Why nothing was found: there is nothing, or nothing of it is intact."""
         selector = self.selector
@@ -326,7 +306,9 @@ class Search:
         if selector.step is not None:
             what += f" of step {selector.step}"
         # What an earlier start found corrupt must not become a start from scratch on the next one.
-        damage = list(dict.fromkeys([*self.rejected, *self._suspects]))
+        nodes = self._memory.values()
+        suspects = [note for each in nodes for note in (*each.damaged, *each.quarantined)]
+        damage = list(dict.fromkeys([*self.rejected, *suspects]))
         if self.rejected or (damage and not by_name):
             return RestoreError(
                 f"no {what} is intact: " + "; ".join(damage),

@@ -36,63 +36,52 @@ class SharedFolder:
     """A folder for the chunks of one save on this node, for as long as some rank reads them."""
 
     def __init__(self, root: Path, key: str, clock: Clock = SYSTEM) -> None:
-        """Makes the folder, or joins those who read from it.
-
-        Args:
-            root: The memory tier's.
-            key: Which save.
-            clock: For waits.
+        """Makes the folder below a memory tier's root, or joins those who read from it.
 
         Raises:
             RestoreError: Another process has been removing it for too long.
         """
         self.path = root / READS / key
-        self._descriptor: int | None = None
         deadline = clock.monotonic() + clock.timing.chunk_folder_s
-        while self._descriptor is None:
+        while True:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                self._descriptor = _hold(self.path, fcntl.LOCK_SH)
-            if self._descriptor is None:
-                if clock.monotonic() > deadline:
-                    raise RestoreError(
-                        "another process holds the folder of fetched chunks", operation="restore", key=str(self.path)
-                    )
-                clock.sleep(clock.timing.chunk_poll_s)
+            self._descriptor = _hold(self.path, fcntl.LOCK_SH)
+            if self._descriptor is not None:
+                return
+            if clock.monotonic() > deadline:
+                raise RestoreError("another process holds the folder of fetched chunks", key=str(self.path))
+            clock.sleep(clock.timing.chunk_poll_s)
 
     def close(self) -> None:
         """Leaves it; the last one to leave removes it."""
-        if self._descriptor is None:
-            return
         descriptor, self._descriptor = self._descriptor, None
-        try:
+        if descriptor is not None:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(self.path, ignore_errors=True)
-        finally:
             os.close(descriptor)
 
 
 def clear_reads(root: Path) -> None:
-    """Removes the folders that nobody reads from any more: their readers died."""
-    with contextlib.suppress(FileNotFoundError):
-        for folder in sorted((root / READS).iterdir()):
-            with contextlib.suppress(OSError):
-                descriptor = _hold(folder, fcntl.LOCK_EX)
-                if descriptor is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    os.close(descriptor)
+    """Removes the folders that no process reads from any more: their readers died."""
+    for folder in sorted((root / READS).glob("*")):
+        with contextlib.suppress(OSError):
+            descriptor = _hold(folder, fcntl.LOCK_EX)
+            if descriptor is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(descriptor)
 
 
 def _hold(folder: Path, kind: int) -> int | None:
     """A descriptor that locks ``folder``; None where that is another's, or the folder is being removed."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
     os.close(descriptor)
     return None
 
@@ -168,12 +157,7 @@ class FetchedFile:
                 self._clock.sleep(self._clock.timing.chunk_poll_s)
 
     def put(self, index: int, data: bytes | memoryview) -> None:
-        """Takes a chunk that did not come from the durable tier.
-
-        Raises:
-            CorruptCheckpointError: It differs from its hash.
-            MemoryFullError: No space for it.
-        """
+        """Takes a chunk that did not come from the durable tier; raises as :meth:`ensure`."""
         self.entry.check_chunk(index, memoryview(data), tier="memory", where=self._where)
         self._room(index)[:] = data
         self._mapping[self._table + index] = _VERIFIED
