@@ -244,7 +244,7 @@ def _existing(root: Path) -> Path:
 def _undone(root: Path) -> int:
     """How many saves, aliases and deletes wait for the durable tier, but for what only a further save sets free."""
     try:
-        operations, _ = Drain(root).pending()
+        operations, _ = Queue(root).look(MemoryTier(root))
     except FileNotFoundError:
         # Half cleaned away already.
         return 0

@@ -65,19 +65,19 @@ def import_all():
 # ----------------------------------------------------------------------------------------- drains
 def name_operations(counter):
     """Has effects of drains told apart by the operation that they belong to."""
-    from tiered_checkpoint_io.engine.drain.worker import Drain
+    from tiered_checkpoint_io.engine.drain.execute import Executor
 
-    execute, seen = Drain._execute, set()
+    execute, seen = Executor.execute, set()
 
-    def named(drain, operation, *args):
+    def named(executor, operation, *args):
         what = {"save": "commit", "part": "parts"}.get(operation.action, operation.action)
         if what == "commit" and operation.name in seen:
             what = "overwrite"
         seen.add(operation.name)
         with counter.during(f"drain: {what}", own_thread=threading.current_thread() is not threading.main_thread()):
-            return execute(drain, operation, *args)
+            return execute(executor, operation, *args)
 
-    Drain._execute = named
+    Executor.execute = named
 
 
 def run_drain(order, counter):

@@ -195,8 +195,8 @@ def test_a_save_that_became_whole_meanwhile_goes_before_a_later_one(nodes, store
     first.part("1.ckpt", 1, 0)
     worker = drain(first)
     worker.run(once=True)
-    assert set(worker._gathering._waits) == {op_id(1)}
-    worker._gathering._waits[op_id(1)].due += 3600
+    assert set(worker._executor.begun) == {op_id(1)}
+    worker._executor.begun[op_id(1)].due += 3600
     for number in (1, 2):
         second.part(f"{number}.ckpt", number, 1)
     drain(second).run(once=True)

@@ -229,8 +229,10 @@ def test_what_is_no_request_of_this_release_is_told_apart(queue, tmp_path, conte
     queue.take_over([])
     assert not list((tmp_path / "requests").iterdir())
     queue.submit(delete(3, "a.ckpt"))
-    assert [request.op_id for request in queue.requests()] == [op_id(3)]
-    assert queue.unreadable() == [op_id(1)]
+    assert [(request.op_id, request.action) for request in queue.requests()] == [
+        (op_id(1), "unknown"),
+        (op_id(3), "delete"),
+    ]
 
 
 def test_what_a_release_without_a_log_left_is_taken_over(queue, tmp_path):
@@ -256,17 +258,17 @@ def test_outcomes_are_seen_as_they_change_and_only_the_newest_are_kept(queue, tm
     queue.finish(ended(299, "committed"))
     assert other.outcomes()[-1].state == "committed"
     queue.prune()
-    assert [outcome.op_id for outcome in other.outcomes()] == [op_id(number) for number in range(44, 300)]
+    assert [outcome.op_id for outcome in other.outcomes()] == [op_id(number) for number in range(236, 300)]
 
 
 def test_outcomes_of_the_parts_of_one_save_are_kept_and_dropped_together(queue):
-    for number in range(258):
+    for number in range(66):
         for rank in (0, 1):
             queue.finish(ended(number, "committed", rank=rank))
         queue.finish(ended(number, "committed"))
     queue.prune()
     kept = [outcome.op_id for outcome in queue.outcomes()]
-    assert len(kept) == 3 * 256
+    assert len(kept) == 3 * 64
     assert min(kept) == op_id(2)
     assert queue.outcome(part(5, 1).op_id).action == "part"
 
@@ -291,9 +293,9 @@ def test_notes_of_work_in_progress_outlive_their_writer(queue, tmp_path):
     journal.clear()
     journal.clear()
     assert Queue(tmp_path).journal(op_id(1)).read() is None
-    # One that would fill the log stays in this process.
+    # One that would fill the log stays where it was written.
     journal.write({"objects": ["x" * 1000] * 1000})
-    assert len(queue.journal(op_id(1)).read()["objects"]) == 1000
+    assert len(journal.read()["objects"]) == 1000
     assert Queue(tmp_path).journal(op_id(1)).read() is None
     journal.write({"few": 1})
     queue.forget_notes([op_id(1)])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.inbox import OutcomeInbox
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport, told_as
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
@@ -30,6 +29,8 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
 
 T = TypeVar("T")
+#: Outcomes that are kept for a caller that does not poll.
+_UNREAD = 256
 
 
 class Opened(NamedTuple):
@@ -73,7 +74,8 @@ class Session:
         self._run_id: str | None = None
         self._counter = 0
         self._asked: Counter[str] = Counter()
-        self._inbox = OutcomeInbox(config.dirpath)
+        self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
+        self._unshown: list[Outcome] = []
         self._lease: LeaseKeeper | None = None
         self._namespace_lock: NamespaceLock | None = None
         self._warned_small = False
@@ -259,11 +261,14 @@ class Session:
         if self._opened is None:
             return []
         self._look_for_outcomes(self._opened.drain)
-        return self._inbox.publish()
+        fresh = [*self._unread]
+        self._unread.clear()
+        return fresh
 
     def _look_for_outcomes(self, drain: DrainHandle) -> None:
         fresh = self._looking(drain.new_outcomes, list[Outcome]())
-        self._inbox.report(fresh)
+        self._unread.extend(fresh)
+        self._unshown += [each for each in fresh if each.state == "failed" and each.action != "cancel"]
         for outcome in fresh:
             self.tell_durable(outcome)
 
@@ -385,8 +390,17 @@ class Session:
         if self._opened is None:
             return
         self._look_for_outcomes(self._opened.drain)
+        failures, self._unshown = self._unshown, []
         raised: list[SaveError] = []
-        for outcome, error in self._inbox.failures():
+        for outcome in failures:
+            error = SaveError(
+                f"{outcome.action} of {outcome.name} did not reach the durable tier: {outcome.error}",
+                operation=outcome.action,
+                tier="durable",
+                key=ids.join_url(self.dirpath, outcome.name),
+                step=outcome.step if outcome.step >= 0 else None,
+                hint="it stays in node memory and is tried again",
+            )
             try:
                 self.failed(outcome.name, outcome.step, error)
             except SaveError as first:

@@ -1,4 +1,4 @@
-"""How a file system says that it is full, and the one error that becomes of it."""
+"""How a node says that it is full, and the one error that becomes of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from tiered_checkpoint_io.errors import MemoryFullError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+_SCARCE = (errno.EMFILE, errno.ENFILE, *NO_SPACE)
 FULL_HINT = "memory_dir is full: give it more space (docker: --shm-size), or lower memory_keep_last"
 
 
@@ -31,3 +32,8 @@ def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -
         if error.errno not in NO_SPACE:
             raise
         raise MemoryFullError(what, operation=operation, tier="memory", key=key, hint=hint) from error
+
+
+def is_scarcity(error: BaseException) -> bool:
+    """Whether it is for want of something that others of this node may give back: space, or descriptors."""
+    return any(isinstance(each, OSError) and each.errno in _SCARCE for each in (error, error.__cause__))

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     held_back,
     unreplaced,
 )
-from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue, operations_of
+from tiered_checkpoint_io.engine.drain.queue import Queue, operations_of
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError
@@ -48,10 +48,10 @@ class DrainHandle:
         self._log = logger
         self._clock = clock
         self.queue = Queue(tier.root, clock=clock)
+        #: What the drain last said of itself.
+        self.progress = self.queue.progress
         self._pid = os.getpid()
         self._trainer_lock: int | None = None
-        #: Whether the drain will find what it needs; where memory was full, not yet.
-        self._is_prepared = False
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._drain: Drain | None = None
@@ -77,15 +77,13 @@ class DrainHandle:
             return
         _reap()
         if self._trainer_lock is None:
+            self.queue.open()
+            self._write_config()
             path, patience_s = self._root / TRAINERS_FILE, self._clock.timing.trainers_lock_s
             self._trainer_lock = try_lock(path, shared=True, patience_s=patience_s, clock=self._clock)
             if self._trainer_lock is None:
                 text = "a drain that should have left holds the trainers' lock"
                 raise DrainError(text, operation="start", tier="memory", key=str(path))
-        if not self._is_prepared:
-            self.queue.open()
-            self._write_config()
-            self._is_prepared = True
         self.ensure()
 
     def _write_config(self) -> None:
@@ -157,7 +155,6 @@ class DrainHandle:
             release(self._trainer_lock)
             self._trainer_lock = None
             self.queue.ring()
-        self._is_prepared = False
         if self._child is not None:
             # Reaps a drain that has left; one that still works is adopted by init when we end. One
             # that can do nothing leaves as well: whoever comes next must not meet it on its way out.
@@ -179,12 +176,11 @@ class DrainHandle:
 
     def pending(self) -> list[str]:
         """Ids of all that waits for the drain, in order."""
-        saves = [stored.op_id for stored in self._tier.parts() if stored.pending]
-        return sorted([*saves, *(request.op_id for request in self.queue.requests())])
+        return [operation.op_id for operation in self.queue.look(self._tier)[0]]
 
     def pending_saves(self) -> list[str]:
         """Ids of the saves of which parts of this node wait for the drain, in order."""
-        return sorted({stored.save_id for stored in self._tier.parts() if stored.pending})
+        return sorted({stored.save_id for stored in self.queue.look(self._tier)[1].values()})
 
     def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
         """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.
@@ -234,7 +230,9 @@ class DrainHandle:
             outcome = self.queue.outcome(op_id)
             # The outcome is written first; what waits for it may then look at the memory tier.
             if outcome is None and not is_pending:
-                outcome = self.queue.outcome_in_file(op_id) or self._unknown(op_id)
+                error = "the operation log was lost, so how it ended is not known: see the durable tier"
+                lost = Outcome(op_id, "save", "?", -1, "failed", error, "DrainError", finished=self._clock.wall())
+                outcome = self.queue.outcome_in_file(op_id) or lost
             if outcome is not None and not (outcome.state == "committed" and is_pending):
                 self._seen.add((op_id, outcome.state))
                 return outcome
@@ -285,10 +283,6 @@ class DrainHandle:
         self._seen.update((outcome.op_id, outcome.state) for outcome in fresh)
         return fresh
 
-    def progress(self) -> DrainProgress:
-        """What the drain last said of itself."""
-        return self.queue.progress()
-
     # ---------------------------------------------------------------------------------- inside
     def _looks(self, timeout_s: float) -> Iterator[None]:
         """Has a waiting caller look at once, and whenever something has changed, until it is late."""
@@ -325,7 +319,7 @@ class DrainHandle:
 
     def _doable(self) -> list[Request]:
         """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
-        operations = operations_of(self._tier.parts(), self.queue.requests())
+        operations, _ = self.queue.look(self._tier)
         held = held_back(operations, unreplaced(self.queue.outcomes()))
         # A save that is under way may set them free as well, and then they are waited for.
         return [operation for operation in operations if operation not in held]
@@ -347,11 +341,6 @@ class DrainHandle:
         if outcome is None or outcome.state != "failed" or outcome.finished == self._earlier.get(op_id):
             return None
         return outcome
-
-    def _unknown(self, op_id: str) -> Outcome:
-        """For an operation that has ended, but of which the log does not say how."""
-        error = "the operation log was lost, so how it ended is not known: see the durable tier"
-        return Outcome(op_id, "save", "?", -1, "failed", error, "DrainError", finished=self._clock.wall())
 
     def _fails(self, text: str, name: str) -> DrainError:
         return DrainError(

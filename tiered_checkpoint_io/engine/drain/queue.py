@@ -1,8 +1,8 @@
 """What trainers and the drain of a node tell each other, over the operation log.
 
-A committed part that is marked durable is itself the request to upload it. Aliases, deletes and cancels are records
+A committed part that is marked durable is itself the request to upload it. Aliases, deletes and cancels are entries
 of the log. Operations are numbered by one counter a run, and as text their ids sort in the order in which they were
-made. What became of each is a record, too, and so are the notes of work in progress.
+made. What became of each is an entry, too, and so are the notes of work in progress.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request, in_order, unreplaced
 from tiered_checkpoint_io.errors import InvalidNameError, MemoryFullError
-from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
 
 LOG_FILE = "operations.log"
 _ACTIONS = ("alias", "delete", "cancel")
 _REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
 #: Saves whose outcomes are kept; where the log is too full for them, these few and all failures.
-_KEEP_SAVES = 256
+_KEEP_SAVES = 64
 _KEEP_WHEN_FULL = 16
 #: Characters of an error that are kept.
 _SHORT = 2000
@@ -71,21 +71,12 @@ class Queue:
         self._root = root
         self._clock = clock
         self._log = OperationLog(root / LOG_FILE, expendable=_expendable, clock=clock)
-        self._outcomes: tuple[tuple[int, int], list[Outcome]] | None = None
-        self._large_notes: dict[str, dict[str, object]] = {}
+        #: Makes the log where it is missing, or raises MemoryFullError.
+        self.open = self._log.open
+        #: What differs from the last call where there is anything new: a cheap look, for those who wait.
+        self.version = self._log.poll
+        self._outcomes: tuple[bytes, list[Outcome]] = b"", []
         self._last = DrainProgress()
-
-    def open(self) -> None:
-        """Makes the log where it is missing.
-
-        Raises:
-            MemoryFullError: There is no space for it.
-        """
-        self._log.open()
-
-    def version(self) -> tuple[int, int]:
-        """What differs from the last call where there is anything new: a cheap look, for those who wait."""
-        return self._log.poll()
 
     def ring(self) -> None:
         """Has those who wait look again: something has changed that is not in the log.
@@ -93,8 +84,7 @@ class Queue:
         They look by themselves every few seconds, so a bell that can't be rung is no error.
         """
         with contextlib.suppress(OSError):
-            if self._log.poll() != (0, 0):
-                self._log.write({})
+            self._log.ring()
 
     # ---------------------------------------------------------------------------------- requests
     def submit(self, request: Request) -> None:
@@ -107,20 +97,22 @@ class Queue:
         self._log.write({_REQUEST + request.op_id: asdict(request)})
 
     def requests(self) -> list[Request]:
-        """What is queued, in order."""
-        return [request for _, request in self._read_requests() if request is not None]
+        """What is queued, in order; what this release does not understand has the action ``unknown``."""
+        return [_request(op_id, raw) for op_id, raw in sorted(self._log.entries(_REQUEST).items())]
 
-    def unreadable(self) -> list[str]:
-        """Ids of requests that this release does not understand."""
-        return [op_id for op_id, request in self._read_requests() if request is None]
-
-    def _read_requests(self) -> list[tuple[str, Request | None]]:
-        entries = sorted(self._log.entries(_REQUEST).items())
-        return [(op_id, _request(op_id, raw)) for op_id, raw in entries]
+    def look(self, tier: MemoryTier) -> tuple[list[Request], dict[str, StoredPart]]:
+        """All that waits for the drain, in order, and the parts of those operations that are saves, by their ids."""
+        # A trainer may add to both while we look. What is asked for behind a save must not be taken up
+        # without it: an alias would find no target, and be given up.
+        seen = {request.op_id for request in self.requests()}
+        parts = {stored.op_id: stored for stored in tier.parts() if stored.pending}
+        newest = max(parts, default="")
+        requests = [each for each in self.requests() if each.op_id in seen or each.op_id < newest]
+        return operations_of(parts.values(), requests), parts
 
     # ---------------------------------------------------------------------------------- outcomes
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
-        """Notes an outcome; a final one takes its request off the queue, in the same record."""
+        """Notes an outcome; a final one takes its request off the queue, in the same write."""
         changes: dict[str, Any] = {_OUTCOME + outcome.op_id: asdict(replace(outcome, error=outcome.error[:_SHORT]))}
         self._log.write({**changes, _REQUEST + outcome.op_id: None} if final else changes)
 
@@ -138,24 +130,23 @@ class Queue:
     def outcomes(self) -> list[Outcome]:
         """All outcomes that are still kept, in order."""
         version = self._log.poll()
-        if self._outcomes is None or self._outcomes[0] != version:
+        if self._outcomes[0] != version:
             entries = sorted(self._log.entries(_OUTCOME).items())
             self._outcomes = (version, [each for _, raw in entries if (each := _parsed(Outcome, raw)) is not None])
         return self._outcomes[1]
 
     def prune(self) -> None:
         """Drops all but the newest outcomes, those of one save together."""
-        op_ids = self._log.entries(_OUTCOME)
-        if len(op_ids) > _KEEP_SAVES:
-            kept = set(sorted({ids.save_id_of_op(op_id) for op_id in op_ids})[-_KEEP_SAVES:])
-            old = [_OUTCOME + op_id for op_id in op_ids if ids.save_id_of_op(op_id) not in kept]
-            if old:
-                self._log.write(dict.fromkeys(old))
+        saves = {op_id: ids.save_id_of_op(op_id) for op_id in self._log.entries(_OUTCOME)}
+        kept = sorted(set(saves.values()))[-_KEEP_SAVES:]
+        old = [_OUTCOME + op_id for op_id, save_id in saves.items() if save_id < kept[0]]
+        if old:
+            self._log.write(dict.fromkeys(old))
 
     # ------------------------------------------------------------------------------------- notes
     def journal(self, op_id: str) -> Note:
         """Where the drain notes what of an operation is done."""
-        return Note(self._log, op_id, self._large_notes)
+        return Note(self._log, _NOTE + op_id)
 
     def forget_notes(self, queued: Iterable[str]) -> None:
         """Drops the notes of all operations but these."""
@@ -196,31 +187,31 @@ class Queue:
 
 
 class Note:
-    """A note of work in progress: see :class:`UploadJournal`. A very large one is kept in this process alone.
+    """A note of work in progress: see :class:`UploadJournal`. A very large one is kept by this object alone.
 
     Without it, what a later process does not find is done again, or left for it to clear up.
     """
 
-    def __init__(self, log: OperationLog, op_id: str, large: dict[str, dict[str, object]]) -> None:
+    def __init__(self, log: OperationLog, key: str) -> None:
         self._log = log
-        self._op_id = op_id
-        self._large = large
+        self._key = key
+        self._large: dict[str, object] | None = None
 
     def read(self) -> dict[str, object] | None:
-        state = self._large.get(self._op_id, self._log.get(_NOTE + self._op_id))
+        state = self._large or self._log.get(self._key)
         return dict(state) if isinstance(state, dict) else None
 
     def write(self, state: dict[str, object]) -> None:
-        self._large[self._op_id] = dict(state)
+        self._large = dict(state)
         if len(json.dumps(state)) <= _NOTE_SIZE:
             with contextlib.suppress(MemoryFullError):
-                self._log.write({_NOTE + self._op_id: state})
-                del self._large[self._op_id]
+                self._log.write({self._key: state})
+                self._large = None
 
     def clear(self) -> None:
-        self._large.pop(self._op_id, None)
-        if self._log.get(_NOTE + self._op_id) is not None:
-            self._log.write({_NOTE + self._op_id: None})
+        self._large = None
+        if self._log.get(self._key) is not None:
+            self._log.write({self._key: None})
 
 
 def operations_of(parts: Iterable[StoredPart], requests: Iterable[Request]) -> list[Request]:
@@ -248,9 +239,10 @@ def _from_file(path: Path) -> Any:
         return {}
 
 
-def _request(op_id: str, raw: Any) -> Request | None:
+def _request(op_id: str, raw: Any) -> Request:
     request = _parsed(Request, raw)
-    return request if request is not None and request.op_id == op_id and request.action in _ACTIONS else None
+    is_known = request is not None and request.op_id == op_id and request.action in _ACTIONS
+    return request if request is not None and is_known else Request(op_id, "unknown", op_id, "")
 
 
 def _parsed(kind: type[_T], raw: Any) -> _T | None:

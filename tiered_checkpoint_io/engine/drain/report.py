@@ -6,24 +6,25 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
+from tiered_checkpoint_io.engine.drain.stores import Stores
 
 
 class Reporter:
     """Collects a drain's figures, and writes them where the trainer reads them."""
 
-    def __init__(self, queue: Queue, requests: Callable[[], Iterable[Mapping[str, int]]], clock: Clock) -> None:
-        """Takes the queue to write to, and what gives the counters of all stores."""
+    def __init__(self, queue: Queue, stores: Stores, clock: Clock) -> None:
+        """Takes the queue to write to, and the stores whose requests are counted."""
         self._queue = queue
         self._clock = clock
-        self._requests = requests
+        self._stores = stores
         self._lock = threading.Lock()
-        self._current: tuple[str, int] = ("", 0)
+        #: Name and bytes of the upload that runs, and when it began.
+        self._current = ("", 0, 0.0)
         self._done = 0
-        self._started = 0.0
         self._rate = 0.0
         self.counts: Counter[str] = Counter()
         self.pending = 0
@@ -54,49 +55,43 @@ class Reporter:
     @contextlib.contextmanager
     def uploading(self, name: str, size: int) -> Iterator[None]:
         """Says that a checkpoint of ``size`` bytes is in work while the block runs."""
-        with self._lock:
-            self._current = (name, size)
-            self._done, self._started = 0, self._clock.monotonic()
+        self._current, self._done = (name, size, self._clock.monotonic()), 0
         self.write()
         try:
             yield
         finally:
-            with self._lock:
-                self._current = ("", 0)
+            self._current = ("", 0, 0.0)
 
     def add(self, count: int) -> None:
-        """Counts bytes that reached the durable tier."""
+        """Counts bytes that reached the durable tier; for many threads."""
         with self._lock:
             self._done += count
-            self.last_success = self._clock.monotonic()
+        self.last_success = self._clock.monotonic()
 
     def succeeded(self, size: int, seconds: float) -> None:
         """Takes the rate of an operation; ``size`` is 0 for those that upload nothing."""
-        with self._lock:
-            self.last_success = self._clock.monotonic()
-            if size:
-                self._rate = size / max(seconds, 1e-9)
+        self.last_success = self._clock.monotonic()
+        if size:
+            self._rate = size / max(seconds, 1e-9)
 
     def write(self) -> None:
         """Writes the figures once."""
         counters = Counter(self.counts)
-        for requests in self._requests():
-            counters.update(requests)
-        with self._lock:
-            name, total = self._current
-            elapsed = self._clock.monotonic() - self._started
-            progress = DrainProgress(
-                os.getpid(),
-                self._clock.wall(),
-                self.pending,
-                name,
-                self._done if name else 0,
-                total,
-                self._done / max(elapsed, 1e-9) if name else self._rate,
-                dict(counters),
-                self.last_error,
-                self.trouble,
-            )
+        for store in self._stores.all():
+            counters.update(store.metrics.snapshot())
+        (name, total, started), done = self._current, self._done
+        progress = DrainProgress(
+            os.getpid(),
+            self._clock.wall(),
+            self.pending,
+            name,
+            done if name else 0,
+            total,
+            done / max(self._clock.monotonic() - started, 1e-9) if name else self._rate,
+            dict(counters),
+            self.last_error,
+            self.trouble,
+        )
         # Without a log, or a descriptor to open it, there is nothing to say it by.
         with contextlib.suppress(OSError):
             self._queue.write_progress(progress)

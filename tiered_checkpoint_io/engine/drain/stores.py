@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from tiered_checkpoint_io.errors import StoreError
@@ -23,8 +23,8 @@ class Stores:
         self._open_store = open_store
         self._log = logger
         self._stamp = 0
-        self._config: TieredCheckpointConfig | None = None
         self._stores: dict[str, Store] = {}
+        self._config: TieredCheckpointConfig | None = None
 
     @property
     def config(self) -> TieredCheckpointConfig:
@@ -45,8 +45,7 @@ class Stores:
         """The store of a dirpath; raises as :attr:`config` does, and where it can't be opened."""
         config = self.config
         if dirpath not in self._stores:
-            store = self._open_store(config, dirpath)
-            self._stores[dirpath] = store
+            store = self._stores[dirpath] = self._open_store(config, dirpath)
             abort_stale = getattr(store, "abort_stale_uploads", None)
             if abort_stale is not None:
                 try:
@@ -56,11 +55,11 @@ class Stores:
                     self._log.warning("could not look for abandoned uploads: %s", error)
         return self._stores[dirpath]
 
-    def counters(self) -> list[Mapping[str, int]]:
-        """The counters of each open store."""
-        return [store.metrics.snapshot() for store in list(self._stores.values())]
+    def all(self) -> list[Store]:
+        """Those that are open."""
+        return list(self._stores.values())
 
     def close(self) -> None:
-        for store in self._stores.values():
+        for store in self.all():
             store.close()
         self._stores.clear()

@@ -32,6 +32,10 @@ class Arrivals:
         """The ranks whose parts were not there at the last look."""
         return [rank for rank in range(self._part.content.parts) if rank not in self.rows]
 
+    def is_older(self, part: Part) -> bool:
+        """Whether these are of an earlier save to the same durable tier than a part."""
+        return self._part.dirpath == part.dirpath and self._part.save_id < part.save_id
+
     def look(self, store: Store) -> None:
         """Looks for those that are missing, by one list for each thousand of them, and reads their descriptions.
 

@@ -1,0 +1,331 @@
+"""How the drain carries out one operation: it sends a part, gathers those of other nodes, commits, deletes.
+
+One that fails is tried again later, and a save that waits for parts of other nodes is looked at again, more and more
+rarely, until a bound; neither holds up later saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request, State, superseded
+from tiered_checkpoint_io.engine.drain.queue import Queue, operations_of
+from tiered_checkpoint_io.engine.drain.report import Reporter
+from tiered_checkpoint_io.engine.drain.stores import Stores
+from tiered_checkpoint_io.engine.durable import aliases, commit
+from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.garbage import Seen, clear_up
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DrainError,
+    ManifestError,
+    MemoryFullError,
+    TieredCheckpointError,
+)
+from tiered_checkpoint_io.logs import Logger, rate
+from tiered_checkpoint_io.memory.space import is_scarcity
+from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.index import IndexRow
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.stores import Store
+
+#: So many ranks are named in an error.
+_NAMED = 16
+
+
+class _Stopped(Exception):  # noqa: N818 - not an error: the way out of an upload when told to stop
+    pass
+
+
+@dataclass(slots=True)
+class Begun:
+    """An operation that was begun and is not done: it failed, or waits for parts of other nodes.
+
+    Attributes:
+        due: When it is the next one's turn, by the monotonic clock.
+        failures: How often it has failed.
+        permanent: Whether it will fail again unless something is mended.
+        arrivals: The parts that have come; None where it does not wait for any.
+        since: When it began to wait for them.
+        pause: From its last look for them to the next, seconds.
+    """
+
+    due: float = 0.0
+    failures: int = 0
+    permanent: bool = False
+    arrivals: Arrivals | None = None
+    since: float | None = None
+    pause: float = 0.0
+
+    def failed(self, error: Exception, clock: Clock) -> None:
+        """Plans the next attempt."""
+        timing = clock.timing
+        self.failures += 1
+        self.permanent = not (isinstance(error, TieredCheckpointError) and error.retryable) and not is_scarcity(error)
+        backoff = min(timing.redo_max_s, timing.redo_first_s * 2 ** (self.failures - 1))
+        self.due = clock.monotonic() + (timing.redo_permanent_s if self.permanent else backoff)
+
+
+class Executor:
+    """Carries out one operation after the other, and remembers those that it could not finish.
+
+    Attributes:
+        begun: Those, by their ids.
+    """
+
+    def __init__(
+        self,
+        tier: MemoryTier,
+        queue: Queue,
+        stores: Stores,
+        report: Reporter,
+        *,
+        logger: Logger,
+        stop: threading.Event,
+        clock: Clock,
+    ) -> None:
+        self._tier = tier
+        self._queue = queue
+        self._stores = stores
+        self._report = report
+        self._log = logger
+        self._stop = stop
+        self._clock = clock
+        self.begun: dict[str, Begun] = {}
+        self._queued: Collection[str] = ()
+        #: What earlier looks for garbage found, by dirpath.
+        self._found: dict[str, Seen] = {}
+
+    def waiting(self, queued: Collection[str]) -> dict[str, float]:
+        """Those of the operations in the queue whose turn has not come again, and when it does."""
+        now = self._clock.monotonic()
+        is_new = any(op_id not in self._queued for op_id in queued)
+        self.begun = {op_id: begun for op_id, begun in self.begun.items() if op_id in queued}
+        self._queued = queued
+        for begun in self.begun.values():
+            if is_new and begun.permanent:
+                # What fails for good is tried again when there is something new to do.
+                begun.due = now
+        return {op_id: begun.due for op_id, begun in self.begun.items() if begun.due > now}
+
+    def execute(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:
+        """Does what can be done now for one of the operations in the queue, and notes its outcome."""
+        stored, begun = parts.get(operation.op_id), self.begun.get(operation.op_id)
+        started = self._clock.monotonic() if begun is None or begun.since is None else begun.since
+        fate: commit.Fate | Literal["waits"] = "committed"
+        try:
+            if stored is not None:
+                fate = self._save(stored)
+            elif operation.action == "cancel":
+                self._cancel(operation, operations, parts)
+            elif operation.action == "unknown":
+                raise ManifestError(
+                    "the request can't be understood", operation="drain", tier="memory", key=operation.op_id
+                )
+            else:
+                store, journal = self._stores.get(operation.dirpath), self._queue.journal(operation.op_id)
+                if operation.action == "alias":
+                    aliases.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
+                else:
+                    aliases.delete(store, operation.name, before=operation.op_id, journal=journal)
+        except _Stopped:
+            return
+        except Exception as error:
+            # Whatever it is, it is this operation's: the drain has others to carry out.
+            self._failed(operation, stored, error, self._clock.monotonic() - started)
+            return
+        if fate == "waits":
+            return
+        if stored is not None and fate == "replaced":
+            self._give_up(stored, "a later save has taken its name")
+            return
+        seconds = self._clock.monotonic() - started
+        self._report.succeeded(stored.part.content.size if stored is not None else 0, seconds)
+        self._finish(operation, stored, "committed", seconds=seconds)
+        if stored is not None:
+            # Before it leaves the queue: who waits for all that is queued must not find just those that failed.
+            for old in superseded(operations, self._lost(stored.part, fate, parts), operation):
+                self._give_up(parts[old.op_id], f"superseded by {operation.name}")
+            # Behind the outcome: a drain that dies in between finds it committed, and says so again.
+            self._mark_drained(stored)
+            part = stored.part
+            what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
+            self._log.info("Step %d: %s %s: %s", part.content.step, part.name, what, rate(part.content.size, seconds))
+            self._queue.prune()
+
+    def _save(self, stored: StoredPart) -> commit.Fate | Literal["waits"]:
+        """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
+        part, rows = stored.part, None
+        is_alone, timeout_s = part.content.parts == 1, self._stores.config.wait_timeout_s
+        store, journal = self._stores.get(part.dirpath), self._queue.journal(stored.op_id)
+        with self._report.uploading(part.name, part.content.size), self._tier.reading(stored) as views:
+            if not is_alone:
+                fate = commit.put_part(store, part, views, journal=journal, progress=self._progress, clock=self._clock)
+                if fate == "replaced" or not part.commits:
+                    return fate
+                if fate == "sent" and (rows := self._gather(store, part, timeout_s)) is None:
+                    return "waits"
+            fate = commit.commit(store, part, views, rows, journal=journal, progress=self._progress, clock=self._clock)
+        if fate != "replaced" and not is_alone:
+            later = (each.part for each in self._queue.look(self._tier)[1].values() if each.save_id > part.save_id)
+            found = self._found.setdefault(part.dirpath, Seen())
+            busy = {each.name for each in later}
+            clear_up(store, part, patience_s=timeout_s, busy=busy, log=self._log, seen=found)
+        return fate
+
+    def _gather(self, store: Store, part: Part, timeout_s: float) -> dict[int, IndexRow] | None:
+        """Looks for the other parts of a save, by one list for each thousand; None where it is not its turn yet.
+
+        Raises:
+            DrainError: They have not come within ``timeout_s`` seconds.
+        """
+        now, timing = self._clock.monotonic(), self._clock.timing
+        mine = self.begun.setdefault(part.save_id, Begun())
+        if mine.arrivals is None or mine.since is None:
+            mine.arrivals, mine.since, mine.pause = Arrivals(part), now, timing.gather_first_s
+        mine.arrivals.look(store)
+        mine.due, mine.permanent = now + mine.pause, False
+        mine.pause = min(timing.gather_max_s, 2 * mine.pause)
+        missing = mine.arrivals.missing
+        if missing and now - mine.since < timeout_s:
+            return None
+        if missing:
+            named = ", ".join(str(rank) for rank in missing[:_NAMED])
+            raise DrainError(
+                f"the parts of {len(missing)} of {part.content.parts} ranks have not come within {timeout_s:.0f} s:"
+                f" {named}{' ...' if len(missing) > _NAMED else ''}",
+                operation="commit",
+                tier="durable",
+                key=ids.join_url(part.dirpath, part.name),
+                rank=part.rank,
+                step=part.content.step,
+                hint="see the logs of those ranks and of the drains of their nodes",
+            )
+        mine.due = now
+        # Parts arrive in the order of their saves, so one that was looked at before may be complete by now.
+        is_first = True
+        for begun in self.begun.values():
+            if begun.arrivals is not None and begun.arrivals.is_older(part):
+                begun.arrivals.look(store)
+                if not begun.arrivals.missing:
+                    begun.due, is_first = now, False
+        if not is_first:
+            return None
+        # Whatever becomes of it now, it has not to wait for others.
+        rows, mine.arrivals = mine.arrivals.rows, None
+        return rows
+
+    def _lost(self, part: Part, fate: str, parts: dict[str, StoredPart]) -> set[str]:
+        """Ids of saves that failed, or can't become complete any more, once a part was sent or its save committed."""
+        lost = {op_id for op_id, begun in self.begun.items() if begun.failures}
+        if fate == "sent" and part.commits and part.content.parts > 1:
+            # Nodes send parts in the order of their saves: what was missing at the last look will not come.
+            waiting = [op_id for op_id, begun in self.begun.items() if begun.arrivals is not None]
+            lost |= {op_id for op_id in waiting if _in_one_order(parts[op_id].part, part)}
+        return lost
+
+    def _progress(self, count: int) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        self._report.add(count)
+
+    def _cancel(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:
+        for other in operations:
+            if other.action in SAVES and ids.save_id_of_op(other.op_id) == ids.save_id_of_op(operation.target):
+                self._give_up(parts[other.op_id], "cancelled to keep the queue bounded")
+
+    def _give_up(self, stored: StoredPart, reason: str) -> None:
+        part, journal, begun = stored.part, self._queue.journal(stored.op_id), self.begun.get(stored.op_id)
+        if journal.read() is not None and not (begun is not None and begun.failures):
+            # What cannot be abandoned now is found by the next look for stale uploads.
+            with contextlib.suppress(TieredCheckpointError):
+                commit.abandon(self._stores.get(part.dirpath), part, journal)
+        self._log.warning("%s will not be durable: %s", part.name, reason)
+        (operation,) = operations_of([stored], ())
+        self._finish(operation, stored, "skipped", reason)
+        self._mark_drained(stored)
+
+    # -------------------------------------------------------------------------------- outcomes
+    def _failed(self, operation: Request, stored: StoredPart | None, error: Exception, seconds: float) -> None:
+        self._report.last_error = str(error)
+        if isinstance(error, CorruptCheckpointError) and stored is not None:
+            self._finish(operation, stored, "failed", error)
+            where = self._tier.quarantine(stored.folder, str(error))
+            self._queue.ring()
+            self._log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
+        elif isinstance(error, CheckpointNotFoundError):
+            # A save that was removed from memory, or an alias whose target was given up: then the
+            # old alias still names what is good.
+            self._log.warning("%s", error)
+            self._finish(operation, stored, "skipped", error)
+        elif operation.action == "unknown":
+            self._log.error("%s", error)
+            self._finish(operation, stored, "failed", error)
+        else:
+            begun = self.begun.setdefault(operation.op_id, Begun())
+            begun.failed(error, self._clock)
+            if begun.failures == 1:
+                known = isinstance(error, TieredCheckpointError | OSError)
+                text = "%s of %s failed, to be tried again: %s"
+                self._log.error(text, operation.action, operation.name, error, exc_info=None if known else error)
+            self._finish(operation, stored, "failed", error, seconds=seconds, final=False)
+
+    def _finish(
+        self,
+        operation: Request,
+        stored: StoredPart | None,
+        state: State,
+        error: Exception | str = "",
+        *,
+        seconds: float = 0.0,
+        final: bool = True,
+    ) -> None:
+        """Notes how an operation ended; one that is not tried again leaves the queue."""
+        self._report.counts["uploaded" if operation.action == "part" and state == "committed" else state] += 1
+        begun = self.begun.get(operation.op_id, Begun())
+        if final:
+            self.begun.pop(operation.op_id, None)
+        outcome = Outcome(
+            operation.op_id,
+            operation.action,
+            operation.name,
+            stored.part.content.step if stored is not None else -1,
+            state,
+            str(error),
+            type(error).__name__ if isinstance(error, Exception) else "",
+            stored.part.content.size if stored is not None and state == "committed" else 0,
+            seconds,
+            self._clock.wall(),
+            begun.failures + (final and state != "skipped"),
+            operation.dirpath,
+        )
+        try:
+            self._queue.finish(outcome, final=final)
+        except MemoryFullError as full:
+            # No log could be made: memory was full already when this release started. To go on frees it.
+            self._log.error("could not note the outcome of %s: %s", operation.name, full)
+
+    def _mark_drained(self, stored: StoredPart) -> None:
+        """Notes in memory that the durable tier needs nothing more of a part."""
+        try:
+            self._tier.mark_drained(stored)
+        except OSError as error:
+            # Of a part that an earlier release made, and that has no space for the mark.
+            self._log.error("could not note that memory may let %s go: %s", stored.part.name, error)
+            self.begun.setdefault(stored.op_id, Begun()).failed(error, self._clock)
+        self._queue.journal(stored.op_id).clear()
+        self._queue.ring()
+
+
+def _in_one_order(one: Part, other: Part) -> bool:
+    """Whether a rank that has a part of both made them one after the other."""
+    # Ranks that save without talking, and so without a switch, keep the order of each series alone.
+    coordinated = one.content.switch is not None and other.content.switch is not None
+    return coordinated or ids.line_of(one.save_id) == ids.line_of(other.save_id)
