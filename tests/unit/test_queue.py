@@ -298,7 +298,7 @@ def test_notes_of_work_in_progress_outlive_their_writer(queue, tmp_path):
     assert len(journal.read()["objects"]) == 1000
     assert Queue(tmp_path).journal(op_id(1)).read() is None
     journal.write({"few": 1})
-    queue.forget_notes([op_id(1)])
+    queue.finish(ended(1, "failed"), final=False)
     assert Queue(tmp_path).journal(op_id(1)).read() == {"few": 1}
-    queue.forget_notes([])
+    queue.finish(ended(1, "skipped"))
     assert Queue(tmp_path).journal(op_id(1)).read() is None

@@ -320,7 +320,6 @@ class Executor:
             # Of a part that an earlier release made, and that has no space for the mark.
             self._log.error("could not note that memory may let %s go: %s", stored.part.name, error)
             self.begun.setdefault(stored.op_id, Begun()).failed(error, self._clock)
-        self._queue.journal(stored.op_id).clear()
         self._queue.ring()
 
 

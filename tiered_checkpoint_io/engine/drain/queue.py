@@ -112,9 +112,10 @@ class Queue:
 
     # ---------------------------------------------------------------------------------- outcomes
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
-        """Notes an outcome; a final one takes its request off the queue, in the same write."""
+        """Notes an outcome; with a final one, the request and the note of its work go, in the same write."""
         changes: dict[str, Any] = {_OUTCOME + outcome.op_id: asdict(replace(outcome, error=outcome.error[:_SHORT]))}
-        self._log.write({**changes, _REQUEST + outcome.op_id: None} if final else changes)
+        over = {_REQUEST + outcome.op_id: None, _NOTE + outcome.op_id: None} if final else {}
+        self._log.write(changes | over)
 
     def note_past(self, save_id: str, name: str, step: int, size: int, dirpath: str) -> None:
         """Notes, where deletes may wait for one, that a save got to the durable tier past the queue."""
@@ -147,12 +148,6 @@ class Queue:
     def journal(self, op_id: str) -> Note:
         """Where the drain notes what of an operation is done."""
         return Note(self._log, _NOTE + op_id)
-
-    def forget_notes(self, queued: Iterable[str]) -> None:
-        """Drops the notes of all operations but these."""
-        old = self._log.entries(_NOTE).keys() - set(queued)
-        if old:
-            self._log.write({_NOTE + op_id: None for op_id in old})
 
     # ----------------------------------------------------------------------------- earlier files
     def take_over(self, parts: Iterable[StoredPart]) -> None:

@@ -105,7 +105,7 @@ class Drain:
         while not self._stop.is_set():
             try:
                 if is_new:
-                    self._reconcile()
+                    self._prepare()
                     is_new = False
                 if self._turn(once=once):
                     return
@@ -122,16 +122,14 @@ class Drain:
                     self._report.trouble = str(error)
                 clock.wait(self._stop, clock.timing.drain_rest_s)
 
-    def _reconcile(self) -> None:
-        """Brings the log in line with the parts, which are the truth; takes over what an earlier release left."""
+    def _prepare(self) -> None:
+        """Makes the log where it is missing, and takes over what an earlier release left."""
         try:
             self._queue.open()
             self._queue.take_over([stored for stored in self._tier.parts() if stored.pending])
         except MemoryFullError as full:
             # To go on without it frees what is full.
             self._log.error("outcomes are not noted: %s", full)
-        operations, _ = self._queue.look(self._tier)
-        self._queue.forget_notes(operation.op_id for operation in operations)
 
     def _turn(self, *, once: bool) -> bool:
         """Does what can be done next; whether there is nothing more to stay for."""

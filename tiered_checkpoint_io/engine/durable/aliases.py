@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, current, exists, heirs, points_to
-from tiered_checkpoint_io.engine.durable.removal import Removal, identity_of
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Manifest
+from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
 
@@ -38,7 +38,7 @@ def put_alias(
         CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
         FormatVersionError: A newer release owns one of the names.
     """
-    removal = Removal.noted(journal)
+    note = Section(journal, REMOVAL)
     manifest = current(store, target)
     if manifest is None or manifest.alias_of is not None:
         raise CheckpointNotFoundError(
@@ -48,13 +48,11 @@ def put_alias(
             key=alias,
             hint="its own save did not reach the durable tier",
         )
-    if alias == target:
-        return
     old = current(store, alias)
-    own = old is not None and old.alias_of is None
-    if before is not None and old is not None and old.content.save_id > before:
+    if alias == target or (before is not None and old is not None and old.content.save_id > before):
         return
-    moving = [name for name in old.aliases if points_to(store, name, alias)] if own and old is not None else []
+    is_own = old is not None and old.alias_of is None
+    moving = [name for name in old.aliases if points_to(store, name, alias)] if old is not None and is_own else []
     moving.append(alias)
     # The target learns of its aliases first: a delete that comes between must find them.
     known = manifest
@@ -62,12 +60,14 @@ def put_alias(
         known = known.with_alias(name)
     if known is not manifest:
         store.put(ids.manifest_key(target), known.to_json())
-    if removal is None and old is not None and old.alias_of != target:
-        removal = Removal.of(alias, contents_of([old])) if own else removal_of_alias(store, old)
-        removal.note(journal)
+    if old is not None and old.alias_of != target:
+        removal = removal_of(store, old)
+        removal.note(note)
+    else:
+        removal = Removal.noted(alias, note)
     for name in moving:
         store.put(ids.manifest_key(name), replace(known, name=name, alias_of=target).to_json())
-    (removal or Removal(alias)).finish(store, journal)
+    removal.finish(store, note)
 
 
 def delete(store: Store, name: str, *, before: str | None = None, journal: UploadJournal) -> None:
@@ -85,58 +85,35 @@ def delete(store: Store, name: str, *, before: str | None = None, journal: Uploa
     Raises:
         FormatVersionError: A newer release owns this name. Nothing was removed.
     """
-    removal = Removal.noted(journal)
+    note = Section(journal, REMOVAL)
+    removal = Removal.noted(name, note)
     manifest = current(store, name)
-    if removal is not None and manifest is not None and removal.identity != identity_of(manifest):
-        # The name was taken anew between a first try, which got as far as its note, and this one.
-        manifest = None
-    elif manifest is not None and before is not None and manifest.content.save_id > before:
-        return
-    elif manifest is None:
+    if manifest is None:
         # One that cannot be read stands for no checkpoint either.
         store.delete(ids.manifest_key(name))
-    if removal is None:
-        if manifest is None:
-            removal = Removal(name, (name,) if exists(store, name) and not heirs(store, name) else ())
-        elif manifest.alias_of is not None:
-            removal = removal_of_alias(store, manifest)
-        else:
-            removal = Removal.of(name, [] if _hand_over(store, manifest) else contents_of([manifest]))
-        if manifest is not None:
-            removal = replace(removal, identity=identity_of(manifest))
-        removal.note(journal)
-    if manifest is not None:
+        if removal.is_empty and exists(store, name) and not heirs(store, name):
+            removal = Removal(name, (name,))
+    elif before is None or manifest.content.save_id <= before:
+        removal = Removal(name) if _hand_over(store, manifest) else removal_of(store, manifest)
+        removal.note(note)
         store.delete(ids.manifest_key(name))
-    removal.finish(store, journal)
+    removal.finish(store, note)
 
 
-def aliases_of(replaced: list[Manifest]) -> tuple[str, ...]:
-    """The aliases that follow a name whose objects are replaced: see :func:`replaced_by`."""
-    if len(replaced) == 1 and replaced[0].alias_of is None:
-        return replaced[0].aliases
-    return tuple(heir.name for heir in replaced)
-
-
-def orphans_of(store: Store, name: str, others: list[Content], old: Manifest | None) -> Removal:
-    """What nothing refers to once ``name`` has a content in place of ``others``, where ``old`` stood."""
-    if old is not None and old.alias_of is not None:
-        return removal_of_alias(store, old)
-    return Removal.of(name, others)
-
-
-def removal_of_alias(store: Store, alias: Manifest) -> Removal:
-    """What nothing names once ``alias`` is gone: the files of its target, where that is gone and no other has it."""
-    target = alias.alias_of
-    assert target is not None
-    others = [other for other in alias.aliases if other != alias.name]
+def removal_of(store: Store, manifest: Manifest) -> Removal:
+    """What nothing names once a manifest is gone: its files; of an alias, those of a target that has no other name."""
+    target = manifest.alias_of
+    if target is None:
+        return Removal.of(manifest.name, contents_of([manifest]))
+    others = [other for other in manifest.aliases if other != manifest.name]
     if current(store, target) is not None or any(points_to(store, other, target) for other in others):
         return Removal(target)
-    return Removal.of(target, contents_of([alias]))
+    return Removal.of(target, contents_of([manifest]))
 
 
 def _hand_over(store: Store, target: Manifest) -> bool:
     """Tells the live aliases of a target that goes what they stand for from now on, if there are any."""
-    live = [alias for alias in target.aliases if points_to(store, alias, target.name)]
+    live = [alias for alias in target.aliases if points_to(store, alias, target.name)] if not target.alias_of else []
     for alias in live:
         # The target may have been overwritten, and aliases added, since the alias was made.
         heir = replace(target, name=alias, alias_of=target.name, aliases=tuple(live))

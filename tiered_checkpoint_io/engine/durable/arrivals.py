@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tiered_checkpoint_io.engine.durable.files import parse_description
-from tiered_checkpoint_io.engine.durable.manifests import in_parallel
+from tiered_checkpoint_io.engine.durable.manifests import exists, in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
 #: Every so many looks also go to where earlier releases put descriptions: a drain of theirs may still be at work on
 #: another node.
@@ -43,28 +45,29 @@ class Arrivals:
             ManifestError: A description is damaged.
             StoreError: The tier could not be asked.
         """
-        part = self._part
-        for prefix in ids.description_prefixes(part.save_id, self.missing):
-            self._read(store, [entry.key for entry in store.list(prefix)])
+        part, missing = self._part, self.missing
         self._looks += 1
-        if self.missing and self._looks % _OLD_EVERY == 0:
-            self._move(store, f"{ids.PART_PREFIX}{part.name}/{part.save_id}/")
-
-    def _read(self, store: Store, keys: list[str]) -> None:
-        part = self._part
-        ranks = {rank: key for key in keys if (rank := ids.rank_of_description(key)) is not None}
-        new = [rank for rank in self.missing if rank in ranks]
+        if missing and self._looks % _OLD_EVERY == 0:
+            move_old(store, store.list(f"{ids.PART_PREFIX}{part.name}/{part.save_id}/"))
+        prefixes = ids.description_prefixes(part.save_id, missing)
+        listed = [entry.key for prefix in prefixes for entry in store.list(prefix)]
+        keys = {rank: key for key in listed if (rank := ids.rank_of_description(key)) is not None}
+        new = [rank for rank in missing if rank in keys]
 
         def read(rank: int) -> IndexRow:
-            where = f"{store.url}/{ranks[rank]}"
-            return IndexRow.of(parse_description(store.get(ranks[rank]), part.name, part.save_id, rank, where=where))
+            where = f"{store.url}/{keys[rank]}"
+            return IndexRow.of(parse_description(store.get(keys[rank]), part.name, part.save_id, rank, where=where))
 
         self.rows.update(zip(new, in_parallel(read, new), strict=True))
 
-    def _move(self, store: Store, prefix: str) -> None:
-        for key in [entry.key for entry in store.list(prefix)]:
-            rank = ids.rank_of_description(key)
-            if rank in self.missing:
-                store.put(ids.description_key(self._part.save_id, rank), store.get(key))
-                self._read(store, [ids.description_key(self._part.save_id, rank)])
-            store.delete(key)
+
+def move_old(store: Store, entries: Iterable[ObjectInfo]) -> None:
+    """Moves descriptions from where earlier releases put them to where they are looked for."""
+    for entry in list(entries):
+        old = ids.parse_part_key(entry.key)
+        if old is not None:
+            key = ids.description_key(old.save_id, old.rank)
+            # An index may have the digest of one that is there.
+            if not exists(store, key):
+                store.put(key, store.get(entry.key))
+            store.delete(entry.key)

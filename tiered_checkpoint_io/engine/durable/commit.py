@@ -30,18 +30,11 @@ from dataclasses import replace
 from typing import Literal
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.aliases import aliases_of, orphans_of
+from tiered_checkpoint_io.engine.durable.aliases import removal_of
 from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in
-from tiered_checkpoint_io.engine.durable.manifests import (
-    contents_of,
-    current,
-    exists,
-    is_committed,
-    replaced_by,
-    verify,
-)
-from tiered_checkpoint_io.engine.durable.removal import Removal, Section
-from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreError, UsageError
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, current, exists, heirs
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
+from tiered_checkpoint_io.errors import ManifestError, StoreError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow
@@ -54,7 +47,6 @@ Fate = Literal["sent", "committed", "replaced"]
 _SENT = "sent"
 _FILES = "files"
 _UPLOAD = "upload"
-_REMOVAL = "removal"
 #: Beside the files, in the list of what was sent: the part's description, where this release puts it.
 _DESCRIPTION = "part.json"
 #: Bytes of a manifest beyond which the files of a checkpoint of one part are listed beside it, too.
@@ -92,14 +84,12 @@ def put_part(
         StoreError: Repeat the call to finish.
     """
     old = current(store, part.name)
-    if is_committed(old, part.save_id):
+    if _is_committed(old, part):
         return "committed"
     if gone_past(old, part, clock):
         return "replaced"
     if _DESCRIPTION not in _sent(journal):
-        _check(store, part, old)
-        _verify(part, part.content.files, files)
-        _put_files(store, part, files, journal, progress)
+        _put_files(store, part, files, old, journal, progress)
         store.put(ids.description_key(part.save_id, part.rank), part.to_json())
         _note_sent(journal, _DESCRIPTION)
     return "sent"
@@ -113,6 +103,13 @@ def gone_past(old: Manifest | None, part: Part, clock: Clock) -> bool:
     # the memory of its node, and the next start there, or a store that was away, lets go on only now.
     same_run = ids.run_id_of(old.content.save_id) == ids.run_id_of(part.save_id)
     return same_run or clock.wall() - part.content.created > clock.timing.left_over_s
+
+
+def _is_committed(manifest: Manifest | None, part: Part) -> bool:
+    """Whether a manifest says that the save of this part, and no other, is what its name holds."""
+    if manifest is None or manifest.alias_of is not None or manifest.previous:
+        return False
+    return manifest.content.save_id == part.save_id
 
 
 def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
@@ -156,55 +153,42 @@ def commit(
         FormatVersionError: A newer release owns this name. Nothing was written.
         StoreError: A file is not there as its part says. Or else: repeat the call to finish.
     """
-    removal = Section(journal, _REMOVAL)
+    note, key, switch = Section(journal, REMOVAL), ids.manifest_key(part.name), _switch(part)
     old = current(store, part.name)
     fate: Fate = "sent"
-    if is_committed(old, part.save_id):
-        (Removal.noted(removal) or Removal(part.name)).finish(store, removal)
+    if _is_committed(old, part):
+        Removal.noted(part.name, note).finish(store, note)
         fate = "committed"
     elif gone_past(old, part, clock):
         return "replaced"
     else:
-        _change_over(store, part, files, rows or {part.rank: IndexRow.of(part)}, old, journal, progress)
+        index = _index_of(part, rows or {part.rank: IndexRow.of(part)})
+        described = part.content.parts > 1 or _DESCRIPTION in _sent(journal)
+        if not described:
+            _put_files(store, part, files, old, journal, progress)
+        elif switch is not None:
+            # It may have waited for long since it was verified with the other files.
+            _verify(part, [switch], files)
+        # Those whose objects it takes, and those that follow it as aliases.
+        before = _replaced_by(store, part, old, is_taken=_check_sizes(store, part, index))
+        others = [content for content in contents_of(before) if content.save_id != part.save_id]
+        is_own = old is not None and old.alias_of is None
+        followers = old.aliases if old is not None and is_own else tuple(heir.name for heir in before)
+        new = Manifest(part.name, replace(part.content, coordinator=part.rank), aliases=followers)
+        if described or len(new.to_json()) > _MAX_INLINE:
+            new = replace(new, content=_put_index(store, part, index, old))
+        if switch is not None:
+            if any(content.switch == part.content.switch for content in others):
+                store.put(key, replace(new, previous=tuple(others)).to_json())
+            store.upload(switch.path, files[switch.basename], journal=Section(journal, _UPLOAD), progress=progress)
+        stays = [path for path, _ in index.paths]
+        removal = removal_of(store, old) if old is not None and not is_own else Removal.of(part.name, others, but=stays)
+        removal.note(note)
+        store.put(key, new.to_json())
+        removal.finish(store, note)
     if journal is not None:
         journal.clear()
     return fate
-
-
-def _change_over(
-    store: Store,
-    part: Part,
-    files: Mapping[str, memoryview],
-    rows: Mapping[int, IndexRow],
-    old: Manifest | None,
-    journal: UploadJournal | None,
-    progress: Callable[[int], None] | None,
-) -> None:
-    """From the old content of a name to the new one: see the head of this module."""
-    key, removal, switch = ids.manifest_key(part.name), Section(journal, _REMOVAL), _switch(part)
-    index = _index_of(part, rows)
-    described = part.content.parts > 1 or _DESCRIPTION in _sent(journal)
-    if not described:
-        _check(store, part, old)
-        _verify(part, part.content.files, files)
-        _put_files(store, part, files, journal, progress)
-    elif switch is not None:
-        # It may have waited for long since it was verified with the other files.
-        _verify(part, [switch], files)
-    beside = _check_sizes(store, part, index)
-    replaced = replaced_by(store, part.name, old, lambda: beside or _has_switch(store, part))
-    others = [content for content in contents_of(replaced) if content.save_id != part.save_id]
-    new = Manifest(part.name, replace(part.content, coordinator=part.rank), aliases=aliases_of(replaced))
-    if described or len(new.to_json()) > _MAX_INLINE:
-        new = replace(new, content=_put_index(store, part, index, old))
-    if switch is not None:
-        if any(content.switch == part.content.switch for content in others):
-            store.put(key, replace(new, previous=tuple(others)).to_json())
-        store.upload(switch.path, files[switch.basename], journal=Section(journal, _UPLOAD), progress=progress)
-    orphans = orphans_of(store, part.name, others, old).without(path for path, _ in index.paths)
-    orphans.note(removal)
-    store.put(key, new.to_json())
-    orphans.finish(store, removal)
 
 
 def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
@@ -257,17 +241,22 @@ def _uploaded(part: Part) -> list[FileEntry]:
 
 def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, memoryview]) -> None:
     for entry in entries:
-        verify(entry, files[entry.basename], tier="memory", where=f"{part.name}, rank {part.rank}")
+        for index, (offset, length) in enumerate(entry.chunks):
+            chunk = files[entry.basename][offset : offset + length]
+            entry.check_chunk(index, chunk, tier="memory", where=f"{part.name}, rank {part.rank}")
 
 
 def _put_files(
     store: Store,
     part: Part,
     files: Mapping[str, memoryview],
+    old: Manifest | None,
     journal: UploadJournal | None,
     progress: Callable[[int], None] | None,
 ) -> None:
-    """Uploads what is there before the checkpoint is (W1)."""
+    """Uploads what is there before the checkpoint is (W1), once all files are verified."""
+    _check_names(store, part, old)
+    _verify(part, part.content.files, files)
     for entry in _uploaded(part):
         if entry.basename not in _sent(journal):
             upload = Section(journal, _UPLOAD)
@@ -275,7 +264,7 @@ def _put_files(
             _note_sent(journal, entry.basename)
 
 
-def _check(store: Store, part: Part, old: Manifest | None) -> None:
+def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
     """Refuses a part that would write where it must not."""
     check_paths(part)
     # What carries a mark of the save's id is of no other save.
@@ -283,13 +272,9 @@ def _check(store: Store, part: Part, old: Manifest | None) -> None:
     ours = {entry.path for entry in _uploaded(part) if mark not in entry.basename}
     if not ours:
         return
-    replaced = replaced_by(store, part.name, old, lambda: _has_switch(store, part))
-    others = [each for each in contents_of(replaced) if each.save_id != part.save_id]
-    try:
-        clash = ours & paths_in(store, others)
-    except CorruptCheckpointError:
-        # Of what it is to replace, nobody can tell the files, nor read them.
-        clash = set()
+    others = [each for each in contents_of(_replaced_by(store, part, old)) if each.save_id != part.save_id]
+    # Of what it is to replace, nobody may be able to tell the files, nor to read them.
+    clash = ours & (paths_in(store, others) or set())
     if clash:
         raise UsageError(
             f"{min(clash)!r} belongs to the checkpoint that this save is to replace",
@@ -302,10 +287,21 @@ def _check(store: Store, part: Part, old: Manifest | None) -> None:
         )
 
 
-def _has_switch(store: Store, part: Part) -> bool:
-    """Whether there is an object where the switch of this save lies, or that of another one of its name."""
+def _replaced_by(store: Store, part: Part, old: Manifest | None, *, is_taken: bool = False) -> list[Manifest]:
+    """Whose objects a save replaces: those of its name, or those that live on for aliases of it.
+
+    Args:
+        store: Where.
+        part: The save's.
+        old: The manifest of its name.
+        is_taken: Whether it is known that objects of that name are there; looked up otherwise.
+    """
+    if old is not None and old.alias_of is None:
+        return [old]
     switch = _switch(part)
-    return exists(store, switch.path if switch is not None else f"{part.name}/{METADATA}")
+    # The files of a deleted checkpoint may live on for aliases, and are what they stand for.
+    is_taken = is_taken or exists(store, switch.path if switch is not None else f"{part.name}/{METADATA}")
+    return heirs(store, part.name) if is_taken else []
 
 
 def _check_sizes(store: Store, part: Part, index: Index) -> bool:

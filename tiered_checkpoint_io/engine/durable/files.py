@@ -1,13 +1,13 @@
 """The files of a checkpoint on the durable tier: named by its manifest, or by an index and descriptions beside it.
 
 Whoever chooses among checkpoints reads manifests alone. Whoever reads the bytes of one asks here for the files that
-it needs, and only their descriptions are fetched, each once.
+it needs, and only their descriptions are fetched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-import threading
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
@@ -23,20 +23,13 @@ _RANK = re.compile(r"(?:__|rank-)(?P<rank>\d+)[_.-]")
 
 
 class Files:
-    """The files of one save; descriptions are read when they are asked for, each once. For many threads."""
+    """The files of one save, of any format; descriptions are read when they are asked for. For many threads."""
 
     def __init__(self, store: Store, content: Content, index: Index | None) -> None:
-        """Takes what :func:`files_of` has read.
-
-        Args:
-            store: The durable tier.
-            content: Lists the files where there is no index.
-            index: The rows of all parts.
-        """
+        """Takes what :func:`files_of` has read: the content lists the files where there is no index."""
         self._store = store
         self._content = content
         self._index = index
-        self._lock = threading.Lock()
         self._read: dict[int, tuple[FileEntry, ...]] = {}
 
     @property
@@ -57,16 +50,14 @@ class Files:
             return self._content.files if self._content.parts == 1 else tuple(self._inline(rank))
         if len(self._index.rows) == 1:
             (rank,) = self._index.rows
-        with self._lock:
-            found = self._read.get(rank)
-        if found is None:
-            row = self._index.rows.get(rank)
-            if row is None:
-                return ()
-            found = read_description(self._store, self._index, rank).content.files
-            with self._lock:
-                self._read[rank] = found
-        return found
+        if rank not in self._read and rank in self._index.rows:
+            key = ids.description_key(self._index.save_id, rank)
+            with _as_committed(where := f"{self._store.url}/{key}"):
+                data = self._store.get(key)
+                check_digest(data, self._index.rows[rank].digest, "the description of a part", key=where)
+                part = parse_description(data, self._index.name, self._index.save_id, rank, where=where)
+            self._read[rank] = part.content.files
+        return self._read.get(rank, ())
 
     def _inline(self, rank: int) -> Iterator[FileEntry]:
         # Parts are listed one after the other: a file whose name tells no rank is of the part of the one before.
@@ -97,64 +88,33 @@ class Files:
         return tuple(entry for files in in_parallel(self.of_rank, self._index.rows) for entry in files)
 
 
-def files_of(store: Store, content: Content, index: bytes | None = None) -> Files:
-    """The files of a save, of any format.
-
-    Args:
-        store: The durable tier.
-        content: From a manifest.
-        index: What :func:`read_index` gave another process of the node; read where it is not given.
+def files_of(store: Store, content: Content) -> Files:
+    """The files of a save.
 
     Raises:
-        CorruptCheckpointError: The index is missing, or is not the one that was committed.
+        CorruptCheckpointError: Its index is missing, or is not the one that was committed.
         StoreError: The tier could not be asked.
     """
     if content.index is None:
         return Files(store, content, None)
-    data = read_index(store, content) if index is None else content.index.check(index, key=_where(store, content))
-    return Files(store, content, parse_index(store, content, data))
-
-
-def read_index(store: Store, content: Content) -> bytes:
-    """The index of a save, verified; empty where the manifest lists the files itself. Raises as :func:`files_of`."""
-    if content.index is None:
-        return b""
-    data = _get(store, ids.index_key(content.save_id))
-    return content.index.check(data, key=_where(store, content))
-
-
-def parse_index(store: Store, content: Content, data: bytes) -> Index:
-    """What an index says.
-
-    Raises:
-        CorruptCheckpointError: It is not the index of this save.
-    """
-    where = _where(store, content)
-    try:
-        index = Index.from_json(data, where=where)
+    key = ids.index_key(content.save_id)
+    with _as_committed(where := f"{store.url}/{key}"):
+        index = Index.from_json(content.index.check(store.get(key), key=where), where=where)
         if index.save_id != content.save_id:
             raise ManifestError("the index of another save", operation="parse", key=where)
-    except FormatVersionError:
-        raise
-    except ManifestError as error:
-        raise CorruptCheckpointError(error.message, operation="read", tier="durable", key=where) from error
-    return index
+    return Files(store, content, index)
 
 
-def read_description(store: Store, index: Index, rank: int) -> Part:
-    """The description of a part that an index names.
-
-    Raises:
-        CorruptCheckpointError: It is missing, or is not the one that was committed.
-        StoreError: The tier could not be asked.
-    """
-    key = ids.description_key(index.save_id, rank)
-    where, data = f"{store.url}/{key}", _get(store, key)
-    check_digest(data, index.rows[rank].digest, "the description of a part", key=where)
+@contextlib.contextmanager
+def _as_committed(where: str) -> Iterator[None]:
+    """A block that reads a document which a manifest needs: to miss it, or to find it damaged, is corruption."""
     try:
-        return parse_description(data, index.name, index.save_id, rank, where=where)
+        yield
     except FormatVersionError:
         raise
+    except StoreNotFoundError as error:
+        text = "it is missing, while the manifest that needs it is there"
+        raise CorruptCheckpointError(text, operation="read", tier="durable", key=where) from error
     except ManifestError as error:
         raise CorruptCheckpointError(error.message, operation="read", tier="durable", key=where) from error
 
@@ -183,23 +143,13 @@ def check_paths(part: Part) -> None:
             raise ManifestError(f"file {entry.path!r} is not in the folder of its checkpoint", key=part.name)
 
 
-def paths_in(store: Store, contents: Iterable[Content]) -> set[str]:
-    """The keys of all files of some contents. Raises as :func:`files_of`."""
-    return {path for content in contents for path in files_of(store, content).sizes}
+def paths_in(store: Store, contents: Iterable[Content]) -> set[str] | None:
+    """The keys of all files of some contents; None where the index of one is damaged, so that nobody can tell them.
 
-
-def _get(store: Store, key: str) -> bytes:
-    """A small object that has to be there."""
+    Raises:
+        StoreError: The tier could not be asked.
+    """
     try:
-        return store.get(key)
-    except StoreNotFoundError as error:
-        raise CorruptCheckpointError(
-            "it is missing, while the manifest that needs it is there",
-            operation="read",
-            tier="durable",
-            key=f"{store.url}/{key}",
-        ) from error
-
-
-def _where(store: Store, content: Content) -> str:
-    return f"{store.url}/{ids.index_key(content.save_id)}"
+        return {path for content in contents for path in files_of(store, content).sizes}
+    except CorruptCheckpointError:
+        return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_all, read_manifest
-from tiered_checkpoint_io.engine.durable.removal import live_paths, remove_save
-from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, TieredCheckpointError
+from tiered_checkpoint_io.engine.durable.arrivals import move_old
+from tiered_checkpoint_io.engine.durable.files import paths_in
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, if_intact, read_all, read_manifest
+from tiered_checkpoint_io.engine.durable.removal import remove_save
+from tiered_checkpoint_io.errors import FormatVersionError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
@@ -53,14 +55,15 @@ def collect(
     if seen.old_prefix:
         seen.old_prefix = _move_old(store, committed, patience_s)
     # First these, then the manifests: a save that is committed in between is among those that they name.
-    found = [save_id for save_id in saves_in(store) if save_id < committed.save_id and save_id not in seen.settled]
+    saves = sorted(save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id))
+    found = [save_id for save_id in saves if save_id < committed.save_id and save_id not in seen.settled]
     if not found:
         seen.settled.add(committed.save_id)
         return []
-    manifests = [each for each in read_all(store, read_manifest) if each is not None]
+    manifests = read_all(store, read_manifest)
     seen.settled |= {content.save_id for content in contents_of(manifests)}
     gone = []
-    left = sorted(set(found) - seen.settled)
+    left = [save_id for save_id in found if save_id not in seen.settled]
     before = _time_of(store, committed) - patience_s if left else 0.0
     for save_id in left:
         objects = list(store.list(ids.save_prefix(save_id)))
@@ -70,8 +73,7 @@ def collect(
             continue
         name = _name_of(store, objects)
         if _is_stale(save_id, objects, committed, before) and name is not None and name not in busy:
-            named = [each for each in manifests if name in (each.name, each.alias_of)]
-            live = live_paths(store, contents_of(named))
+            live = paths_in(store, contents_of(each for each in manifests if name in (each.name, each.alias_of)))
             if live is not None:
                 remove_save(store, name, save_id, live)
                 gone.append((save_id, name))
@@ -81,20 +83,14 @@ def collect(
 def clear_up(
     store: Store, committed: Part, *, patience_s: float, busy: Collection[str], log: Logger, seen: Seen | None = None
 ) -> None:
-    """As :func:`collect`, behind a commit that is done: what goes, or can't go now, is only logged."""
+    """:func:`collect` behind a commit, which an error of it does not undo; logs what went."""
     try:
         gone = collect(store, committed, patience_s=patience_s, busy=busy, seen=seen)
     except TieredCheckpointError as error:
-        # The checkpoint is there; what is left of others is found again behind the next one.
         log.warning("could not remove what is left of incomplete saves: %s", error)
         return
     for save_id, name in gone:
         log.warning("save %s of %s never became complete; what was there of it is removed", save_id, name)
-
-
-def saves_in(store: Store) -> list[str]:
-    """The ids of all saves that are described on a durable tier."""
-    return sorted(save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id))
 
 
 def _time_of(store: Store, committed: Part) -> float:
@@ -107,24 +103,27 @@ def _is_stale(save_id: str, objects: list[ObjectInfo], committed: Part, before: 
     return same_run or max((entry.modified for entry in objects), default=0.0) < before
 
 
+def _part_at(store: Store, key: str) -> Part:
+    return Part.from_json(store.get(key), where=key)
+
+
 def _name_of(store: Store, objects: list[ObjectInfo]) -> str | None:
     """The checkpoint that a save was to be; empty where nobody can tell, None where a newer release knows."""
     for entry in objects:
         try:
-            return Part.from_json(store.get(entry.key), where=entry.key).name
+            part = if_intact(_part_at, store, entry.key)
         except FormatVersionError:
             return None
-        except ManifestError:
-            continue
+        if part is not None:
+            return part.name
     return ""
 
 
 def _move_old(store: Store, committed: Part, patience_s: float) -> bool:
     """Moves stale descriptions from where earlier releases put them; whether any was there."""
-    parts = [(ids.parse_part_key(entry.key), entry) for entry in store.list(ids.PART_PREFIX)]
-    before = _time_of(store, committed) - patience_s if parts else 0.0
-    for key, entry in parts:
-        if key is not None and key.save_id < committed.save_id and _is_stale(key.save_id, [entry], committed, before):
-            store.put(ids.description_key(key.save_id, key.rank), store.get(entry.key))
-            store.delete(entry.key)
-    return bool(parts)
+    entries = list(store.list(ids.PART_PREFIX))
+    before = _time_of(store, committed) - patience_s if entries else 0.0
+    saves = {entry: key.save_id for entry in entries if (key := ids.parse_part_key(entry.key)) is not None}
+    old = [entry for entry, save_id in saves.items() if save_id < committed.save_id]
+    move_old(store, [entry for entry in old if _is_stale(saves[entry], [entry], committed, before)])
+    return bool(saves)

@@ -1,19 +1,35 @@
-"""Manifests on the durable tier: reading them, and whose objects are whose."""
+"""Manifests on the durable tier: reading them, and what several of them say together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest
+from tiered_checkpoint_io.model.manifest import Content, Manifest
 from tiered_checkpoint_io.stores.base import Store
 
 _AT_ONCE = 8
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+_P = ParamSpec("_P")
+
+
+def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+    """What ``read`` gives of its arguments; None where that document is missing or damaged.
+
+    Raises:
+        FormatVersionError: A newer release wrote it.
+        StoreError: The tier could not be asked.
+    """
+    try:
+        return read(*args, **kwargs)
+    except FormatVersionError:
+        raise
+    except (ManifestError, StoreNotFoundError):
+        return None
 
 
 def read_manifest(store: Store, name: str) -> Manifest | None:
@@ -31,40 +47,13 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
 
 
 def current(store: Store, name: str) -> Manifest | None:
-    """The manifest of a checkpoint, where there is one that describes it.
-
-    Raises:
-        FormatVersionError: A newer release owns this name.
-        StoreError: The tier could not be asked.
-    """
-    try:
-        return read_manifest(store, name)
-    except FormatVersionError:
-        raise
-    except ManifestError:
-        # A damaged manifest describes no checkpoint; there is nothing to keep of it.
-        return None
+    """The manifest of a checkpoint; a damaged one describes no checkpoint. Raises as :func:`if_intact`."""
+    return if_intact(read_manifest, store, name)
 
 
-def is_committed(manifest: Manifest | None, save_id: str) -> bool:
-    """Whether a manifest says that this save, and no other, is what its name holds."""
-    own = manifest is not None and manifest.alias_of is None and not manifest.previous
-    return own and manifest is not None and manifest.content.save_id == save_id
-
-
-def verify(entry: FileEntry, data: memoryview, *, tier: str, where: str) -> None:
-    """Compares every chunk of a file with its hash.
-
-    Raises:
-        CorruptCheckpointError: One differs.
-    """
-    for index, (offset, length) in enumerate(entry.chunks):
-        entry.check_chunk(index, data[offset : offset + length], tier=tier, where=where)
-
-
-def contents_of(manifests: Iterable[Manifest]) -> list[Content]:
+def contents_of(manifests: Iterable[Manifest | None]) -> list[Content]:
     """All that some manifests say their objects may hold, each save once."""
-    contents = (content for each in manifests for content in (each.content, *each.previous))
+    contents = (content for each in manifests if each is not None for content in (each.content, *each.previous))
     return [*{content.save_id: content for content in contents}.values()]
 
 
@@ -79,28 +68,14 @@ def exists(store: Store, path: str) -> bool:
 
 def heirs(store: Store, name: str) -> list[Manifest]:
     """The aliases that keep the files of a checkpoint whose own manifest is gone; reads all manifests: a rare case."""
-    return [each for each in read_all(store) if each is not None and each.alias_of == name]
+    return [each for each in read_all(store, current) if each.alias_of == name]
 
 
-def read_all(store: Store, read: Callable[[Store, str], Manifest | None] = current) -> list[Manifest | None]:
-    """All manifests, each read by ``read``; None for one that is gone meanwhile."""
+def read_all(store: Store, read: Callable[[Store, str], Manifest | None]) -> list[Manifest]:
+    """All manifests, each read by ``read``, but those of which it gives none."""
     names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
-    return in_parallel(lambda name: read(store, name), sorted(name for name in names if name is not None))
-
-
-def replaced_by(store: Store, name: str, old: Manifest | None, is_taken: Callable[[], bool]) -> list[Manifest]:
-    """Whose objects a save replaces: those of its name, or those that live on for aliases of it.
-
-    Args:
-        store: Where.
-        name: The name that is saved.
-        old: The manifest of that name.
-        is_taken: Tells, where there is none, whether objects of this name are there all the same.
-    """
-    if old is not None and old.alias_of is None:
-        return [old]
-    # The files of a deleted checkpoint may live on for aliases, and are what they stand for.
-    return heirs(store, name) if is_taken() else []
+    found = in_parallel(lambda name: read(store, name), sorted(name for name in names if name is not None))
+    return [manifest for manifest in found if manifest is not None]
 
 
 def points_to(store: Store, alias: str, target: str) -> bool:
