@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
-from tiered_checkpoint_io.engine.drain.operations import held_back, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable.files import files_of
@@ -244,11 +243,10 @@ def _existing(root: Path) -> Path:
 def _undone(root: Path) -> int:
     """How many saves, aliases and deletes wait for the durable tier, but for what only a further save sets free."""
     try:
-        operations, _ = Queue(root).look(MemoryTier(root))
+        return len(Queue(root).doable(MemoryTier(root)))
     except FileNotFoundError:
         # Half cleaned away already.
         return 0
-    return len(operations) - len(held_back(operations, unreplaced(Queue(root).outcomes())))
 
 
 def _store(dirpath: str, endpoint_url: str | None) -> Store:

@@ -17,7 +17,6 @@ from tiered_checkpoint_io.engine.drain.operations import (
     Request,
     blocked_by_failures,
     conflicting_operations,
-    held_back,
     unreplaced,
 )
 from tiered_checkpoint_io.engine.drain.queue import Queue, operations_of
@@ -32,8 +31,8 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _LOG_TAIL_BYTES = 2000
 
-#: Drains that outlived the handle which started them; reaped when they have ended.
-_left_working: list[subprocess.Popen[bytes]] = []
+#: Drains that this process has started, and that may outlive their handle: reaped when they have ended.
+_children: list[subprocess.Popen[bytes]] = []
 
 
 class DrainHandle:
@@ -75,7 +74,7 @@ class DrainHandle:
         """
         if self._foreign():
             return
-        _reap()
+        _children[:] = [child for child in _children if child.poll() is None]
         if self._trainer_lock is None:
             self.queue.open()
             self._write_config()
@@ -129,6 +128,7 @@ class DrainHandle:
                 start_new_session=True,
                 cwd="/",
             )
+            _children.append(self._child)
 
     def _open_log(self) -> BinaryIO:
         path = self._root / "status" / "drain.log"
@@ -158,12 +158,10 @@ class DrainHandle:
         if self._child is not None:
             # Reaps a drain that has left; one that still works is adopted by init when we end. One
             # that can do nothing leaves as well: whoever comes next must not meet it on its way out.
-            left = self._doable()
+            left = self.queue.doable(self._tier)
             if self._child.poll() is None and (not left or self._stuck_by(left) is not None):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._child.wait(self._clock.timing.reap_s)
-            if self._child.poll() is None:
-                _left_working.append(self._child)
             self._child = None
         self._spawned_at = 0.0
 
@@ -249,7 +247,7 @@ class DrainHandle:
         """
         left: list[Request] = []
         for _ in self._looks(timeout_s):
-            left = self._doable()
+            left = self.queue.doable(self._tier)
             if not left:
                 return
             self._check_drain()
@@ -317,13 +315,6 @@ class DrainHandle:
             # Whoever waits for it starts it again.
             self._log.error("the drain has ended: %s", error)
 
-    def _doable(self) -> list[Request]:
-        """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
-        operations, _ = self.queue.look(self._tier)
-        held = held_back(operations, unreplaced(self.queue.outcomes()))
-        # A save that is under way may set them free as well, and then they are waited for.
-        return [operation for operation in operations if operation not in held]
-
     def _stuck_by(self, left: list[Request]) -> Outcome | None:
         """The first failure where all that is left has failed, or waits for what has."""
         failed = {operation.op_id: outcome for operation in left if (outcome := self._failure(operation.op_id))}
@@ -381,7 +372,3 @@ class DrainHandle:
     def _foreign(self) -> bool:
         # A forked child (a DataLoader's worker) has our memory, but not our role.
         return os.getpid() != self._pid
-
-
-def _reap() -> None:
-    _left_working[:] = [child for child in _left_working if child.poll() is None]

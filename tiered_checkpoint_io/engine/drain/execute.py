@@ -254,7 +254,7 @@ class Executor:
 
     # -------------------------------------------------------------------------------- outcomes
     def _failed(self, operation: Request, stored: StoredPart | None, error: Exception, seconds: float) -> None:
-        self._report.last_error = str(error)
+        self._report.now.last_error = str(error)
         if isinstance(error, CorruptCheckpointError) and stored is not None:
             self._finish(operation, stored, "failed", error)
             where = self._tier.quarantine(stored.folder, str(error))

@@ -29,20 +29,28 @@ def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock
     Raises:
         MemoryFullError: The file is missing, and there is no space for it.
     """
-    descriptor = _open(path)
+    with needs_space("no space for a lock file", operation="lock", key=str(path)):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if not flock(descriptor, patience_s, clock.timing.lock_poll_s, clock, shared=shared):
+        os.close(descriptor)
+        return None
+    with _guard:
+        _held.add(descriptor)
+    return descriptor
+
+
+def flock(descriptor: int, patience_s: float, poll_s: float, clock: Clock, *, shared: bool = False) -> bool:
+    """Locks an open file, trying for ``patience_s`` seconds; whether it has the lock."""
     deadline = clock.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             if clock.monotonic() >= deadline:
-                os.close(descriptor)
-                return None
-            clock.sleep(clock.timing.lock_poll_s)
+                return False
+            clock.sleep(poll_s)
         else:
-            with _guard:
-                _held.add(descriptor)
-            return descriptor
+            return True
 
 
 def share(descriptor: int) -> None:
@@ -64,11 +72,6 @@ def is_locked(path: Path) -> bool:
         return True
     release(descriptor)
     return False
-
-
-def _open(path: Path) -> int:
-    with needs_space("no space for a lock file", operation="lock", key=str(path)):
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _drop_in_child() -> None:

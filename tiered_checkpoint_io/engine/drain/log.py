@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.drain.locks import flock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory.space import needs_space
 
@@ -171,21 +172,15 @@ class OperationLog:
     def _locked(self) -> Iterator[int]:
         file = self._opened(make=True)
         assert file is not None
-        deadline = self._clock.monotonic() + self._clock.timing.log_lock_s
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if self._clock.monotonic() > deadline:
-                    raise MemoryTierError(
-                        "another process has held the operation log for too long",
-                        operation="write",
-                        tier="memory",
-                        key=str(self._path),
-                        hint="look for a process of this job that is stopped",
-                    ) from error
-                self._clock.sleep(self._clock.timing.log_lock_poll_s)
+        timing = self._clock.timing
+        if not flock(file, timing.log_lock_s, timing.log_lock_poll_s, self._clock):
+            raise MemoryTierError(
+                "another process has held the operation log for too long",
+                operation="write",
+                tier="memory",
+                key=str(self._path),
+                hint="look for a process of this job that is stopped",
+            )
         try:
             if os.fstat(file).st_size < _HALVES_AT + 2 * _HALF:
                 with needs_space("no space for the operation log", operation="open", key=str(self._path)):

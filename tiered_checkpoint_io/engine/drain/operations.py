@@ -78,10 +78,7 @@ def next_operation(
     until what replaces it is good. An alias waits for the saves of its target and of its own name.
     What concerns the same name stays in order.
 
-    Args:
-        operations: All that is queued, in order.
-        waiting: Ids of operations that failed and whose next attempt is not due.
-        unreplaced: See :func:`unreplaced`.
+    ``waiting`` has the ids of operations that were begun and whose next attempt is not due.
     """
     for operation in operations:
         if operation.action == "cancel":
@@ -149,12 +146,7 @@ def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> l
 
 
 def blocked_by_failures(operations: Iterable[Request], failed: Collection[str]) -> set[str]:
-    """Ids of deletes and aliases that wait for operations which failed: see :func:`next_operation`.
-
-    Args:
-        operations: All that is queued, in order.
-        failed: Ids of those whose last attempt failed.
-    """
+    """Ids of deletes and aliases that wait for operations which failed: see :func:`next_operation`."""
     return {operation.op_id for operation, is_blocked in _in_turn(operations, failed) if is_blocked}
 
 

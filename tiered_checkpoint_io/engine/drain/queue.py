@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
-from tiered_checkpoint_io.engine.drain.operations import Outcome, Request, in_order, unreplaced
+from tiered_checkpoint_io.engine.drain.operations import Outcome, Request, held_back, in_order, unreplaced
 from tiered_checkpoint_io.errors import InvalidNameError, MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
@@ -34,7 +34,7 @@ _NOTE_SIZE = 1 << 18
 _T = TypeVar("_T", Request, Outcome)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DrainProgress:
     """What the drain is doing.
 
@@ -110,6 +110,13 @@ class Queue:
         requests = [each for each in self.requests() if each.op_id in seen or each.op_id < newest]
         return operations_of(parts.values(), requests), parts
 
+    def doable(self, tier: MemoryTier) -> list[Request]:
+        """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
+        operations, _ = self.look(tier)
+        held = held_back(operations, unreplaced(self.outcomes()))
+        # A save that is under way may set them free as well, and then they are waited for.
+        return [operation for operation in operations if operation not in held]
+
     # ---------------------------------------------------------------------------------- outcomes
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
         """Notes an outcome; with a final one, the request and the note of its work go, in the same write."""
@@ -150,15 +157,13 @@ class Queue:
         return Note(self._log, _NOTE + op_id)
 
     # ----------------------------------------------------------------------------- earlier files
-    def take_over(self, parts: Iterable[StoredPart]) -> None:
-        """Takes over what a release without this log left in small files."""
-        files = [(_OUTCOME + path.stem, path) for path in (self._root / "status").glob("[0-9]*.json")]
-        files += [(_REQUEST + path.stem, path) for path in (self._root / "requests").glob("[0-9]*.json")]
-        files += [(_NOTE + path.stem, path) for path in (self._root / "requests").glob("[0-9]*.journal")]
-        files += [(_NOTE + stored.op_id, path) for stored in parts if (path := stored.file("upload.json")).exists()]
+    def take_over(self) -> None:
+        """Takes over the requests and outcomes that a release without this log left in small files."""
+        files = {path: _OUTCOME + path.stem for path in (self._root / "status").glob("[0-9]*.json")}
+        files |= {path: _REQUEST + path.stem for path in (self._root / "requests").glob("[0-9]*.json")}
         if files:
-            self._log.write({key: _from_file(path) for key, path in files})
-        for _, path in files:
+            self._log.write({key: _from_file(path) for path, key in files.items()})
+        for path in files:
             path.unlink()
 
     def outcome_in_file(self, op_id: str) -> Outcome | None:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
@@ -14,23 +15,23 @@ from tiered_checkpoint_io.engine.drain.stores import Stores
 
 
 class Reporter:
-    """Collects a drain's figures, and writes them where the trainer reads them."""
+    """Collects a drain's figures, and writes them where the trainer reads them.
+
+    Attributes:
+        now: The figures, as far as they do not change by themselves.
+        counts: How many operations ended how.
+        last_success: When something last went well, by the monotonic clock.
+    """
 
     def __init__(self, queue: Queue, stores: Stores, clock: Clock) -> None:
         """Takes the queue to write to, and the stores whose requests are counted."""
         self._queue = queue
-        self._clock = clock
         self._stores = stores
+        self._clock = clock
         self._lock = threading.Lock()
-        #: Name and bytes of the upload that runs, and when it began.
-        self._current = ("", 0, 0.0)
-        self._done = 0
-        self._rate = 0.0
+        self._started = 0.0
+        self.now = DrainProgress(os.getpid())
         self.counts: Counter[str] = Counter()
-        self.pending = 0
-        self.last_error = ""
-        self.trouble = ""
-        #: When something last went well, by the monotonic clock.
         self.last_success = clock.monotonic()
 
     @contextlib.contextmanager
@@ -40,7 +41,7 @@ class Reporter:
 
         def beat() -> None:
             timing = self._clock.timing
-            while not self._clock.wait(ended, timing.heartbeat_s if self._current[0] else timing.idle_heartbeat_s):
+            while not self._clock.wait(ended, timing.heartbeat_s if self.now.name else timing.idle_heartbeat_s):
                 self.write()
 
         thread = threading.Thread(target=beat, name="tiered-heartbeat", daemon=True)
@@ -55,43 +56,34 @@ class Reporter:
     @contextlib.contextmanager
     def uploading(self, name: str, size: int) -> Iterator[None]:
         """Says that a checkpoint of ``size`` bytes is in work while the block runs."""
-        self._current, self._done = (name, size, self._clock.monotonic()), 0
+        self._started = self._clock.monotonic()
+        self.now = replace(self.now, name=name, bytes_done=0, bytes_total=size)
         self.write()
         try:
             yield
         finally:
-            self._current = ("", 0, 0.0)
+            self.now = replace(self.now, name="", bytes_done=0, bytes_total=0)
 
     def add(self, count: int) -> None:
         """Counts bytes that reached the durable tier; for many threads."""
         with self._lock:
-            self._done += count
+            self.now.bytes_done += count
         self.last_success = self._clock.monotonic()
 
     def succeeded(self, size: int, seconds: float) -> None:
         """Takes the rate of an operation; ``size`` is 0 for those that upload nothing."""
         self.last_success = self._clock.monotonic()
         if size:
-            self._rate = size / max(seconds, 1e-9)
+            self.now.rate = size / max(seconds, 1e-9)
 
     def write(self) -> None:
         """Writes the figures once."""
         counters = Counter(self.counts)
         for store in self._stores.all():
             counters.update(store.metrics.snapshot())
-        (name, total, started), done = self._current, self._done
-        progress = DrainProgress(
-            os.getpid(),
-            self._clock.wall(),
-            self.pending,
-            name,
-            done if name else 0,
-            total,
-            done / max(self._clock.monotonic() - started, 1e-9) if name else self._rate,
-            dict(counters),
-            self.last_error,
-            self.trouble,
-        )
+        now = replace(self.now, heartbeat=self._clock.wall(), counters=dict(counters))
+        if now.name:
+            now.rate = now.bytes_done / max(self._clock.monotonic() - self._started, 1e-9)
         # Without a log, or a descriptor to open it, there is nothing to say it by.
         with contextlib.suppress(OSError):
-            self._queue.write_progress(progress)
+            self._queue.write_progress(now)

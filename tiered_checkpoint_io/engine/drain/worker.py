@@ -14,7 +14,7 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.execute import Executor
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
-from tiered_checkpoint_io.engine.drain.operations import held_back, next_operation, unreplaced
+from tiered_checkpoint_io.engine.drain.operations import next_operation, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
@@ -96,7 +96,7 @@ class Drain:
     @property
     def trouble(self) -> str:
         """See :class:`DrainProgress`."""
-        return self._report.trouble
+        return self._report.now.trouble
 
     # -------------------------------------------------------------------------------- the loop
     def _loop(self, *, once: bool) -> None:
@@ -109,7 +109,7 @@ class Drain:
                     is_new = False
                 if self._turn(once=once):
                     return
-                troubled_at, self._report.trouble = None, ""
+                troubled_at, self._report.now.trouble = None, ""
             except OSError as error:
                 # Out of descriptors, for one: the next look may find some. Nothing was begun that is not noted.
                 if once or not is_scarcity(error):
@@ -117,16 +117,16 @@ class Drain:
                 if troubled_at is None:
                     self._log.error("cannot look at the queue, trying again: %s", error)
                     troubled_at = clock.monotonic()
-                self._report.last_error = str(error)
+                self._report.now.last_error = str(error)
                 if clock.monotonic() - troubled_at > clock.timing.drain_trouble_s:
-                    self._report.trouble = str(error)
+                    self._report.now.trouble = str(error)
                 clock.wait(self._stop, clock.timing.drain_rest_s)
 
     def _prepare(self) -> None:
         """Makes the log where it is missing, and takes over what an earlier release left."""
         try:
             self._queue.open()
-            self._queue.take_over([stored for stored in self._tier.parts() if stored.pending])
+            self._queue.take_over()
         except MemoryFullError as full:
             # To go on without it frees what is full.
             self._log.error("outcomes are not noted: %s", full)
@@ -135,7 +135,7 @@ class Drain:
         """Does what can be done next; whether there is nothing more to stay for."""
         version = self._queue.version()
         operations, parts = self._queue.look(self._tier)
-        self._report.pending = len(operations)
+        self._report.now.pending = len(operations)
         waiting = self._executor.waiting({operation.op_id for operation in operations})
         operation = next_operation(operations, waiting, unreplaced(self._queue.outcomes()))
         if operation is not None:
@@ -159,20 +159,15 @@ class Drain:
             self._report.last_success = self._clock.monotonic()
             return False
         # Looked at under the lock: no trainer can add to it now.
-        operations, _ = self._queue.look(self._tier)
-        held = held_back(operations, unreplaced(self._queue.outcomes()))
-        left = {operation.op_id for operation in operations if operation not in held}
+        left = {operation.op_id for operation in self._queue.doable(self._tier)}
         overdue = self._clock.monotonic() - self._report.last_success > self._clock.timing.drain_give_up_s
         # To stay would be in vain for what fails for good: the next start may bring other credentials than ours.
         begun = [begun for op_id, begun in self._executor.begun.items() if op_id in left]
         if left and not overdue and not (begun and all(each.permanent for each in begun)):
             release(trainers)
             return False
-        if operations:
-            self._log.error(
-                "leaving %d operations for the next start to take up. Last error: %s",
-                len(operations),
-                self._report.last_error or "none",
-            )
+        if operations := self._queue.look(self._tier)[0]:
+            text = "leaving %d operations for the next start to take up. Last error: %s"
+            self._log.error(text, len(operations), self._report.now.last_error or "none")
         self._trainers = trainers
         return True

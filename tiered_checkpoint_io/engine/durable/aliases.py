@@ -32,7 +32,7 @@ def put_alias(
         target: A checkpoint that is no alias itself.
         before: The id of the request. A checkpoint saved as ``alias`` later than it is left alone, and so is an
             alias of one: the request was left over in the memory of another node.
-        journal: Remembers what is still to be removed, between a crash and the next call.
+        journal: Notes what is still to be removed.
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
@@ -76,11 +76,8 @@ def delete(store: Store, name: str, *, before: str | None = None, journal: Uploa
     The objects that a live alias names stay until that alias moves on. A file that never had a
     manifest (a save that was given up, or one that others wrote) is removed too.
 
-    Args:
-        store: Where.
-        name: Which.
-        before: The id of the request. A save made later than it is left alone.
-        journal: Remembers what is still to be removed, between a crash and the next call.
+    What is still to be removed is noted in the journal. A save made later than ``before``, the id of the request, is
+    left alone.
 
     Raises:
         FormatVersionError: A newer release owns this name. Nothing was removed.

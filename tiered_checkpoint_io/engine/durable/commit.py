@@ -65,13 +65,7 @@ def put_part(
 ) -> Fate:
     """Uploads one of several parts: its files but the switch, then its description.
 
-    Args:
-        store: Where.
-        part: The part.
-        files: The bytes of its files, by basename; all are verified before anything is written.
-        journal: Remembers what has arrived, between a crash and the next call. :func:`commit` goes on with it.
-        progress: See :meth:`Store.upload`.
-        clock: See :func:`gone_past`.
+    The journal remembers what has arrived, between a crash and the next call, and :func:`commit` goes on with it.
 
     Returns:
         ``sent``; or else nothing was written.
@@ -136,11 +130,11 @@ def commit(
     Args:
         store: Where.
         part: The coordinator's part; of several, behind :func:`put_part`.
-        files: The bytes of its files, by basename.
+        files: The bytes of its files, by basename; of those that were sent, only the switch is needed.
         rows: All parts, by rank, as :class:`Arrivals` found them; not needed where there is only this one.
         journal: The one of :func:`put_part`; cleared at the end.
         progress: See :meth:`Store.upload`.
-        clock: See :func:`gone_past`.
+        clock: Tells how long a save of another run has waited.
 
     Returns:
         ``sent`` where this call made it exist; ``committed`` where an earlier one had, and at most something was
@@ -290,11 +284,7 @@ def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
 def _replaced_by(store: Store, part: Part, old: Manifest | None, *, is_taken: bool = False) -> list[Manifest]:
     """Whose objects a save replaces: those of its name, or those that live on for aliases of it.
 
-    Args:
-        store: Where.
-        part: The save's.
-        old: The manifest of its name.
-        is_taken: Whether it is known that objects of that name are there; looked up otherwise.
+    For these, ``is_taken`` tells where it is known that there are objects of that name.
     """
     if old is not None and old.alias_of is None:
         return [old]

@@ -100,13 +100,7 @@ class Removal:
 
 
 def remove_save(store: Store, name: str, save_id: str, live: Collection[str]) -> None:
-    """Removes the files of a save that no manifest names, then its descriptions, then its index.
-
-    Args:
-        store: The durable tier.
-        name: The checkpoint's name.
-        save_id: Which save.
-        live: Files that stay: another save of the name has them too.
+    """Removes the files of a save that no manifest names, but for ``live`` ones, then its descriptions and index.
 
     Raises:
         FormatVersionError: A newer release described it. Nothing was removed.
