@@ -13,6 +13,7 @@ from typing import BinaryIO
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import (
+    SAVES,
     Outcome,
     Request,
     blocked_by_failures,
@@ -174,11 +175,11 @@ class DrainHandle:
 
     def pending(self) -> list[str]:
         """Ids of all that waits for the drain, in order."""
-        return [operation.op_id for operation in self.queue.look(self._tier)[0]]
+        return [operation.op_id for operation in self.queue.look(self._tier)]
 
     def pending_saves(self) -> list[str]:
         """Ids of the saves of which parts of this node wait for the drain, in order."""
-        return sorted({stored.save_id for stored in self.queue.look(self._tier)[1].values()})
+        return sorted({ids.save_id_of_op(each.op_id) for each in self.queue.look(self._tier) if each.action in SAVES})
 
     def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
         """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request, State, superseded
-from tiered_checkpoint_io.engine.drain.queue import Queue, operations_of
+from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.engine.durable import aliases, commit
@@ -73,64 +73,54 @@ class Begun:
         self.due = clock.monotonic() + (timing.redo_permanent_s if self.permanent else backoff)
 
 
+@dataclass
 class Executor:
     """Carries out one operation after the other, and remembers those that it could not finish.
 
     Attributes:
         begun: Those, by their ids.
+        queued: The ids of all that was queued at the last look.
+        found: What earlier looks for garbage found, by dirpath.
     """
 
-    def __init__(
-        self,
-        tier: MemoryTier,
-        queue: Queue,
-        stores: Stores,
-        report: Reporter,
-        *,
-        logger: Logger,
-        stop: threading.Event,
-        clock: Clock,
-    ) -> None:
-        self._tier = tier
-        self._queue = queue
-        self._stores = stores
-        self._report = report
-        self._log = logger
-        self._stop = stop
-        self._clock = clock
-        self.begun: dict[str, Begun] = {}
-        self._queued: Collection[str] = ()
-        #: What earlier looks for garbage found, by dirpath.
-        self._found: dict[str, Seen] = {}
+    tier: MemoryTier
+    queue: Queue
+    stores: Stores
+    report: Reporter
+    log: Logger
+    stop: threading.Event
+    clock: Clock
+    begun: dict[str, Begun] = field(default_factory=dict)
+    queued: Collection[str] = ()
+    found: dict[str, Seen] = field(default_factory=dict)
 
     def waiting(self, queued: Collection[str]) -> dict[str, float]:
         """Those of the operations in the queue whose turn has not come again, and when it does."""
-        now = self._clock.monotonic()
-        is_new = any(op_id not in self._queued for op_id in queued)
+        now = self.clock.monotonic()
+        is_new = any(op_id not in self.queued for op_id in queued)
         self.begun = {op_id: begun for op_id, begun in self.begun.items() if op_id in queued}
-        self._queued = queued
+        self.queued = queued
         for begun in self.begun.values():
             if is_new and begun.permanent:
                 # What fails for good is tried again when there is something new to do.
                 begun.due = now
         return {op_id: begun.due for op_id, begun in self.begun.items() if begun.due > now}
 
-    def execute(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:
+    def execute(self, operation: Request, operations: list[Request]) -> None:
         """Does what can be done now for one of the operations in the queue, and notes its outcome."""
-        stored, begun = parts.get(operation.op_id), self.begun.get(operation.op_id)
-        started = self._clock.monotonic() if begun is None or begun.since is None else begun.since
+        begun, stored = self.begun.get(operation.op_id), operation.stored
+        started = self.clock.monotonic() if begun is None or begun.since is None else begun.since
         fate: commit.Fate | Literal["waits"] = "committed"
         try:
             if stored is not None:
                 fate = self._save(stored)
             elif operation.action == "cancel":
-                self._cancel(operation, operations, parts)
+                self._cancel(operation, operations)
             elif operation.action == "unknown":
-                raise ManifestError(
-                    "the request can't be understood", operation="drain", tier="memory", key=operation.op_id
-                )
+                text = "the request can't be understood"
+                raise ManifestError(text, operation="drain", tier="memory", key=operation.op_id)
             else:
-                store, journal = self._stores.get(operation.dirpath), self._queue.journal(operation.op_id)
+                store, journal = self.stores.get(operation.dirpath), self.queue.journal(operation.op_id)
                 if operation.action == "alias":
                     aliases.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
                 else:
@@ -139,45 +129,45 @@ class Executor:
             return
         except Exception as error:
             # Whatever it is, it is this operation's: the drain has others to carry out.
-            self._failed(operation, stored, error, self._clock.monotonic() - started)
+            self._failed(operation, error, self.clock.monotonic() - started)
             return
         if fate == "waits":
             return
-        if stored is not None and fate == "replaced":
-            self._give_up(stored, "a later save has taken its name")
+        if fate == "replaced":
+            self._give_up(operation, "a later save has taken its name")
             return
-        seconds = self._clock.monotonic() - started
-        self._report.succeeded(stored.part.content.size if stored is not None else 0, seconds)
-        self._finish(operation, stored, "committed", seconds=seconds)
+        seconds = self.clock.monotonic() - started
+        self.report.succeeded(stored.part.content.size if stored is not None else 0, seconds)
+        self._finish(operation, "committed", seconds=seconds)
         if stored is not None:
+            part = stored.part
             # Before it leaves the queue: who waits for all that is queued must not find just those that failed.
-            for old in superseded(operations, self._lost(stored.part, fate, parts), operation):
-                self._give_up(parts[old.op_id], f"superseded by {operation.name}")
+            for old in superseded(operations, self._lost(part, fate), operation):
+                self._give_up(old, f"superseded by {part.name}")
             # Behind the outcome: a drain that dies in between finds it committed, and says so again.
             self._mark_drained(stored)
-            part = stored.part
             what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
-            self._log.info("Step %d: %s %s: %s", part.content.step, part.name, what, rate(part.content.size, seconds))
-            self._queue.prune()
+            self.log.info("Step %d: %s %s: %s", part.content.step, part.name, what, rate(part.content.size, seconds))
+            self.queue.prune()
 
     def _save(self, stored: StoredPart) -> commit.Fate | Literal["waits"]:
         """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
         part, rows = stored.part, None
-        is_alone, timeout_s = part.content.parts == 1, self._stores.config.wait_timeout_s
-        store, journal = self._stores.get(part.dirpath), self._queue.journal(stored.op_id)
-        with self._report.uploading(part.name, part.content.size), self._tier.reading(stored) as views:
+        is_alone, timeout_s = part.content.parts == 1, self.stores.config.wait_timeout_s
+        store, journal = self.stores.get(part.dirpath), self.queue.journal(stored.op_id)
+        with self.report.uploading(part.name, part.content.size), self.tier.reading(stored) as views:
             if not is_alone:
-                fate = commit.put_part(store, part, views, journal=journal, progress=self._progress, clock=self._clock)
+                fate = commit.put_part(store, part, views, journal=journal, progress=self._progress, clock=self.clock)
                 if fate == "replaced" or not part.commits:
                     return fate
                 if fate == "sent" and (rows := self._gather(store, part, timeout_s)) is None:
                     return "waits"
-            fate = commit.commit(store, part, views, rows, journal=journal, progress=self._progress, clock=self._clock)
+            fate = commit.commit(store, part, views, rows, journal=journal, progress=self._progress, clock=self.clock)
         if fate != "replaced" and not is_alone:
-            later = (each.part for each in self._queue.look(self._tier)[1].values() if each.save_id > part.save_id)
-            found = self._found.setdefault(part.dirpath, Seen())
-            busy = {each.name for each in later}
-            clear_up(store, part, patience_s=timeout_s, busy=busy, log=self._log, seen=found)
+            queued = [each for each in self.queue.look(self.tier) if each.action in SAVES]
+            busy = {each.name for each in queued if ids.save_id_of_op(each.op_id) > part.save_id}
+            found = self.found.setdefault(part.dirpath, Seen())
+            clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, seen=found)
         return fate
 
     def _gather(self, store: Store, part: Part, timeout_s: float) -> dict[int, IndexRow] | None:
@@ -186,7 +176,7 @@ class Executor:
         Raises:
             DrainError: They have not come within ``timeout_s`` seconds.
         """
-        now, timing = self._clock.monotonic(), self._clock.timing
+        now, timing = self.clock.monotonic(), self.clock.timing
         mine = self.begun.setdefault(part.save_id, Begun())
         if mine.arrivals is None or mine.since is None:
             mine.arrivals, mine.since, mine.pause = Arrivals(part), now, timing.gather_first_s
@@ -212,9 +202,10 @@ class Executor:
         # Parts arrive in the order of their saves, so one that was looked at before may be complete by now.
         is_first = True
         for begun in self.begun.values():
-            if begun.arrivals is not None and begun.arrivals.is_older(part):
-                begun.arrivals.look(store)
-                if not begun.arrivals.missing:
+            arrivals = begun.arrivals
+            if arrivals and arrivals.part.dirpath == part.dirpath and arrivals.part.save_id < part.save_id:
+                arrivals.look(store)
+                if not arrivals.missing:
                     begun.due, is_first = now, False
         if not is_first:
             return None
@@ -222,65 +213,64 @@ class Executor:
         rows, mine.arrivals = mine.arrivals.rows, None
         return rows
 
-    def _lost(self, part: Part, fate: str, parts: dict[str, StoredPart]) -> set[str]:
+    def _lost(self, part: Part, fate: str) -> set[str]:
         """Ids of saves that failed, or can't become complete any more, once a part was sent or its save committed."""
         lost = {op_id for op_id, begun in self.begun.items() if begun.failures}
         if fate == "sent" and part.commits and part.content.parts > 1:
             # Nodes send parts in the order of their saves: what was missing at the last look will not come.
-            waiting = [op_id for op_id, begun in self.begun.items() if begun.arrivals is not None]
-            lost |= {op_id for op_id in waiting if _in_one_order(parts[op_id].part, part)}
+            waiting = [begun.arrivals.part for begun in self.begun.values() if begun.arrivals is not None]
+            lost |= {each.save_id for each in waiting if _in_one_order(each, part)}
         return lost
 
     def _progress(self, count: int) -> None:
-        if self._stop.is_set():
+        if self.stop.is_set():
             raise _Stopped
-        self._report.add(count)
+        self.report.add(count)
 
-    def _cancel(self, operation: Request, operations: list[Request], parts: dict[str, StoredPart]) -> None:
+    def _cancel(self, operation: Request, operations: list[Request]) -> None:
         for other in operations:
             if other.action in SAVES and ids.save_id_of_op(other.op_id) == ids.save_id_of_op(operation.target):
-                self._give_up(parts[other.op_id], "cancelled to keep the queue bounded")
+                self._give_up(other, "cancelled to keep the queue bounded")
 
-    def _give_up(self, stored: StoredPart, reason: str) -> None:
-        part, journal, begun = stored.part, self._queue.journal(stored.op_id), self.begun.get(stored.op_id)
-        if journal.read() is not None and not (begun is not None and begun.failures):
+    def _give_up(self, operation: Request, reason: str) -> None:
+        stored, journal = operation.stored, self.queue.journal(operation.op_id)
+        assert stored is not None, operation
+        if journal.read() is not None and not self.begun.get(operation.op_id, Begun()).failures:
             # What cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
-                commit.abandon(self._stores.get(part.dirpath), part, journal)
-        self._log.warning("%s will not be durable: %s", part.name, reason)
-        (operation,) = operations_of([stored], ())
-        self._finish(operation, stored, "skipped", reason)
+                commit.abandon(self.stores.get(operation.dirpath), stored.part, journal)
+        self.log.warning("%s will not be durable: %s", operation.name, reason)
+        self._finish(operation, "skipped", reason)
         self._mark_drained(stored)
 
     # -------------------------------------------------------------------------------- outcomes
-    def _failed(self, operation: Request, stored: StoredPart | None, error: Exception, seconds: float) -> None:
-        self._report.now.last_error = str(error)
-        if isinstance(error, CorruptCheckpointError) and stored is not None:
-            self._finish(operation, stored, "failed", error)
-            where = self._tier.quarantine(stored.folder, str(error))
-            self._queue.ring()
-            self._log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
+    def _failed(self, operation: Request, error: Exception, seconds: float) -> None:
+        self.report.now.last_error = str(error)
+        if isinstance(error, CorruptCheckpointError) and operation.stored is not None:
+            self._finish(operation, "failed", error)
+            where = self.tier.quarantine(operation.stored.folder, str(error))
+            self.queue.ring()
+            self.log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
         elif isinstance(error, CheckpointNotFoundError):
             # A save that was removed from memory, or an alias whose target was given up: then the
             # old alias still names what is good.
-            self._log.warning("%s", error)
-            self._finish(operation, stored, "skipped", error)
+            self.log.warning("%s", error)
+            self._finish(operation, "skipped", error)
         elif operation.action == "unknown":
-            self._log.error("%s", error)
-            self._finish(operation, stored, "failed", error)
+            self.log.error("%s", error)
+            self._finish(operation, "failed", error)
         else:
             begun = self.begun.setdefault(operation.op_id, Begun())
-            begun.failed(error, self._clock)
+            begun.failed(error, self.clock)
             if begun.failures == 1:
                 known = isinstance(error, TieredCheckpointError | OSError)
                 text = "%s of %s failed, to be tried again: %s"
-                self._log.error(text, operation.action, operation.name, error, exc_info=None if known else error)
-            self._finish(operation, stored, "failed", error, seconds=seconds, final=False)
+                self.log.error(text, operation.action, operation.name, error, exc_info=None if known else error)
+            self._finish(operation, "failed", error, seconds=seconds, final=False)
 
     def _finish(
         self,
         operation: Request,
-        stored: StoredPart | None,
         state: State,
         error: Exception | str = "",
         *,
@@ -288,7 +278,8 @@ class Executor:
         final: bool = True,
     ) -> None:
         """Notes how an operation ended; one that is not tried again leaves the queue."""
-        self._report.counts["uploaded" if operation.action == "part" and state == "committed" else state] += 1
+        self.report.counts["uploaded" if operation.action == "part" and state == "committed" else state] += 1
+        content = operation.stored.part.content if operation.stored is not None else None
         begun = self.begun.get(operation.op_id, Begun())
         if final:
             self.begun.pop(operation.op_id, None)
@@ -296,31 +287,31 @@ class Executor:
             operation.op_id,
             operation.action,
             operation.name,
-            stored.part.content.step if stored is not None else -1,
+            content.step if content is not None else -1,
             state,
             str(error),
             type(error).__name__ if isinstance(error, Exception) else "",
-            stored.part.content.size if stored is not None and state == "committed" else 0,
+            content.size if content is not None and state == "committed" else 0,
             seconds,
-            self._clock.wall(),
+            self.clock.wall(),
             begun.failures + (final and state != "skipped"),
             operation.dirpath,
         )
         try:
-            self._queue.finish(outcome, final=final)
+            self.queue.finish(outcome, final=final)
         except MemoryFullError as full:
             # No log could be made: memory was full already when this release started. To go on frees it.
-            self._log.error("could not note the outcome of %s: %s", operation.name, full)
+            self.log.error("could not note the outcome of %s: %s", operation.name, full)
 
     def _mark_drained(self, stored: StoredPart) -> None:
         """Notes in memory that the durable tier needs nothing more of a part."""
         try:
-            self._tier.mark_drained(stored)
+            self.tier.mark_drained(stored)
         except OSError as error:
             # Of a part that an earlier release made, and that has no space for the mark.
-            self._log.error("could not note that memory may let %s go: %s", stored.part.name, error)
-            self.begun.setdefault(stored.op_id, Begun()).failed(error, self._clock)
-        self._queue.ring()
+            self.log.error("could not note that memory may let %s go: %s", stored.part.name, error)
+            self.begun.setdefault(stored.op_id, Begun()).failed(error, self.clock)
+        self.queue.ring()
 
 
 def _in_one_order(one: Part, other: Part) -> bool:

@@ -15,16 +15,10 @@ _guard = threading.Lock()
 
 
 def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock: Clock = SYSTEM) -> int | None:
-    """Takes a lock on a file, made where it is missing.
-
-    Args:
-        path: The file.
-        shared: Whether others may hold it too, each shared.
-        patience_s: How long to try, seconds.
-        clock: For that.
+    """Takes a lock on a file, made where it is missing; a shared one may be held by others too, each shared.
 
     Returns:
-        A descriptor for :func:`release`; None where another holds the lock.
+        A descriptor for :func:`release`; None where another still holds the lock after ``patience_s`` seconds.
 
     Raises:
         MemoryFullError: The file is missing, and there is no space for it.

@@ -56,10 +56,7 @@ class OperationLog:
     ) -> None:
         """Takes the file, which is opened when it is there, and made by the first write.
 
-        Args:
-            path: The file.
-            expendable: The keys that may be dropped where there is too much, in that order.
-            clock: For the wait for other writers.
+        ``expendable`` gives the keys that may be dropped where there is too much, in that order.
         """
         self._path = path
         self._expendable = expendable

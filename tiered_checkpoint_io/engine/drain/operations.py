@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from tiered_checkpoint_io.model import ids
+
+if TYPE_CHECKING:
+    from tiered_checkpoint_io.memory.tier import StoredPart
 
 Action = Literal["save", "part", "alias", "delete", "cancel", "unknown"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
@@ -24,6 +27,7 @@ class Request:
         name: The checkpoint (or alias) that it is about.
         dirpath: The durable tier.
         target: An alias' target's name; the save id that a cancel is about.
+        stored: The part in node memory that a save uploads.
     """
 
     op_id: str
@@ -31,6 +35,7 @@ class Request:
     name: str
     dirpath: str
     target: str = ""
+    stored: StoredPart | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
-from tiered_checkpoint_io.engine.drain.operations import Outcome, Request, held_back, in_order, unreplaced
+from tiered_checkpoint_io.engine.drain.operations import Action, Outcome, Request, held_back, in_order, unreplaced
 from tiered_checkpoint_io.errors import InvalidNameError, MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model import ids
@@ -94,25 +94,27 @@ class Queue:
             MemoryFullError: There is no space for the log.
         """
         ids.validate_save_id(request.op_id)
-        self._log.write({_REQUEST + request.op_id: asdict(request)})
+        facts = asdict(request)
+        del facts["stored"]
+        self._log.write({_REQUEST + request.op_id: facts})
 
     def requests(self) -> list[Request]:
         """What is queued, in order; what this release does not understand has the action ``unknown``."""
         return [_request(op_id, raw) for op_id, raw in sorted(self._log.entries(_REQUEST).items())]
 
-    def look(self, tier: MemoryTier) -> tuple[list[Request], dict[str, StoredPart]]:
-        """All that waits for the drain, in order, and the parts of those operations that are saves, by their ids."""
+    def look(self, tier: MemoryTier) -> list[Request]:
+        """All that waits for the drain, in order."""
         # A trainer may add to both while we look. What is asked for behind a save must not be taken up
         # without it: an alias would find no target, and be given up.
         seen = {request.op_id for request in self.requests()}
-        parts = {stored.op_id: stored for stored in tier.parts() if stored.pending}
-        newest = max(parts, default="")
+        parts = [stored for stored in tier.parts() if stored.pending]
+        newest = max((stored.op_id for stored in parts), default="")
         requests = [each for each in self.requests() if each.op_id in seen or each.op_id < newest]
-        return operations_of(parts.values(), requests), parts
+        return operations_of(parts, requests)
 
     def doable(self, tier: MemoryTier) -> list[Request]:
         """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
-        operations, _ = self.look(tier)
+        operations = self.look(tier)
         held = held_back(operations, unreplaced(self.outcomes()))
         # A save that is under way may set them free as well, and then they are waited for.
         return [operation for operation in operations if operation not in held]
@@ -216,11 +218,12 @@ class Note:
 
 def operations_of(parts: Iterable[StoredPart], requests: Iterable[Request]) -> list[Request]:
     """All that waits for the drain, in order."""
-    saves = [
-        Request(stored.op_id, "save" if stored.part.commits else "part", stored.part.name, stored.part.dirpath)
-        for stored in parts
-        if stored.pending
-    ]
+    saves = []
+    for stored in parts:
+        if stored.pending:
+            part = stored.part
+            action: Action = "save" if part.commits else "part"
+            saves.append(Request(stored.op_id, action, part.name, part.dirpath, stored=stored))
     return in_order([*saves, *requests])
 
 

@@ -28,12 +28,7 @@ class Stores:
 
     @property
     def config(self) -> TieredCheckpointConfig:
-        """The configuration as it is now.
-
-        Raises:
-            OSError: There is none.
-            ConfigError: It is not valid.
-        """
+        """The configuration as it is now; raises OSError where there is none, ConfigError where it is not valid."""
         stamp = self._path.stat().st_mtime_ns
         if self._config is None or stamp != self._stamp:
             self.close()

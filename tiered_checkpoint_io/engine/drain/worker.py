@@ -52,7 +52,7 @@ class Drain:
             stop: Set from elsewhere to end the drain after the part in flight.
             stay: Whether to wait for further work when no trainer lives.
             open_store: Makes the store for a dirpath.
-            clock: Time, and the bounds and intervals.
+            clock: Of all that it does.
         """
         self._root = root
         self._clock = clock
@@ -63,9 +63,7 @@ class Drain:
         self._stay = stay
         self._stores = Stores(root, open_store, self._log)
         self._report = Reporter(self._queue, self._stores, clock)
-        self._executor = Executor(
-            self._tier, self._queue, self._stores, self._report, logger=self._log, stop=self._stop, clock=clock
-        )
+        self._executor = Executor(self._tier, self._queue, self._stores, self._report, self._log, self._stop, clock)
         self._trainers: int | None = None
 
     def run(self, *, once: bool = False) -> bool:
@@ -134,12 +132,12 @@ class Drain:
     def _turn(self, *, once: bool) -> bool:
         """Does what can be done next; whether there is nothing more to stay for."""
         version = self._queue.version()
-        operations, parts = self._queue.look(self._tier)
+        operations = self._queue.look(self._tier)
         self._report.now.pending = len(operations)
         waiting = self._executor.waiting({operation.op_id for operation in operations})
         operation = next_operation(operations, waiting, unreplaced(self._queue.outcomes()))
         if operation is not None:
-            self._executor.execute(operation, operations, parts)
+            self._executor.execute(operation, operations)
             self._report.write()
         elif once or (not self._stay and self._may_leave()):
             return True
@@ -166,7 +164,7 @@ class Drain:
         if left and not overdue and not (begun and all(each.permanent for each in begun)):
             release(trainers)
             return False
-        if operations := self._queue.look(self._tier)[0]:
+        if operations := self._queue.look(self._tier):
             text = "leaving %d operations for the next start to take up. Last error: %s"
             self._log.error(text, len(operations), self._report.now.last_error or "none")
         self._trainers = trainers

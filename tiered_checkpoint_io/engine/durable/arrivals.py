@@ -20,23 +20,20 @@ class Arrivals:
     """What was seen so far; of a part that was seen, nothing is asked again.
 
     Attributes:
+        part: The coordinator's part.
         rows: The parts that are there, by rank; the coordinator's own is.
     """
 
     def __init__(self, part: Part) -> None:
-        """Takes the coordinator's part, behind :func:`commit.put_part`."""
-        self._part = part
+        """Begins behind :func:`commit.put_part`."""
+        self.part = part
         self.rows = {part.rank: IndexRow.of(part)}
         self._looks = 0
 
     @property
     def missing(self) -> list[int]:
         """The ranks whose parts were not there at the last look."""
-        return [rank for rank in range(self._part.content.parts) if rank not in self.rows]
-
-    def is_older(self, part: Part) -> bool:
-        """Whether these are of an earlier save to the same durable tier than a part."""
-        return self._part.dirpath == part.dirpath and self._part.save_id < part.save_id
+        return [rank for rank in range(self.part.content.parts) if rank not in self.rows]
 
     def look(self, store: Store) -> None:
         """Looks for those that are missing, by one list for each thousand of them, and reads their descriptions.
@@ -45,7 +42,7 @@ class Arrivals:
             ManifestError: A description is damaged.
             StoreError: The tier could not be asked.
         """
-        part, missing = self._part, self.missing
+        part, missing = self.part, self.missing
         self._looks += 1
         if missing and self._looks % _OLD_EVERY == 0:
             move_old(store, store.list(f"{ids.PART_PREFIX}{part.name}/{part.save_id}/"))
