@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
+from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport, told_as
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, launch_rank, owner_of_process
@@ -252,8 +252,7 @@ class Session:
 
     def _queued_names(self) -> set[str]:
         tier, _, drain = self.open()
-        aliases = {request.name for request in drain.queue.requests() if request.action == "alias"}
-        return aliases | {stored.part.name for stored in tier.parts() if stored.pending}
+        return {each.name for each in drain.queue.look(tier) if each.action in ("alias", *SAVES)}
 
     # -------------------------------------------------------------------------------- background
     def poll(self) -> list[Outcome]:
@@ -294,8 +293,7 @@ class Session:
         tier, _, drain = self._opened
 
         def look() -> bool:
-            queued = any(request.name == name for request in drain.queue.requests())
-            return queued or any(stored.pending and stored.part.name == name for stored in tier.parts())
+            return any(operation.name == name for operation in drain.queue.look(tier))
 
         return self.background.is_running(name) or self._looking(look, otherwise=True)
 
