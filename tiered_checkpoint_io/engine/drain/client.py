@@ -30,8 +30,6 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-_LOG_TAIL_BYTES = 2000
-
 #: Drains that this process has started, and that may outlive their handle: reaped when they have ended.
 _children: list[subprocess.Popen[bytes]] = []
 
@@ -301,13 +299,8 @@ class DrainHandle:
     def _check_drain(self) -> None:
         trouble = self._drain.trouble if self._drain is not None else self.progress().trouble
         if trouble:
-            raise DrainError(
-                f"the drain can't get at its queue: {trouble}",
-                operation="drain",
-                tier="memory",
-                key=str(self._root),
-                hint="it goes on by itself as soon as it can; see `ulimit -n`",
-            )
+            hint = "it goes on by itself as soon as it can; see `ulimit -n`"
+            raise self._error(f"the drain can't get at its queue: {trouble}", str(self._root), hint, tier="memory")
 
     def _run(self, drain: Drain) -> None:
         try:
@@ -335,24 +328,16 @@ class DrainHandle:
         return outcome
 
     def _fails(self, text: str, name: str) -> DrainError:
-        return DrainError(
-            text,
-            operation="drain",
-            tier="durable",
-            key=ids.join_url(self._config.dirpath, name),
-            hint="it stays in node memory and is tried again",
-        )
+        return self._error(text, ids.join_url(self._config.dirpath, name), "it stays in node memory and is tried again")
 
     def _too_slow(self, what: str, timeout_s: float) -> DrainError:
         progress = self.progress()
-        return DrainError(
-            f"{what} not durable after {timeout_s:.0f} s"
-            f" ({progress.bytes_done} of {progress.bytes_total} bytes of {progress.name or 'nothing'})",
-            operation="drain",
-            tier="durable",
-            key=self._config.dirpath,
-            hint=f"last error: {progress.last_error or 'none'}; {self._last_words()}",
-        )
+        done = f"{progress.bytes_done} of {progress.bytes_total} bytes of {progress.name or 'nothing'}"
+        hint = f"last error: {progress.last_error or 'none'}; {self._last_words()}"
+        return self._error(f"{what} not durable after {timeout_s:.0f} s ({done})", self._config.dirpath, hint)
+
+    def _error(self, text: str, key: str, hint: str, *, tier: str = "durable") -> DrainError:
+        return DrainError(text, operation="drain", tier=tier, key=key, hint=hint)
 
     def _running(self) -> bool:
         if self._thread is not None and self._thread.is_alive():
@@ -363,11 +348,9 @@ class DrainHandle:
 
     def _last_words(self) -> str:
         path = self._root / "status" / "drain.log"
-        said = b""
-        with contextlib.suppress(OSError), open(path, "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
-            said = log.read()
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        last = ""
+        with contextlib.suppress(OSError):
+            last = path.read_text(errors="replace").strip().rpartition("\n")[2]
         return f"{path} ends with: {last}" if last else f"see {path}"
 
     def _foreign(self) -> bool:
