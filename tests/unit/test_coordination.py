@@ -23,7 +23,7 @@ def test_all_ranks_raise_the_error_of_the_lowest_that_failed():
 
     raised = in_ranks(["n"] * 4, work)
     assert {type(error) for error in raised} == {StoreUnavailableError}
-    assert {str(error) for error in raised} == {"slow down [key=k] — wait"}
+    assert {str(error) for error in raised} == {"slow down [tier=durable, key=k] — wait"}
     assert isinstance(raised[2].__cause__, Unpicklable)
 
 
