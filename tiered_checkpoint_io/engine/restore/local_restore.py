@@ -43,11 +43,9 @@ class LocalRestorer:
 
         Raises:
             CheckpointNotFoundError: There is none, or this rank's file of it is nowhere.
-            OtherKindError: What is meant is no local checkpoint.
             RestoreError: None is intact, or another number of shards made it.
-            FormatVersionError: A newer release wrote what would have to be chosen.
-            StoreError: The durable tier could not be asked, and memory does not suffice.
             UsageError: The other ranks' choice could not be learnt.
+            TieredCheckpointError: As :meth:`Search.run`.
         """
         what = f"{self._tiers.config.namespace}/{self._tiers.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
         self._load = current_run().begin_load(what)

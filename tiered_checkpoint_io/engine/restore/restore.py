@@ -246,9 +246,7 @@ class Restorer:
         Raises:
             CheckpointNotFoundError: There is none of the name that was asked for.
             RestoreError: There are some, but none is intact.
-            OtherKindError: What is meant is no full checkpoint.
-            StoreError: The durable tier could not be asked, and memory does not suffice.
-            FormatVersionError: A newer release wrote what would have to be chosen.
+            TieredCheckpointError: As :meth:`Search.run`.
         """
         fetcher = NodeFetcher(self._tiers)
         search = Search(self._tiers, selector, "full", group)

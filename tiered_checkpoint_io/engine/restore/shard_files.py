@@ -35,11 +35,6 @@ class _HeldFile:
     view: memoryview
     verified: set[int] = field(default_factory=set)
 
-    def ensure(self, spans: Iterable[Span]) -> None:
-        needed = [index for index in chunks_of(self.entry, spans) if index not in self.verified]
-        verify(self.entry, self.view, where=str(self.stored.file(self.entry.basename)), indices=needed)
-        self.verified.update(needed)
-
 
 class ShardFiles:
     """All files of one save, as this rank reads them."""
@@ -93,28 +88,27 @@ class ShardFiles:
         """What the durable tier has of it, read where it is needed; None where the save is not there."""
         return files_of(self._tiers.store(), self._content) if self._content is not None else None
 
-    def check(self, basename: str, spans: Iterable[Span]) -> CorruptCheckpointError | None:
-        """Verifies spans of a file in this node's memory; what is damaged is no longer held, and given back as such."""
-        if basename not in self._held:
-            return None
-        try:
-            self._held[basename].ensure(spans)
-        except CorruptCheckpointError as error:
-            self._tiers.quarantine(self._held.pop(basename).stored, error)
-            return error
-        return None
-
-    def peek(self, basename: str, offset: int, length: int) -> memoryview:
-        """Verified bytes of a file in this node's memory.
+    def verified(self, basename: str, spans: Iterable[Span]) -> memoryview:
+        """A file in this node's memory, of which spans are verified; where it is damaged, it is no longer held.
 
         Raises:
-            CorruptCheckpointError: They are damaged, or the file was found to be so before.
+            CorruptCheckpointError: It is damaged, or not held.
         """
-        file = self._held.get(basename)
-        error = self.check(basename, [(offset, length)])
-        if file is None or error is not None:
-            raise error or CorruptCheckpointError("it is damaged", operation="restore", tier="memory", key=basename)
-        return file.view[offset : offset + length]
+        if basename not in self._held:
+            raise CorruptCheckpointError("it is not in this node's memory", operation="restore", key=basename)
+        file = self._held[basename]
+        needed = [index for index in chunks_of(file.entry, spans) if index not in file.verified]
+        try:
+            verify(file.entry, file.view, where=str(file.stored.file(basename)), indices=needed)
+        except CorruptCheckpointError as error:
+            self._tiers.quarantine(self._held.pop(basename).stored, error)
+            raise
+        file.verified.update(needed)
+        return file.view
+
+    def peek(self, basename: str, offset: int, length: int) -> memoryview:
+        """Some bytes of a file, as :meth:`verified`."""
+        return self.verified(basename, [(offset, length)])[offset : offset + length]
 
     def adopt(self, entry: FileEntry) -> None:
         """Reckons with a file whose chunks :meth:`put` brings, or that others wrote."""
@@ -138,11 +132,12 @@ class ShardFiles:
                 :meth:`FetchedFile.ensure`.
         """
         spans = list(spans)
-        error = self.check(basename, spans)
-        if error is not None and self._entry(basename) is None:
-            raise error
         if basename in self._held:
-            return self._held[basename].view
+            try:
+                return self.verified(basename, spans)
+            except CorruptCheckpointError:
+                if self._entry(basename) is None:
+                    raise
         return self._with_room(basename, lambda file: file.ensure(spans)).view
 
     def _with_room(self, basename: str, work: Callable[[FetchedFile], None]) -> FetchedFile:

@@ -74,9 +74,7 @@ class ShardRestorer:
         Raises:
             CheckpointNotFoundError: There is none.
             RestoreError: There are some, but none is intact.
-            OtherKindError: What is meant is no sharded checkpoint.
-            StoreError: The durable tier could not be asked, and memory does not suffice.
-            FormatVersionError: A newer release wrote what would have to be chosen.
+            TieredCheckpointError: As :meth:`Search.run`.
         """
         search = Search(self._tiers, selector, "sharded", group)
         search.look(rejected)
