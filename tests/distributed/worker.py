@@ -22,9 +22,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from support.clocks import quick
 
 from tiered_checkpoint_io.engine.ranks.coordination import TorchGroup, node_of
+from tiered_checkpoint_io.engine.restore import restore as restoring
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.restore import Restorer
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
@@ -42,8 +42,8 @@ def restore(job):
     try:
         if job.get("die"):
             os.kill(os.getpid(), signal.SIGKILL)
-        restorer = Restorer(Tiers(config, tier, lambda: store, config.dirpath, logging.getLogger("worker")))
-        restored = restorer.restore(Selector(*job.get("selector", ["latest"])), group)
+        tiers = Tiers(config, tier, lambda: store, config.dirpath, logging.getLogger("worker"))
+        restored = restoring.restore(tiers, Selector(*job.get("selector", ["latest"])), group)
     finally:
         group.close()
         answer["metrics"] = store.metrics.snapshot()

@@ -1,6 +1,7 @@
 """Restore on one node and on several, with ranks as threads: what is taken, and what is told."""
 
 import contextlib
+import functools
 import logging
 import mmap
 import os
@@ -28,7 +29,7 @@ from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, reading_order
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.restore import Restorer
+from tiered_checkpoint_io.engine.restore.restore import restore
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
@@ -68,11 +69,12 @@ class World:
     def restorer(self, node="n", store=None, dirpath=None):
         config = TieredCheckpointConfig(dirpath=self.store.url, memory_dir=str(self.base / node), wait_timeout_s=20)
         tier, log = self.tier(node), logging.getLogger("test")
-        return Restorer(Tiers(config, tier, lambda: store or self.store, dirpath or self.store.url, log))
+        tiers = Tiers(config, tier, lambda: store or self.store, dirpath or self.store.url, log)
+        return functools.partial(restore, tiers)
 
     def restore(self, selector=LATEST, node="n", store=None):
         """Alone; the restored one and its bytes."""
-        restored = self.restorer(node, store).restore(selector, SingleGroup(node))
+        restored = self.restorer(node, store)(selector, SingleGroup(node))
         return restored, read(restored)
 
     def restore_all(self, nodes, selector=LATEST, stores=None):
@@ -82,7 +84,7 @@ class World:
 
         def work(group):
             store = (stores or {}).get(group.rank)
-            restored = self.restorer(group.node, store).restore(selector, group)
+            restored = self.restorer(group.node, store)(selector, group)
             return restored and (restored.content.save_id, restored.tier, read(restored))
 
         return in_ranks(nodes, work)
@@ -230,7 +232,7 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     into_durable(world.store, "a.ckpt", NEW, 1)
     world.tier(budget_bytes=CHUNK)
-    restored = world.restorer().restore(LATEST, SingleGroup("n"))
+    restored = world.restorer()(LATEST, SingleGroup("n"))
     assert restored.path.parent == tmp_path
     assert read(restored) == NEW
     assert not list(tmp_path.glob("tiered-checkpoint-*"))
@@ -240,7 +242,7 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
 @pytest.mark.parametrize("released", [False, True])
 def test_what_was_mapped_from_a_restored_file_is_never_written_over(world, released):
     path = into_memory(world.tier(), world.store.url, "a.ckpt", NEW, 1)
-    restored = world.restorer().restore(LATEST, SingleGroup("n"))
+    restored = world.restorer()(LATEST, SingleGroup("n"))
     with open(restored.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         file.close()
         if released:
@@ -365,7 +367,7 @@ def test_a_checkpoint_of_others_is_read_once_per_node(world):
 
     def work(group):
         restorer = world.restorer(group.node, remote, "gs://bucket/run")
-        restored = restorer.restore(Selector("name", "plain.ckpt"), group)
+        restored = restorer(Selector("name", "plain.ckpt"), group)
         group.all_gather(None)
         data = restored.path.read_bytes()
         group.all_gather(None)

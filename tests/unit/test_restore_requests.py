@@ -16,7 +16,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
 from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.engine.restore.search import Search
-from tiered_checkpoint_io.engine.restore.shard_reading import ShardRestorer
+from tiered_checkpoint_io.engine.restore.shard_reading import open_shards
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreUnavailableError
 from tiered_checkpoint_io.export.checkpoint import _folder
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -54,7 +54,7 @@ class World:
         return Tiers(self.config, self.tier, lambda: store or self.store, self.store.url, logging.getLogger("test"))
 
     def open(self, group=None, store=None):
-        return ShardRestorer(self.tiers(store)).open(LATEST, group or SingleGroup("n"))
+        return open_shards(self.tiers(store), LATEST, group or SingleGroup("n"))
 
 
 class Asked(FaultyStore):

@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, ShardRestorer
+from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError
@@ -246,8 +246,7 @@ class TieredStorageReader(StorageReader):
             with FailTogetherGroup(group) as ranks:
                 coordination.agree(ranks, failed)
                 assert tier is not None
-                restorer = ShardRestorer(tiers_of(session, config))
-                opened = self.opened = restorer.open(self._selector, ranks, self._rejected)
+                opened = self.opened = open_shards(tiers_of(session, config), self._selector, ranks, self._rejected)
                 metadata = self._parse(opened)
                 opened.expect(_sizes(metadata))
         except BaseException:

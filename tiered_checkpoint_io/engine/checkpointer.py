@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.restore import Restored, Restorer
+from tiered_checkpoint_io.engine.restore.restore import Restored, restore
 from tiered_checkpoint_io.engine.save.facts import admit, alone, position
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.session import Session, current_rank
@@ -243,7 +243,7 @@ class Checkpointer:
         read: Callable[[Path, Restored], Any],
     ) -> Any:
         tiers = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
-        restored = Restorer(tiers).restore(selector, group)
+        restored = restore(tiers, selector, group)
         if restored is None and selector.kind == "best":
             raise CheckpointNotFoundError(
                 f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",

@@ -227,36 +227,30 @@ class SlotOrFile:
             self._path.unlink(missing_ok=True)
 
 
-class Restorer:
-    """Restores checkpoints of one file, from one durable tier and the memory of the nodes."""
+def restore(tiers: Tiers, selector: Selector, group: Group) -> Restored | None:
+    """Fetches the checkpoint of one file that ``selector`` means to every node.
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
+    Every rank of ``group`` calls this, and all return the same checkpoint or raise the same
+    error.
 
-    def restore(self, selector: Selector, group: Group) -> Restored | None:
-        """Fetches the checkpoint that ``selector`` means to every node.
+    Returns:
+        The checkpoint, to be released once it is loaded; None where no tier holds any, and
+        each has said so.
 
-        Every rank of ``group`` calls this, and all return the same checkpoint or raise the same
-        error.
-
-        Returns:
-            The checkpoint, to be released once it is loaded; None where no tier holds any, and
-            each has said so.
-
-        Raises:
-            CheckpointNotFoundError: There is none of the name that was asked for.
-            RestoreError: There are some, but none is intact.
-            TieredCheckpointError: As :meth:`Search.run`.
-        """
-        fetcher = NodeFetcher(self._tiers)
-        search = Search(self._tiers, selector, "full", group)
-        search.look()
-        restored = search.run(lambda candidate: _try(fetcher, candidate, search))
-        if restored is not None and group.rank == 0:
-            fetcher.report(restored)
-        if restored is None and (selector.kind == "name" or not isinstance(search.nothing, CheckpointNotFoundError)):
-            raise search.nothing
-        return restored
+    Raises:
+        CheckpointNotFoundError: There is none of the name that was asked for.
+        RestoreError: There are some, but none is intact.
+        TieredCheckpointError: As :meth:`Search.run`.
+    """
+    fetcher = NodeFetcher(tiers)
+    search = Search(tiers, selector, "full", group)
+    search.look()
+    restored = search.run(lambda candidate: _try(fetcher, candidate, search))
+    if restored is not None and group.rank == 0:
+        fetcher.report(restored)
+    if restored is None and (selector.kind == "name" or not isinstance(search.nothing, CheckpointNotFoundError)):
+        raise search.nothing
+    return restored
 
 
 def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored | None:
@@ -264,47 +258,44 @@ def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored
     # Of what only replicas are left, one node takes over what the lost one would have done.
     takes_over = candidate.orphaned and search.group.rank == 0
     sources = candidate.sources(search.group.node)
-    mine: Outcome[FetchedPart] | None = None
-    if search.leads:
-        mine = fetcher.fetch(candidate, "memory", search) if "memory" in sources else Outcome()
+    mine = Outcome[FetchedPart]()
+    if search.leads and "memory" in sources:
+        mine = fetcher.fetch(candidate, "memory", search)
         if takes_over and mine.value is not None:
             mine = search.attempt(candidate, "memory", lambda: fetcher.adopt(candidate.save_id))
     if any("peer" in candidate.sources(node) for node in set(search.nodes)):
-        received = _from_peers(fetcher, candidate, mine, search, drained=not takes_over)
-        mine = mine.then(received) if mine is not None and mine.is_open else mine
-    if mine is not None and mine.is_open and "durable" in sources:
+        mine = _from_peers(fetcher, candidate, mine, search, drained=not takes_over)
+    if search.leads and mine.is_open and "durable" in sources:
         mine = mine.then(fetcher.fetch(candidate, "durable", search))
     everywhere = False
     try:
-        outcomes = search.share(mine)
-        everywhere = all(each is None or each.value is not None for each in outcomes)
+        found = search.share(mine)
+        everywhere = all(found[search.leader_of(node)] is not None for node in set(search.nodes))
     finally:
-        if not everywhere and mine is not None and mine.value is not None:
+        if not everywhere and mine.value is not None:
             mine.value.drop()
-    here = outcomes[search.leader_of(search.group.node)] if everywhere else None
-    if here is None or here.value is None:
+    here = found[search.leader_of(search.group.node)]
+    if here is None or not everywhere:
         return None
-    if mine is None:
-        here.value.bytes_read = 0
-    found = here.value
-    return search.together(lambda: fetcher.hold(found, search, keep=True), Restored.release)
+    if not search.leads:
+        here.bytes_read = 0
+    return search.together(lambda: fetcher.hold(here, search, keep=True), Restored.release)
 
 
 def _from_peers(
-    fetcher: NodeFetcher, candidate: Candidate, mine: Outcome[FetchedPart] | None, search: Search, *, drained: bool
+    fetcher: NodeFetcher, candidate: Candidate, mine: Outcome[FetchedPart], search: Search, *, drained: bool
 ) -> Outcome[FetchedPart]:
-    """Has leaders whose memory has it send it to those whose memory has not."""
-    told: list[tuple[bool, Part | None]] = search.group.all_gather(
-        (mine is not None and mine.is_open, mine.value.part if mine is not None and mine.value else None)
-    )
-    holders = [rank for rank, (_, part) in enumerate(told) if part is not None]
-    planned = spread(holders, [rank for rank, (lacks, _) in enumerate(told) if lacks]) if holders else []
-    part = next((part for _, part in told if part is not None), None)
-    parts = {0: part} if part is not None else {}
-    return search.attempt(
-        candidate,
-        "peer",
-        lambda: carry(
-            search.group, fetcher.tiers, planned, parts, lambda part: SlotOrFile(fetcher.tiers, part, drained=drained)
-        ),
-    )
+    """Has leaders whose memory has it send it to those whose memory has not; what this rank has then."""
+    tiers, lacks = fetcher.tiers, search.leads and mine.is_open
+    told: list[tuple[bool, Part | None]] = search.group.all_gather((lacks, mine.value.part if mine.value else None))
+    parts = {rank: part for rank, (_, part) in enumerate(told) if part is not None}
+    if not parts:
+        return mine
+    part = next(iter(parts.values()))
+    planned = spread(list(parts), [rank for rank, (needs, _) in enumerate(told) if needs])
+
+    def receive() -> FetchedPart | None:
+        return carry(search.group, tiers, planned, {0: part}, lambda part: SlotOrFile(tiers, part, drained=drained))
+
+    received = search.attempt(candidate, "peer", receive)
+    return mine.then(received) if lacks else mine

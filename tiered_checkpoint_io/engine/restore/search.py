@@ -218,17 +218,16 @@ class Search:
         except Exception as error:
             return Outcome(error=portable(error, self._rank))
 
-    def share(self, mine: Outcome[_T] | None) -> list[Outcome[_T] | None]:
-        """How all ranks fared, by rank; None for those that have nothing to tell.
+    def share(self, mine: Outcome[_T]) -> list[_T | None]:
+        """What all ranks got, by rank.
 
         Raises:
             TieredCheckpointError: On all ranks, what ended the attempts of the first one where something did.
         """
-        outcomes: list[Outcome[_T] | None] = self.group.all_gather(mine)
-        told = [each for each in outcomes if each is not None]
-        self.reject(note for each in told for note in each.rejected)
-        raise_first((each.error for each in told), mine.error if mine is not None else None)
-        return outcomes
+        outcomes: list[Outcome[_T]] = self.group.all_gather(mine)
+        self.reject(note for each in outcomes for note in each.rejected)
+        raise_first((each.error for each in outcomes), mine.error)
+        return [each.value for each in outcomes]
 
     def together(self, work: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
         """Does what all ranks do now; where one of them fails, all raise its error, and undo what they did."""

@@ -57,68 +57,65 @@ class OpenShards(Found):
             self.files.close()
 
 
-class ShardRestorer:
-    """Opens sharded checkpoints of one durable tier, and of the memory of the nodes."""
+def open_shards(tiers: Tiers, selector: Selector, group: Group, rejected: Collection[str] = ()) -> OpenShards:
+    """Chooses a sharded checkpoint; every rank of ``group`` calls this, and all get the same, or the same error.
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
+    Args:
+        tiers: Where to look.
+        selector: What is wanted.
+        group: The ranks that load together.
+        rejected: Saves that this rank has found damaged.
 
-    def open(self, selector: Selector, group: Group, rejected: Collection[str] = ()) -> OpenShards:
-        """Chooses a checkpoint; every rank of ``group`` calls this, and all get the same, or the same error.
+    Raises:
+        CheckpointNotFoundError: There is none.
+        RestoreError: There are some, but none is intact.
+        TieredCheckpointError: As :meth:`Search.run`.
+    """
+    search = Search(tiers, selector, "sharded", group)
+    search.look(rejected)
+    opened = search.run(lambda candidate: _try(tiers, candidate, search))
+    if opened is None:
+        raise search.nothing
+    if group.rank == 0:
+        tiers.log.info("Step %d: resuming from %s", opened.step, opened.name)
+    return opened
 
-        Args:
-            selector: What is wanted.
-            group: The ranks that load together.
-            rejected: Saves that this rank has found damaged.
 
-        Raises:
-            CheckpointNotFoundError: There is none.
-            RestoreError: There are some, but none is intact.
-            TieredCheckpointError: As :meth:`Search.run`.
-        """
-        search = Search(self._tiers, selector, "sharded", group)
-        search.look(rejected)
-        opened = search.run(lambda candidate: self._try(candidate, search))
-        if opened is None:
-            raise search.nothing
-        if group.rank == 0:
-            self._tiers.log.info("Step %d: resuming from %s", opened.step, opened.name)
-        return opened
-
-    def _try(self, candidate: Candidate, search: Search) -> OpenShards | None:
-        """Opens a candidate on all ranks; None where what lies beside its shards is intact on none."""
-        if candidate.in_memory:
-            restore_owners(search.group, self._tiers, candidate, search.nodes)
-        files = search.together(lambda: self._open_files(candidate, search), ShardFiles.close)
-        try:
-            leaders = sorted(search.leader_of(node) for node in candidate.coordinators)
-            readers: list[tuple[int, Tier]] = [(rank, "memory") for rank in leaders]
-            readers += [(0, "durable")] if candidate.durable is not None else []
-            for rank, tier in readers:
-                mine: Outcome[dict[str, bytes]] | None = None
-                if search.group.rank == rank:
-                    mine = search.attempt(candidate, tier, functools.partial(_small, files, tier))
-                outcome = search.share(mine)[rank]
-                if outcome is not None and outcome.value is not None:
-                    return OpenShards(
-                        name=candidate.name,
-                        content=None if candidate.is_foreign else candidate.content,
-                        rejected=search.rejected,
-                        newest_save_id=search.newest,
-                        small=outcome.value,
-                        files=files,
-                        scattered=candidate.in_memory and len(set(search.nodes)) > 1,
-                    )
-        except BaseException:
-            files.close()
-            raise
+def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | None:
+    """Opens a candidate on all ranks; None where what lies beside its shards is intact on none."""
+    if candidate.in_memory:
+        restore_owners(search.group, tiers, candidate, search.nodes)
+    files = search.together(lambda: _open_files(tiers, candidate, search), ShardFiles.close)
+    leaders = sorted(search.leader_of(node) for node in candidate.coordinators)
+    readers: list[tuple[int, Tier]] = [(rank, "memory") for rank in leaders]
+    readers += [(0, "durable")] if candidate.durable is not None else []
+    try:
+        for rank, tier in readers:
+            mine = Outcome[dict[str, bytes]]()
+            if search.group.rank == rank:
+                mine = search.attempt(candidate, tier, functools.partial(_small, files, tier))
+            small = search.share(mine)[rank]
+            if small is not None:
+                return OpenShards(
+                    name=candidate.name,
+                    content=None if candidate.is_foreign else candidate.content,
+                    rejected=search.rejected,
+                    newest_save_id=search.newest,
+                    small=small,
+                    files=files,
+                    scattered=candidate.in_memory and len(set(search.nodes)) > 1,
+                )
+    except BaseException:
         files.close()
-        return None
+        raise
+    files.close()
+    return None
 
-    def _open_files(self, candidate: Candidate, search: Search) -> ShardFiles:
-        if search.leads:
-            clear_reads(self._tiers.memory.root)
-        return ShardFiles(self._tiers, candidate, readers=search.nodes.count(search.group.node))
+
+def _open_files(tiers: Tiers, candidate: Candidate, search: Search) -> ShardFiles:
+    if search.leads:
+        clear_reads(tiers.memory.root)
+    return ShardFiles(tiers, candidate, readers=search.nodes.count(search.group.node))
 
 
 def _small(files: ShardFiles, tier: Tier) -> dict[str, bytes]:
