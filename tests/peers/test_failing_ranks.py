@@ -25,7 +25,7 @@ SHARDED = [
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
     (2, "engine.restore.search:look", 1),
-    (1, "engine.restore.part_moves:homeward", 1),
+    (1, "engine.restore.part_moves:moves_to_owners", 1),
     (0, "engine.restore.shard_files:ShardFiles.peek", 1),
     (1, "engine.restore.shard_files:ShardFiles.put", 1),
     (2, "engine.restore.shard_exchange:transfers", 1),

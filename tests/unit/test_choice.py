@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.restoring import make_content, save_id
 
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Evidence, Held, Selector, choose
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
 from tiered_checkpoint_io.engine.restore.part_moves import spread
 from tiered_checkpoint_io.model.manifest import Manifest, Metric
 
@@ -225,8 +225,8 @@ def manifest(number, **more):
     return Manifest(f"step_{number}", facts(number, **more))
 
 
-def names(memory, durable=(), selector=LATEST, accepts="sharded", evidence=None):
-    return [each.name for each in choose(Catalog(memory, durable), selector, accepts, evidence)]
+def names(memory, durable=(), selector=LATEST, accepts="sharded", own=None, *, replicas=False):
+    return [each.name for each in choose(Catalog(memory, durable), selector, accepts, own, replicas=replicas)]
 
 
 def test_the_newest_save_of_any_tier_comes_first():
@@ -289,7 +289,7 @@ def test_alone_a_rank_takes_what_is_known_to_be_complete_and_by_name_what_has_it
     memory = {"here": [mine, copied]}
 
     def found(selector, own, *, replicas):
-        return names(memory, (), selector, "local", Evidence(own, replicas))
+        return names(memory, (), selector, "local", own, replicas=replicas)
 
     assert found(LATEST, 1, replicas=True) == ["step_2"]
     assert found(LATEST, 1, replicas=False) == []

@@ -8,13 +8,13 @@ from support.restoring import make_content
 
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
 from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.engine.restore.part_moves import Move, homeward
+from tiered_checkpoint_io.engine.restore.part_moves import Move, moves_to_owners
 
 
 def moved(memory, world_size, nodes):
     """The moves of a save of so many ranks, whose parts lie so."""
     content = replace(make_content("x", b"x", 1, kind="sharded"), world_size=world_size, parts=world_size)
-    return homeward(Candidate("step_1", content, held=memory), nodes)
+    return moves_to_owners(Candidate("step_1", content, held=memory), nodes)
 
 
 def memory_of(nodes, factor, lost):

@@ -153,7 +153,7 @@ def to_safetensors(
             "metadata": {"total_size": sum(_nbytes(items, source) for source in tensors.values())},
             "weight_map": places,
         }
-        # Written last: who finds it finds all files that it names.
+        # Written last: where it is, all files that it names are.
         file = target / "model.safetensors.index.json"
         with _new_file(file) as descriptor:
             os.pwrite(descriptor, json.dumps(index, indent=2, sort_keys=True).encode(), 0)
@@ -263,7 +263,7 @@ def _nbytes(items: Items, name: str) -> int:
 
 @contextlib.contextmanager
 def _new_file(target: Path) -> Iterator[int]:
-    """A file that has its name only once it is whole, and on disk."""
+    """A file that has its name only once it is complete, and on disk."""
     begun = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         if os.path.lexists(target):

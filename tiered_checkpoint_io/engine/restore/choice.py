@@ -97,20 +97,6 @@ class Catalog:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """What shows that a checkpoint is complete, where a rank looks at its own node alone.
-
-    Attributes:
-        part: The part that this rank needs: of a checkpoint that is asked for by name it suffices. None where the
-            memory of all nodes is looked at, so that all parts are to be seen.
-        replicas: Whether the mark that all parts are in the memory of other nodes counts, because they can be asked.
-    """
-
-    part: int | None = None
-    replicas: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Candidate:
     """One save that every node can get."""
 
@@ -135,6 +121,10 @@ class Candidate:
         """Whether others wrote it: it has no manifest, so nothing can verify it."""
         return not self.save_id
 
+    def is_complete(self, *, replicas: bool) -> bool:
+        """Whether all of it is known to be there; of the memory of other nodes, only where ``replicas`` is true."""
+        return self.durable is not None or self.in_memory or (replicas and self.replicated)
+
     @property
     def orphaned(self) -> bool:
         """Whether there are only replicas of it left, and it is not on the durable tier."""
@@ -148,17 +138,25 @@ class Candidate:
 
 
 def choose(
-    catalog: Catalog, selector: Selector, accepts: Kind | None = None, evidence: Evidence | None = None
+    catalog: Catalog,
+    selector: Selector,
+    accepts: Kind | None = None,
+    own: int | None = None,
+    *,
+    replicas: bool = False,
 ) -> list[Candidate]:
     """The complete checkpoints that are meant, in the order in which to try them.
+
+    One is complete where there is its manifest, or where all its parts are seen.
 
     Args:
         catalog: What the tiers hold.
         selector: What is wanted.
         accepts: The payload that is wanted: see :func:`refuse_other_kind` for the others. None for any.
-        evidence: What shows that one is complete. By default, and always: its manifest, or all its parts.
+        own: Where a rank looks at its own node alone: the part that it needs. Of a checkpoint that is asked for by
+            name it suffices.
+        replicas: Whether the mark that all parts are in the memory of other nodes counts, because they can be asked.
     """
-    evidence = evidence or Evidence()
     wanted = {target for alias, target in catalog.aliases.items() if selector.wants(alias)}
     on_durable = {
         content.save_id: (name, content) for name, content in _durable_contents(catalog.manifests, selector, wanted)
@@ -172,9 +170,11 @@ def choose(
                 meant.add(part.content.save_id)
     made = {save_id: _candidate(parts.get(save_id, []), on_durable.get(save_id)) for save_id in meant}
     ordered = [made[content.save_id] for content in selector.in_order(each.content for each in made.values())]
-    usable = [each for each in ordered if _is_complete(each, evidence) or _suffices(each, selector, evidence)]
-    # The sort is stable: what is known to be complete comes first.
-    usable.sort(key=lambda each: not _is_complete(each, evidence))
+    usable = [each for each in ordered if each.is_complete(replicas=replicas)]
+    if selector.kind == "name" and own is not None:
+        # One of fewer parts is refused for that, and not said to be missing.
+        suffice = (each for each in ordered if own >= each.content.parts or own in set().union(*each.held.values()))
+        usable += [each for each in suffice if not each.is_complete(replicas=replicas)]
     if selector.companion and selector.kind != "name":
         usable = [each for each in _paired(usable, selector.companion) if selector.takes(each.content)]
     passed = _PASSED_OVER.get(accepts or "", ())
@@ -202,18 +202,6 @@ def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] |
         in_memory=bool(coordinators) and (count == 1 or ranks >= set(range(count))),
         replicated=any(part.replicated for _, part in parts),
     )
-
-
-def _is_complete(candidate: Candidate, evidence: Evidence) -> bool:
-    return candidate.durable is not None or candidate.in_memory or (evidence.replicas and candidate.replicated)
-
-
-def _suffices(candidate: Candidate, selector: Selector, evidence: Evidence) -> bool:
-    """Whether one that is not known to be complete is taken all the same: by its name, where this rank has its part."""
-    if selector.kind != "name" or evidence.part is None:
-        return False
-    # One of fewer parts is refused for that, and not said to be missing.
-    return evidence.part >= candidate.content.parts or any(evidence.part in has for has in candidate.held.values())
 
 
 #: What a search for a payload passes over: local checkpoints are steps of memory beside others, each loaded by who

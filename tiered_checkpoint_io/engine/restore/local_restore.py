@@ -18,7 +18,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Evidence, Selector, Tier
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.restore import FetchedPart, NodeFetcher, Restored, fetched_from
 from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.save.uncoordinated import Place
@@ -28,7 +28,7 @@ from tiered_checkpoint_io.model.manifest import Content
 
 
 class LocalRestorer:
-    """Finds the local checkpoint to load, and brings this rank's file of it to this node."""
+    """Finds the local checkpoint to load, and fetches this rank's file of it to this node."""
 
     def __init__(self, tiers: Tiers, place: Place, peers: LocalPeers | None = None) -> None:
         """Takes where to look, which shard this rank has, and the peers that may have it; None where none load."""
@@ -50,8 +50,8 @@ class LocalRestorer:
         what = f"{self._tiers.config.namespace}/{self._tiers.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
         self._load = current_run().begin_load(what)
         # No collective, and no wait for other ranks.
-        evidence = Evidence(self._place.shard, replicas=self._peers is not None)
-        search = Search(self._tiers, selector, "local", SingleGroup("here"), evidence)
+        group, has_peers = SingleGroup("here"), self._peers is not None
+        search = Search(self._tiers, selector, "local", group, self._place.shard, replicas=has_peers)
         held = [(part.content.save_id, part.rank) for part in search.look() if selector.wants(part.name)]
         if self._peers is not None:
             self._peers.begin(self._load, held)

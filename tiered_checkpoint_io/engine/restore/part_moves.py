@@ -3,7 +3,7 @@
 A node that has lost its copy of a checkpoint of one part gets it from one that has it. Of a checkpoint of many parts,
 those whose nodes are lost get an owner again: the replicas that peers keep go to where they belong. A restart would
 load from the replicas where they lie just as well. But then the next lost node might take the last copy of what the
-first one had, and nobody would upload what the lost node was to upload.
+first one had, and no node would upload what the lost one was to upload.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Move:
 
 
 def spread(holders: Sequence[int], lacking: Sequence[int], part: int = 0) -> list[Move]:
-    """Who sends a part to whom, in the order in which all ranks do it; pure.
+    """Which rank sends a part to which, in the order in which all ranks do it; pure.
 
     Those that have received it send it on, so that as many are sending at once as have it.
     """
@@ -58,7 +58,7 @@ def spread(holders: Sequence[int], lacking: Sequence[int], part: int = 0) -> lis
     return planned
 
 
-def homeward(candidate: Candidate, nodes: Sequence[str]) -> list[Move]:
+def moves_to_owners(candidate: Candidate, nodes: Sequence[str]) -> list[Move]:
     """Where the replicas of parts go that no node owns, in the order in which all ranks do it; pure.
 
     A part goes to the node of the rank that it belongs to; where the job has another number of ranks, a node that
@@ -136,8 +136,8 @@ def carry(
 
 
 def restore_owners(group: Group, tiers: Tiers, candidate: Candidate, nodes: Sequence[str]) -> None:
-    """Carries :func:`homeward` out; every rank calls this. What fails is logged: the replicas are still there."""
-    planned = homeward(candidate, nodes)
+    """Carries out :func:`moves_to_owners`; every rank calls it. What fails is logged: the replicas are still there."""
+    planned = moves_to_owners(candidate, nodes)
     if not planned:
         return
     drained = candidate.durable is not None
@@ -150,7 +150,7 @@ def restore_owners(group: Group, tiers: Tiers, candidate: Candidate, nodes: Sequ
                     tiers.memory.adopt(stored, drained=drained)
                 found[move.part] = stored.part
             except Exception as error:
-                # The others wait to hear what this rank has.
+                # The others wait for what this rank has.
                 tiers.log.warning("part %d of %s can't be sent: %s", move.part, candidate.name, text_of(error))
     parts: dict[int, Part] = {}
     for theirs in group.all_gather(found):

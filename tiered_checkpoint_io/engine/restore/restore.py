@@ -287,12 +287,12 @@ def _from_peers(
 ) -> Outcome[FetchedPart]:
     """Has leaders whose memory has it send it to those whose memory has not; what this rank has then."""
     tiers, lacks = fetcher.tiers, search.leads and mine.is_open
-    told: list[tuple[bool, Part | None]] = search.group.all_gather((lacks, mine.value.part if mine.value else None))
-    parts = {rank: part for rank, (_, part) in enumerate(told) if part is not None}
+    gathered: list[tuple[bool, Part | None]] = search.group.all_gather((lacks, mine.value.part if mine.value else None))
+    parts = {rank: part for rank, (_, part) in enumerate(gathered) if part is not None}
     if not parts:
         return mine
     part = next(iter(parts.values()))
-    planned = spread(list(parts), [rank for rank, (needs, _) in enumerate(told) if needs])
+    planned = spread(list(parts), [rank for rank, (needs, _) in enumerate(gathered) if needs])
 
     def receive() -> FetchedPart | None:
         return carry(search.group, tiers, planned, {0: part}, lambda part: SlotOrFile(tiers, part, drained=drained))

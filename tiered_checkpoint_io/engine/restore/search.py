@@ -17,7 +17,6 @@ from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCata
 from tiered_checkpoint_io.engine.restore.choice import (
     Candidate,
     Catalog,
-    Evidence,
     Held,
     Selector,
     choose,
@@ -109,16 +108,24 @@ class Search:
     """One search; its public state is the same on all ranks."""
 
     def __init__(
-        self, tiers: Tiers, selector: Selector, accepts: Kind, group: Group, evidence: Evidence | None = None
+        self,
+        tiers: Tiers,
+        selector: Selector,
+        accepts: Kind,
+        group: Group,
+        own: int | None = None,
+        *,
+        replicas: bool = False,
     ) -> None:
-        """Looks at nothing yet; for ``accepts`` and ``evidence`` see :func:`choose`."""
+        """Looks at nothing yet; for ``accepts``, ``own`` and ``replicas`` see :func:`choose`."""
         self._tiers = tiers
         self.selector = selector
         self._accepts: Kind = accepts
         self.group = group
-        self._evidence = evidence
+        self._own = own
+        self._replicas = replicas
         #: For what is said of this rank.
-        self._rank = group.rank if evidence is None or evidence.part is None else evidence.part
+        self._rank = group.rank if own is None else own
         #: The node of each rank.
         self.nodes: list[str] = []
         #: What was tried, or could not be read, and why it was not taken.
@@ -127,7 +134,7 @@ class Search:
         self.newest: str | None = None
         #: At the end: there is nothing, or nothing of it is intact.
         self.nothing: TieredCheckpointError = RestoreError("the search is not over", operation="restore")
-        #: On rank 0: what each node's memory holds, saves that were seen, and damage that the others are to hear of.
+        #: On rank 0: what each node's memory holds, saves that were seen, and damage that the others are to note.
         self._memory: dict[str, NodeCatalog] = {}
         self._seen: set[str] = set()
         self._tried: set[str] = set()
@@ -152,8 +159,8 @@ class Search:
             mine = look(self._tiers, self._rank) if self.leads else None
         except Exception as error:
             mine = NodeCatalog(error=portable(error, self._rank))
-        told: list[NodeCatalog | None] = self.group.gather(mine) or []
-        self._memory = {node: each for node, each in zip(self.nodes, told, strict=False) if each is not None}
+        catalogs: list[NodeCatalog | None] = self.group.gather(mine) or []
+        self._memory = {node: each for node, each in zip(self.nodes, catalogs, strict=False) if each is not None}
         self._seen = {held.content.save_id for each in self._memory.values() for held in each.held}
         if self.selector.kind != "name":
             self._notes = [note for each in self._memory.values() for note in each.damaged]
@@ -267,7 +274,7 @@ class Search:
             TieredCheckpointError: As :meth:`run`.
         """
         self.check()
-        memory = {node: catalog.held for node, catalog in self._memory.items()}
+        memory = {node: each.held for node, each in self._memory.items()}
         aliases = self._memory[self.group.node].aliases
         known: DurableCatalog | None = None
         while known is None or known.rest:
@@ -277,7 +284,8 @@ class Search:
                 self._tiers.skipped(note)
             self._notes += known.rejected
             self._seen |= {manifest.content.save_id for manifest in known.manifests}
-            options = choose(Catalog(memory, known.manifests, aliases), self.selector, self._accepts, self._evidence)
+            catalog = Catalog(memory, known.manifests, aliases)
+            options = choose(catalog, self.selector, self._accepts, self._own, replicas=self._replicas)
             options = [each for each in options if each.save_id not in self._tried]
             if known.error is not None:
                 # Training must go on while S3 is away, if memory can carry it; but no rank may start from scratch
@@ -318,6 +326,9 @@ class Search:
                 hint=f"corrupt parts of memory lie in {self._tiers.memory.root}/quarantine; to start from scratch,"
                 " remove what is damaged",
             )
+        hint = "see `tiered-ckpt ls` for those that exist"
+        if self._accepts == "local":
+            hint += "; local ones that several nodes hold in memory alone are loaded by name"
         return CheckpointNotFoundError(
             f"no {what} in memory or at {self._tiers.dirpath}"
             + (f" (it may have been: {'; '.join(damage)})" if damage else ""),
@@ -325,6 +336,5 @@ class Search:
             key=key,
             rank=self._rank,
             step=selector.step,
-            hint="see `tiered-ckpt ls` for those that exist"
-            + ("; local ones that several nodes hold in memory alone are loaded by name" if self._evidence else ""),
+            hint=hint,
         )

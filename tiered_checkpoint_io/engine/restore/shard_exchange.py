@@ -48,10 +48,10 @@ def transfers(
 ) -> tuple[dict[str, FileEntry], list[Transfer]]:
     """The files that are concerned, and what has to travel, in the order in which all ranks do it; pure.
 
-    A file that no node holds is left out: whoever needs it will say so.
+    A file that no node holds is left out: reading it raises.
 
     Args:
-        needs: What each rank told, by rank.
+        needs: Of each rank, by rank.
         without: Files, and the ranks that are not to send them.
     """
     holders: dict[str, list[tuple[int, FileEntry]]] = {}
@@ -82,7 +82,7 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
     """Fetches what this node lacks from the memory of others; every rank of ``group`` calls this.
 
     Args:
-        group: The ranks that load together, which hear of it where one raises: see ``fail_together``.
+        group: The ranks that load together, which all raise where one does.
         files: The checkpoint, as this rank sees it.
         spans: What this rank needs of each file, by basename.
 
@@ -107,13 +107,13 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
             break
         concerned = lacks.keys() & entries.keys()
         for basename in concerned:
-            files.adopt(entries[basename])
+            files.expect(entries[basename])
         missed = _carry(group, files, entries, planned)
         notes += missed.values()
-        told: list[tuple[str, list[tuple[str, int]]]] = group.all_gather((group.node, list(missed)))
+        gathered: list[tuple[str, list[tuple[str, int]]]] = group.all_gather((group.node, list(missed)))
         # Each round leaves out one more source of a file at least, so there is an end to it.
-        without.update(miss for _, theirs in told for miss in theirs)
-        failed = failed - concerned | {name for node, theirs in told if node == group.node for name, _ in theirs}
+        without.update(miss for _, theirs in gathered for miss in theirs)
+        failed = failed - concerned | {name for node, theirs in gathered if node == group.node for name, _ in theirs}
         done |= concerned - failed
     for basename in failed:
         # What the durable tier has is read from there; of the rest, reading says so.

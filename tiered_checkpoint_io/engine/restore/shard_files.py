@@ -50,7 +50,7 @@ class ShardFiles:
         self._tiers = tiers
         self._content = candidate.durable
         self._concurrency = max(1, tiers.config.read_concurrency() // readers)
-        self._adopted: dict[str, FileEntry] = {}
+        self._expected: dict[str, FileEntry] = {}
         self._exits = ExitStack()
         self._held: dict[str, _HeldFile] = {}
         self._fetched: dict[str, FetchedFile] = {}
@@ -110,17 +110,17 @@ class ShardFiles:
         """Some bytes of a file, as :meth:`verified`."""
         return self.verified(basename, [(offset, length)])[offset : offset + length]
 
-    def adopt(self, entry: FileEntry) -> None:
-        """Reckons with a file whose chunks :meth:`put` brings, or that others wrote."""
-        self._adopted.setdefault(entry.basename, entry)
+    def expect(self, entry: FileEntry) -> None:
+        """Expects a file whose chunks :meth:`put` is given, or that others wrote."""
+        self._expected.setdefault(entry.basename, entry)
 
     def forget(self, basename: str) -> None:
-        """Reckons no more with a file of :meth:`adopt`: only the durable tier may have it."""
-        self._adopted.pop(basename, None)
+        """Expects a file no more: only the durable tier may have it."""
+        self._expected.pop(basename, None)
         self._fetched.pop(basename, None)
 
     def put(self, basename: str, index: int, data: bytes | memoryview) -> None:
-        """Takes a chunk of an adopted file; see :meth:`FetchedFile.put`."""
+        """Takes a chunk of an expected file; see :meth:`FetchedFile.put`."""
         self._with_room(basename, lambda file: file.put(index, data))
 
     def ensure(self, basename: str, spans: Iterable[Span]) -> memoryview:
@@ -149,7 +149,7 @@ class ShardFiles:
             if self._private is not None:
                 raise
             self._private = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="tiered-reads-")))
-            # Whoever reads from the earlier files goes on to do so: they are closed at the end.
+            # What was read from the earlier files stays valid: they are closed at the end.
             earlier, self._fetched = self._fetched, {}
             for name, each in earlier.items():
                 each.copy_to(self._fetched_file(name))
@@ -180,8 +180,8 @@ class ShardFiles:
 
     def _entry(self, basename: str) -> FileEntry | None:
         """A file that is not in this node's memory; None where it is not on the durable tier either."""
-        adopted = self._adopted.get(basename)
-        return adopted if adopted is not None or self.durable is None else self.durable.entry(basename)
+        expected = self._expected.get(basename)
+        return expected if expected is not None or self.durable is None else self.durable.entry(basename)
 
     def close(self) -> None:
         """Lets everything go."""

@@ -42,14 +42,14 @@ class OpenShards(Found):
         return self.small[METADATA]
 
     def expect(self, sizes: Mapping[str, int]) -> None:
-        """Reckons with the files that ``.metadata`` names, where others wrote them, so that no manifest does.
+        """Expects the files that ``.metadata`` names, where others wrote them, so that no manifest does.
 
         Args:
             sizes: How many bytes of each file it names, by basename.
         """
         if self.content is None and self.files is not None:
             for basename, size in sizes.items():
-                self.files.adopt(chunks.unverified(f"{self.name}/{basename}", size))
+                self.files.expect(chunks.unverified(f"{self.name}/{basename}", size))
 
     def close(self) -> None:
         """Lets the files go."""

@@ -36,7 +36,7 @@ class SharedFolder:
     """A folder for the chunks of one save on this node, for as long as some rank reads them."""
 
     def __init__(self, root: Path, key: str, clock: Clock = SYSTEM) -> None:
-        """Makes the folder below a memory tier's root, or joins those who read from it.
+        """Makes the folder below a memory tier's root, or joins those that read from it.
 
         Raises:
             RestoreError: Another process has been removing it for too long.
