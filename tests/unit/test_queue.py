@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.story import op_id
 
+from tiered_checkpoint_io.engine.drain import queue as module
 from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     Request,
@@ -248,27 +249,29 @@ def test_what_a_release_without_a_log_left_is_taken_over(queue, tmp_path):
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_outcomes_are_seen_as_they_change_and_only_the_newest_are_kept(queue, tmp_path):
+def test_outcomes_are_seen_as_they_change_and_only_the_newest_are_kept(queue, tmp_path, monkeypatch):
     other = Queue(tmp_path)
-    for number in range(300):
+    for number in range(30):
         queue.finish(ended(number, "failed"))
-    assert [outcome.state for outcome in other.outcomes()] == ["failed"] * 300
-    queue.finish(ended(299, "committed"))
+    assert [outcome.state for outcome in other.outcomes()] == ["failed"] * 30
+    queue.finish(ended(29, "committed"))
     assert other.outcomes()[-1].state == "committed"
-    queue.prune()
-    assert [outcome.op_id for outcome in other.outcomes()] == [op_id(number) for number in range(236, 300)]
+    monkeypatch.setattr(module, "_KEEP", 10)
+    queue.finish(ended(29, "committed"))
+    assert [outcome.op_id for outcome in other.outcomes()] == [op_id(number) for number in range(20, 30)]
 
 
-def test_outcomes_of_the_parts_of_one_save_are_kept_and_dropped_together(queue):
-    for number in range(66):
+def test_outcomes_of_the_parts_of_one_save_are_kept_and_dropped_together(queue, monkeypatch):
+    monkeypatch.setattr(module, "_KEEP", 10)
+    for number in range(10):
         for rank in (0, 1):
             queue.finish(ended(number, "committed", rank=rank))
         queue.finish(ended(number, "committed"))
-    queue.prune()
+    queue.finish(ended(9, "committed"))
     kept = [outcome.op_id for outcome in queue.outcomes()]
-    assert len(kept) == 3 * 64
-    assert min(kept) == op_id(2)
-    assert queue.outcome(part(5, 1).op_id).action == "part"
+    assert len(kept) == 3 * 4
+    assert min(kept) == op_id(6)
+    assert queue.outcome(part(7, 1).op_id).action == "part"
 
 
 def test_a_reader_sees_what_the_drain_last_said_and_waits_wake_for_operations_alone(queue, tmp_path):

@@ -148,7 +148,6 @@ class Executor:
             self._mark_drained(stored)
             what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
             self.log.info("Step %d: %s %s: %s", part.content.step, part.name, what, rate(part.content.size, seconds))
-            self.queue.prune()
 
     def _save(self, stored: StoredPart) -> commit.Fate | Literal["waits"]:
         """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""

@@ -26,7 +26,7 @@ import struct
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ _BELL_AT, _BELL_SIZE = 2 * _HEAD_SIZE, 8
 _BEAT = struct.Struct("<II")
 _BEAT_AT, _BEAT_SIZE = 4096, 4096
 _HALVES_AT = 8192
-#: Room for all outcomes that are kept of a node with eight ranks. Taken from the memory tier, so no more than that.
+#: Room for the outcomes that are kept, and for some thousand requests. Taken from the memory tier, so no more.
 _HALF = 1 << 20
 
 _log = logging.getLogger("tiered_checkpoint_io.drain")
@@ -51,15 +51,9 @@ _log = logging.getLogger("tiered_checkpoint_io.drain")
 class OperationLog:
     """One process' view of the log, up to date after each call."""
 
-    def __init__(
-        self, path: Path, *, expendable: Callable[[Mapping[str, Any]], Iterable[str]], clock: Clock = SYSTEM
-    ) -> None:
-        """Takes the file, which is opened when it is there, and made by the first write.
-
-        ``expendable`` gives the keys that may be dropped where there is too much, in that order.
-        """
+    def __init__(self, path: Path, *, clock: Clock = SYSTEM) -> None:
+        """Takes the file, which is opened when it is there, and made by the first write."""
         self._path = path
-        self._expendable = expendable
         self._clock = clock
         self._guard = threading.RLock()
         self._file: int | None = None
@@ -113,12 +107,15 @@ class OperationLog:
         """Sets keys to JSON values, or removes those whose value is None: all of them, or none.
 
         Raises:
-            MemoryFullError: There is no space for the file, or too much in it that may not be dropped.
+            MemoryFullError: There is no space for the file, or too much in it.
             MemoryTierError: Another process has held its lock for too long.
         """
         with self._guard, self._locked() as file:
             state = {key: value for key, value in {**self._state, **changes}.items() if value is not None}
-            data = self._fitted(state)
+            data = json.dumps(state, separators=(",", ":")).encode()
+            if len(data) > _HALF:
+                text = "too much is queued for the operation log"
+                raise MemoryFullError(text, operation="write", tier="memory", key=str(self._path))
             generation = self._generation + 1
             half = generation % 2
             os.pwrite(file, data, _HALVES_AT + half * _HALF)
@@ -207,22 +204,6 @@ class OperationLog:
             if is_damaged:
                 _log.warning("%s is damaged: some queued aliases and deletes, and outcomes, may be lost", self._path)
 
-    def _fitted(self, state: dict[str, Any]) -> bytes:
-        """The state as it is stored, less what had to be dropped of it."""
-        data = _encoded(state)
-        if len(data) > _HALF:
-            excess = len(data) - _HALF
-            for key in self._expendable(state):
-                excess -= len(_encoded({key: state.pop(key)})) - 2
-                if excess <= 0:
-                    break
-            data = _encoded(state)
-        if len(data) > _HALF:
-            raise MemoryFullError(
-                "too much is queued for the operation log", operation="write", tier="memory", key=str(self._path)
-            )
-        return data
-
     def _forked(self) -> None:
         # A copy of the descriptor would keep a lock alive that our parent dies with.
         self._guard = threading.RLock()
@@ -237,10 +218,6 @@ def _unsealed(raw: bytes) -> tuple[int, int, int] | None:
     if len(raw) < _HEAD_SIZE or zlib.crc32(facts).to_bytes(4, "little") != checksum:
         return None
     return _HEAD.unpack(facts)
-
-
-def _encoded(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
 
 
 _logs: weakref.WeakSet[OperationLog] = weakref.WeakSet()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,11 +24,10 @@ from tiered_checkpoint_io.model import ids
 LOG_FILE = "operations.log"
 _ACTIONS = ("alias", "delete", "cancel")
 _REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
-#: Saves whose outcomes are kept; where the log is too full for them, these few and all failures.
-_KEEP_SAVES = 64
-_KEEP_WHEN_FULL = 16
+#: Outcomes that are kept, of the newest saves: they take a third of the log at most.
+_KEEP = 512
 #: Characters of an error that are kept.
-_SHORT = 2000
+_SHORT = 1000
 #: Bytes of a note that fit into the log beside all else.
 _NOTE_SIZE = 1 << 18
 _T = TypeVar("_T", Request, Outcome)
@@ -70,7 +69,7 @@ class Queue:
         """Takes the root; its log is made by :meth:`open`, or by the first that writes."""
         self._root = root
         self._clock = clock
-        self._log = OperationLog(root / LOG_FILE, expendable=_expendable, clock=clock)
+        self._log = OperationLog(root / LOG_FILE, clock=clock)
         #: Makes the log where it is missing, or raises MemoryFullError.
         self.open = self._log.open
         #: What differs from the last call where there is anything new: a cheap look, for those who wait.
@@ -123,15 +122,20 @@ class Queue:
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
         """Notes an outcome; with a final one, the request and the note of its work go, in the same write."""
         changes: dict[str, Any] = {_OUTCOME + outcome.op_id: asdict(replace(outcome, error=outcome.error[:_SHORT]))}
-        over = {_REQUEST + outcome.op_id: None, _NOTE + outcome.op_id: None} if final else {}
-        self._log.write(changes | over)
+        if final:
+            changes |= {_REQUEST + outcome.op_id: None, _NOTE + outcome.op_id: None}
+        kept = sorted(self._log.entries(_OUTCOME))
+        if len(kept) > _KEEP:
+            # Those of one save stay or go together.
+            first = ids.save_id_of_op(kept[-_KEEP])
+            changes |= {_OUTCOME + op_id: None for op_id in kept if ids.save_id_of_op(op_id) < first}
+        self._log.write(changes)
 
     def note_past(self, save_id: str, name: str, step: int, size: int, dirpath: str) -> None:
         """Notes, where deletes may wait for one, that a save got to the durable tier past the queue."""
         if unreplaced(self.outcomes()):
             now = self._clock.wall()
             self.finish(Outcome(save_id, "save", name, step, "committed", bytes=size, finished=now, dirpath=dirpath))
-            self.prune()
 
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done, or too long ago."""
@@ -144,14 +148,6 @@ class Queue:
             entries = sorted(self._log.entries(_OUTCOME).items())
             self._outcomes = (version, [each for _, raw in entries if (each := _parsed(Outcome, raw)) is not None])
         return self._outcomes[1]
-
-    def prune(self) -> None:
-        """Drops all but the newest outcomes, those of one save together."""
-        saves = {op_id: ids.save_id_of_op(op_id) for op_id in self._log.entries(_OUTCOME)}
-        kept = sorted(set(saves.values()))[-_KEEP_SAVES:]
-        old = [_OUTCOME + op_id for op_id, save_id in saves.items() if save_id < kept[0]]
-        if old:
-            self._log.write(dict.fromkeys(old))
 
     # ------------------------------------------------------------------------------------- notes
     def journal(self, op_id: str) -> Note:
@@ -176,7 +172,7 @@ class Queue:
     # ---------------------------------------------------------------------------------- progress
     def write_progress(self, progress: DrainProgress) -> None:
         """Says what the drain is doing."""
-        short = replace(progress, last_error=progress.last_error[:_SHORT], trouble=progress.trouble[: _SHORT // 4])
+        short = replace(progress, last_error=progress.last_error[:_SHORT], trouble=progress.trouble[: _SHORT // 2])
         self._log.beat(json.dumps(asdict(short), ensure_ascii=False).encode())
 
     def progress(self) -> DrainProgress:
@@ -225,13 +221,6 @@ def operations_of(parts: Iterable[StoredPart], requests: Iterable[Request]) -> l
             action: Action = "save" if part.commits else "part"
             saves.append(Request(stored.op_id, action, part.name, part.dirpath, stored=stored))
     return in_order([*saves, *requests])
-
-
-def _expendable(state: Mapping[str, Any]) -> list[str]:
-    """Outcomes in the order in which the log may drop them: what is committed can be seen on the durable tier."""
-    keys = sorted(key for key in state if key.startswith(_OUTCOME))
-    committed = [key for key in keys[:-_KEEP_WHEN_FULL] if state[key].get("state") == "committed"]
-    return [*committed, *(key for key in keys if key not in set(committed))]
 
 
 def _from_file(path: Path) -> Any:
