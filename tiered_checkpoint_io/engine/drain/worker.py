@@ -152,20 +152,29 @@ class Drain:
             clock.wait(self._stop, clock.timing.drain_rest_s)
 
     def _may_leave(self) -> bool:
-        trainers = try_lock(self._root / TRAINERS_FILE)
-        if trainers is None:
+        """Whether to leave, in which case no trainer can come until this drain has left."""
+        self._trainers = try_lock(self._root / TRAINERS_FILE)
+        if self._trainers is None:
             self._report.last_success = self._clock.monotonic()
             return False
-        # Looked at under the lock: no trainer can add to it now.
+        is_over = False
+        try:
+            # Looked at under the lock: no trainer can add to it now.
+            is_over = self._is_over()
+        finally:
+            if not is_over:
+                release(self._trainers)
+                self._trainers = None
+        return is_over
+
+    def _is_over(self) -> bool:
         left = {operation.op_id for operation in self._queue.doable(self._tier)}
         overdue = self._clock.monotonic() - self._report.last_success > self._clock.timing.drain_give_up_s
         # To stay would be in vain for what fails for good: the next start may bring other credentials than ours.
         begun = [begun for op_id, begun in self._executor.begun.items() if op_id in left]
         if left and not overdue and not (begun and all(each.permanent for each in begun)):
-            release(trainers)
             return False
         if operations := self._queue.look(self._tier):
             text = "leaving %d operations for the next start to take up. Last error: %s"
             self._log.error(text, len(operations), self._report.now.last_error or "none")
-        self._trainers = trainers
         return True
