@@ -75,6 +75,7 @@ class Queue:
         #: What differs from the last call where there is anything new: a cheap look, for those who wait.
         self.version = self._log.poll
         self._outcomes: tuple[bytes, list[Outcome]] = b"", []
+        self._notes: dict[str, Note] = {}
         self._last = DrainProgress()
 
     def ring(self) -> None:
@@ -123,6 +124,7 @@ class Queue:
         """Notes an outcome; with a final one, the request and the note of its work go, in the same write."""
         changes: dict[str, Any] = {_OUTCOME + outcome.op_id: asdict(replace(outcome, error=outcome.error[:_SHORT]))}
         if final:
+            self._notes.pop(outcome.op_id, None)
             changes |= {_REQUEST + outcome.op_id: None, _NOTE + outcome.op_id: None}
         kept = sorted(self._log.entries(_OUTCOME))
         if len(kept) > _KEEP:
@@ -152,7 +154,7 @@ class Queue:
     # ------------------------------------------------------------------------------------- notes
     def journal(self, op_id: str) -> Note:
         """Where the drain notes what of an operation is done."""
-        return Note(self._log, _NOTE + op_id)
+        return self._notes.setdefault(op_id, Note(self._log, _NOTE + op_id))
 
     # ----------------------------------------------------------------------------- earlier files
     def take_over(self) -> None:
@@ -185,9 +187,9 @@ class Queue:
 
 
 class Note:
-    """A note of work in progress: see :class:`UploadJournal`. A very large one is kept by this object alone.
+    """A note of work in progress: see :class:`UploadJournal`. What finds no room in the log is kept here alone.
 
-    Without it, what a later process does not find is done again, or left for it to clear up.
+    What a later process does not find is done again, or left for it to clear up.
     """
 
     def __init__(self, log: OperationLog, key: str) -> None:
