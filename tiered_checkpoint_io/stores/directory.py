@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -47,7 +48,7 @@ class DirectoryStore(FileStore):
 
     def _size(self, path: str) -> int:
         facts = os.stat(path)
-        if not os.path.isfile(path):
+        if not stat.S_ISREG(facts.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         return facts.st_size
 

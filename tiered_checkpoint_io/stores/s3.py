@@ -9,7 +9,7 @@ from typing import Any
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, UploadJournal, too_short
+from tiered_checkpoint_io.stores.base import Content, ObjectInfo, UploadJournal, too_short
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_uploads import MIB, MultipartUploads, part_size_for
@@ -46,6 +46,7 @@ class S3Store:
         """
         connections = write_concurrency + read_concurrency + 4
         self._client = S3Client(url, connections=connections, clock=clock, **connection)
+        self.url, self.metrics = self._client.url, self._client.metrics
         self._part_size = part_size
         self._write_options = dict(write_options or {})
         self._clock = clock
@@ -73,14 +74,6 @@ class S3Store:
             expected_bucket_owner=config.expected_bucket_owner,
             clock=clock,
         )
-
-    @property
-    def url(self) -> str:
-        return self._client.url
-
-    @property
-    def metrics(self) -> Metrics:
-        return self._client.metrics
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         root = self._client.prefix
@@ -110,10 +103,8 @@ class S3Store:
         return int(self._client.ask("head_object", key)["ContentLength"])
 
     def delete(self, key: str) -> None:
-        try:
+        with contextlib.suppress(StoreNotFoundError):
             self._client.ask("delete_object", key)
-        except StoreNotFoundError:
-            return
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         if not len(buffer):

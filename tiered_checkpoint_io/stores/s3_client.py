@@ -24,21 +24,12 @@ from tiered_checkpoint_io.stores.s3_errors import CLIENT_ERRORS, is_just_busy, t
 
 _SEND_SIZE = 1 << 20
 
-#: What requests are called in metrics (``requests.<name>``) and errors, by the method of boto3's client.
-_REQUESTS = {
-    "abort_multipart_upload": "abort",
-    "complete_multipart_upload": "complete",
-    "create_multipart_upload": "create",
-    "delete_object": "delete",
-    "get_object": "get",
-    "head_bucket": "head",
-    "head_object": "head",
-    "list_multipart_uploads": "list_uploads",
-    "list_objects_v2": "list",
-    "list_parts": "list_parts",
-    "put_object": "put",
-    "upload_part": "part",
-}
+#: What requests are called in metrics (``requests.<name>``) and errors where it is not the method's first word.
+_REQUESTS = {"list_multipart_uploads": "list_uploads", "list_parts": "list_parts", "upload_part": "part"}
+
+
+def _name_of(method: str) -> str:
+    return _REQUESTS.get(method, method.partition("_")[0])
 
 
 class S3Client:
@@ -162,7 +153,7 @@ class S3Client:
             answer = getattr(self.boto, method)(**request)
             return answer if receive is None else receive(answer)
         except CLIENT_ERRORS as error:
-            raise translated(error, _REQUESTS[method], self.url, key) from error
+            raise translated(error, _name_of(method), self.url, key) from error
         finally:
             if stream is not None:
                 stream.close()
@@ -181,8 +172,7 @@ class S3Client:
         self.boto.close()
 
     def _count(self, event_name: str, **_: Any) -> None:
-        method = botocore.xform_name(event_name.rpartition(".")[2])
-        self.metrics.add(f"requests.{_REQUESTS.get(method, method)}")
+        self.metrics.add(f"requests.{_name_of(botocore.xform_name(event_name.rpartition('.')[2]))}")
 
 
 class Body(io.RawIOBase):
@@ -203,9 +193,6 @@ class Body(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
