@@ -1,5 +1,6 @@
 """Every Store keeps the contract, on real servers."""
 
+import errno
 import os
 import secrets
 
@@ -38,6 +39,20 @@ class TestRemoteStoreThatMoves(StoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         yield RemoteStore(f"file://{tmp_path}/root")
+
+    @pytest.mark.parametrize("place", ["root", "root/a"])
+    def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(self, store, place, monkeypatch):
+        store.put("a/x", b"1")
+        listing = store._fs.ls
+
+        def refuse(path, **options):
+            if path.endswith(place):
+                raise PermissionError(errno.EACCES, "no")
+            return listing(path, **options)
+
+        monkeypatch.setattr(store._fs, "ls", refuse)
+        with pytest.raises(StoreAccessError):
+            list(store.list(""))
 
 
 @pytest.mark.matrix

@@ -163,9 +163,19 @@ class RemoteStore(FileStore):
     def _find(self, folder: str) -> dict[str, dict[str, Any]]:
         self._fs.invalidate_cache()
         try:
-            found: dict[str, dict[str, Any]] = self._fs.find(folder, detail=True)
-        except FileNotFoundError:
+            if self._is_object_store:
+                return dict(self._fs.find(folder, detail=True))
+            # Elsewhere fsspec's own would leave out folders that it cannot list.
+            entries = self._fs.ls(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
             return {}
+        found = {}
+        for entry in entries:
+            name = entry["name"].rstrip("/")
+            if entry["type"] != "directory":
+                found[name] = entry
+            elif name != folder:
+                found |= self._find(name)
         return found
 
     def _check_bucket(self) -> None:
