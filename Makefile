@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-all test-crash test-crash-states test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers
+.PHONY: venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers
 
 venv: $(STAMP)
 
@@ -60,6 +60,7 @@ test-all: venv
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix tests
 	$(MAKE) test-crash
 	$(MAKE) test-crash-states
+	$(MAKE) test-sim
 	$(MAKE) test-corruption
 
 test-crash: venv
@@ -67,6 +68,9 @@ test-crash: venv
 
 test-crash-states: venv
 	$(BIN)/python tests/crash/states.py
+
+test-sim: venv
+	$(BIN)/python tests/sim/run.py
 
 test-corruption: venv
 	$(BIN)/python tests/crash/corruption.py

@@ -142,7 +142,7 @@ class Executor:
         if stored is not None:
             part = stored.part
             # Before it leaves the queue: who waits for all that is queued must not find just those that failed.
-            for old in superseded(operations, self._lost(part, fate), operation):
+            for old in superseded(operations, self._lost(part), operation):
                 self._give_up(old, f"superseded by {part.name}")
             # Behind the outcome: a drain that dies in between finds it committed, and says so again.
             self._mark_drained(stored)
@@ -212,10 +212,10 @@ class Executor:
         rows, mine.arrivals = mine.arrivals.rows, None
         return rows
 
-    def _lost(self, part: Part, fate: str) -> set[str]:
+    def _lost(self, part: Part) -> set[str]:
         """Ids of saves that failed, or can't become complete any more, once a part was sent or its save committed."""
         lost = {op_id for op_id, begun in self.begun.items() if begun.failures}
-        if fate == "sent" and part.commits and part.content.parts > 1:
+        if part.commits and part.content.parts > 1:
             # Nodes send parts in the order of their saves: what was missing at the last look will not come.
             waiting = [begun.arrivals.part for begun in self.begun.values() if begun.arrivals is not None]
             lost |= {each.save_id for each in waiting if _in_one_order(each, part)}

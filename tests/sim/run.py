@@ -1,0 +1,53 @@
+"""Simulated lives of jobs, by seeds: the real drains of several nodes under a virtual clock, over a store in memory.
+
+    make test-sim                                   2,000 seeds, on two processes
+    python tests/sim/run.py --first 85 --seeds 1    one life again; its history is printed
+
+Each life is judged against a dictionary (``drains.py``). Every other seed lets requests fail, too, and clocks be off. The
+seeds with a violation are printed, and the history of the shortest. Last line: ``seeds=N steps=N violations=N``.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sim import drains
+from sim.world import Fates
+
+CALM, ROUGH = Fates(), Fates(failed=0.03, skew=30.0)
+
+
+def one(seed):
+    with drains.scratch() as folder:
+        world = drains.life(seed, ROUGH if seed % 2 else CALM, folder=folder)
+    return seed, world.steps, world.violation, world.history if world.violation else [], world.digest
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=2000)
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    seeds, began = range(options.first, options.first + options.seeds), time.monotonic()
+    steps, found = 0, []
+    with multiprocessing.get_context("spawn").Pool(min(options.jobs, len(seeds))) as pool:
+        for seed, count, violation, history, _ in pool.imap_unordered(one, seeds, chunksize=10):
+            steps += count
+            if violation:
+                found.append((len(history), seed, violation, history))
+    for _, seed, violation, _ in sorted(found)[:20]:
+        print(f"seed {seed}: {violation}")
+    if found:
+        print(*min(found)[3], sep="\n")
+    print(f"{steps / (time.monotonic() - began):.0f} steps a second")
+    print(f"seeds={len(seeds)} steps={steps} violations={len(found)}")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
