@@ -218,24 +218,6 @@ def test_parts_that_the_drain_of_an_earlier_release_sent_are_found(tmp_path):
     assert objects(store) == named(store)
 
 
-def test_a_commit_that_an_earlier_release_began_is_finished(tmp_path):
-    """Its own journal says that all was sent, and its description lies where that release put it."""
-    store = DirectoryStore(str(tmp_path))
-    part, data = make_part("a", 1, 0)
-    journal = MemoryJournal()
-    part_only(store, "a", 1, 1)
-    commit.put_part(store, part, views_of(data), journal=journal)
-    new, old = ids.description_key(part.save_id, 0), ids.part_key("a", part.save_id, 0)
-    store.put(old, store.get(new))
-    store.delete(new)
-    journal.write({"sent": {"files": ["__0_0.distcp", "__0_1.distcp", ""]}})
-    assert commit.put_part(store, part, views_of(data), journal=journal) == "sent"
-    commit.commit(store, part, views_of(data), arrived(store, part).rows, journal=journal)
-    assert files_of(store, read_manifest(store, "a").content).of_rank(0) == part.content.files
-    save(store, "b", 2)
-    assert objects(store) == named(store)
-
-
 def test_garbage_of_other_runs_is_left_alone_until_nothing_of_it_moves(tmp_path):
     store = DirectoryStore(str(tmp_path))
     part_only(store, "a", 1, 1)

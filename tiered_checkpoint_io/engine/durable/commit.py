@@ -45,9 +45,8 @@ from tiered_checkpoint_io.stores.base import Store, UploadJournal
 Fate = Literal["sent", "committed", "replaced"]
 
 _SENT = "sent"
-_FILES = "files"
 _UPLOAD = "upload"
-#: Beside the files, in the list of what was sent: the part's description, where this release puts it.
+#: Beside the files, among what was sent: the part's description.
 _DESCRIPTION = "part.json"
 #: Bytes of a manifest beyond which the files of a checkpoint of one part are listed beside it, too.
 _MAX_INLINE = 3 << 10
@@ -214,13 +213,13 @@ def _put_index(store: Store, part: Part, index: Index, old: Manifest | None) -> 
 
 
 # ------------------------------------------------------------------------------------------ inside
-def _sent(journal: UploadJournal | None) -> list[str]:
-    files = (Section(journal, _SENT).read() or {}).get(_FILES)
-    return [str(name) for name in files] if isinstance(files, list) else []
+def _sent(journal: UploadJournal | None) -> dict[str, object]:
+    """What has arrived, by its basename."""
+    return Section(journal, _SENT).read() or {}
 
 
 def _note_sent(journal: UploadJournal | None, name: str) -> None:
-    Section(journal, _SENT).write({_FILES: [*_sent(journal), name]})
+    Section(journal, _SENT).write({**_sent(journal), name: True})
 
 
 def _switch(part: Part) -> FileEntry | None:
