@@ -53,7 +53,6 @@ class Timing:
         local_poll_s: How often a rank looks whether it is asked for a part, or whether there is news.
         local_taken_s: A rank that is asked for a part sees it within this time, unless it is busy sending.
         local_linger_s: How long a rank that ends still serves parts to others.
-        node_lock_poll_s: How often a process looks whether another one of its node is done with verifying or fetching.
         chunk_poll_s: How often it looks whether another one has fetched a chunk: mostly a matter of milliseconds.
         chunk_folder_s: A folder of fetched chunks is removed within milliseconds; there is nothing to wait for beyond.
         preemption_margin_s: Of the grace time, what is left at least for the way out of the interpreter.
@@ -118,7 +117,6 @@ class Timing:
     local_poll_s: float = 0.1
     local_taken_s: float = 30.0
     local_linger_s: float = 10.0
-    node_lock_poll_s: float = 0.05
     chunk_poll_s: float = 0.005
     chunk_folder_s: float = 60.0
     preemption_margin_s: float = 1.0

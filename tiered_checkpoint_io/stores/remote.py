@@ -55,7 +55,6 @@ class RemoteStore(FileStore):
         super().__init__(shown, str(root).rstrip("/"), clock)
         scheme = ids.url_scheme(url) or ""
         self._is_object_store = scheme in _OBJECT_STORES
-        self._is_memory = scheme == "memory"
         if scheme in _ONE_AT_A_TIME:
             self._turn = threading.RLock()
 
@@ -94,12 +93,7 @@ class RemoteStore(FileStore):
         piece[:] = data
 
     def _write(self, key: str, path: str, data: Content, report: Callable[[int], None]) -> None:
-        if self._is_memory:
-            # Its files appear as soon as they are opened, unless they come with their content.
-            report(len(data))
-            with data[0 : len(data)] as whole:
-                self._fs.pipe_file(path, bytes(whole))
-        elif self._is_object_store:
+        if self._is_object_store:
             blocks = -(-len(data) // (_MAX_BLOCKS * _MIB))
             self._send(key, path, data, report, block_size=max(_BLOCK, blocks * _MIB), autocommit=False)
         else:
@@ -153,7 +147,7 @@ class RemoteStore(FileStore):
         self._fs.rm_file(path)
 
     def _drop_abandoned(self) -> None:
-        if self._is_memory or self._is_object_store:
+        if self._is_object_store:
             return
         for path, facts in self._find(self._scratch).items():
             if 0 < _modified(facts) < self._clock.wall() - self._clock.timing.abandoned_s:
