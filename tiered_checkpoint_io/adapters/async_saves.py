@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +21,7 @@ class AsyncSave(Future[Any]):
     Attributes:
         name: The checkpoint's name.
         step: Its training step; -1 where it is not known.
+        groups: The process groups that take part in it.
         shown: Whether its failure, where it has one, was logged, raised, or asked for.
     """
 
@@ -27,9 +29,9 @@ class AsyncSave(Future[Any]):
         super().__init__()
         self.name = name
         self.step = step
+        self.groups = groups
         self.shown = False
         self._session = session
-        self._groups = groups
 
     def result(self, timeout: float | None = None) -> Any:
         """As ``Future`` has it."""
@@ -51,10 +53,6 @@ class AsyncSave(Future[Any]):
         """How long to wait for it, seconds: it ends by ``wait_timeout_s`` itself, and a little later reports so."""
         return float(self._session.config.wait_timeout_s) + self._session.clock.timing.future_slack_s
 
-    def concerns(self, process_group: Any) -> bool:
-        """Whether a process group took part in it."""
-        return any(group is process_group for group in self._groups)
-
     def follow(self, sealing: Future[None] | None, op_id: str | None, value: Any) -> None:
         """Ends, with ``value`` or an error, once this rank's part is where it is to go.
 
@@ -63,39 +61,35 @@ class AsyncSave(Future[Any]):
             op_id: The operation of this node's drain that brings it to the durable tier, where one does.
             value: The result.
         """
-        session = self._session
-        timeout_s = float(session.config.wait_timeout_s)
-        if op_id is None:
-            assert sealing is not None
-            sealing.add_done_callback(lambda sealed: self._end(sealed.exception(), value))
+        if sealing is None and op_id is None:
+            self.set_result(value)
             return
 
         def wait() -> None:
             try:
                 if sealing is not None:
-                    sealing.result(timeout_s)
-                outcome = session.open().drain.wait(op_id, timeout_s)
-                if outcome.state != "committed":
-                    raise SaveError(
-                        f"{self.name} did not reach the durable tier: {outcome.error}",
-                        operation="save",
-                        tier="durable",
-                        key=session.dirpath,
-                        step=self.step if self.step >= 0 else None,
-                        hint="it stays in node memory and is tried again",
-                    )
-                session.tell_durable(outcome)
-                self._end(None, value)
+                    sealing.result(self._session.config.wait_timeout_s)
+                if op_id is not None:
+                    self._wait_for(op_id)
+                self.set_result(value)
             except BaseException as error:
-                self._end(error, None)
+                self.set_exception(error)
 
         threading.Thread(target=wait, name="tiered-async-save", daemon=True).start()
 
-    def _end(self, error: BaseException | None, value: Any) -> None:
-        if error is not None:
-            self.set_exception(error)
-        else:
-            self.set_result(value)
+    def _wait_for(self, op_id: str) -> None:
+        session = self._session
+        outcome = session.open().drain.wait(op_id, float(session.config.wait_timeout_s))
+        if outcome.state != "committed":
+            raise SaveError(
+                f"{self.name} did not reach the durable tier: {outcome.error}",
+                operation="save",
+                tier="durable",
+                key=session.dirpath,
+                step=self.step if self.step >= 0 else None,
+                hint="it stays in node memory and is tried again",
+            )
+        session.tell_durable(outcome)
 
     def show(self) -> SaveError | None:
         """Logs and counts a failure that nobody has seen; gives it where ``on_save_error`` is ``raise``."""
@@ -115,14 +109,13 @@ _lock = threading.Lock()
 _saves: list[AsyncSave] = []
 
 
-def register(save: AsyncSave) -> AsyncSave:
+def register(save: AsyncSave) -> None:
     """Takes note of a save that has begun."""
     with _lock:
         _saves.append(save)
         ended = [each for each in _saves if each.done()]
         for each in ended[: max(0, len(ended) - _KEPT)]:
             _saves.remove(each)
-    return save
 
 
 def show_failures() -> None:
@@ -133,6 +126,11 @@ def show_failures() -> None:
     """
     with _lock:
         saves = list(_saves)
+    _show(saves)
+
+
+def _show(saves: Iterable[AsyncSave]) -> None:
+    # All are logged and counted, one can be raised.
     failures = [failure for save in saves if (failure := save.show()) is not None]
     if failures:
         raise failures[0]
@@ -162,7 +160,7 @@ def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None
         DrainError: One has not ended in time.
     """
     with _lock:
-        mine = [save for save in _saves if process_group is None or save.concerns(process_group)]
+        mine = [save for save in _saves if process_group is None or any(each is process_group for each in save.groups)]
     if blocking and mine:
         bound = max(save.bound_s for save in mine)
         _, late = concurrent.futures.wait(mine, bound)
@@ -172,7 +170,5 @@ def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None
     ended = [save for save in mine if save.done()]
     with _lock:
         _saves[:] = [save for save in _saves if save not in ended]
-    failures = [failure for save in ended if (failure := save.show()) is not None]
-    if failures:
-        raise failures[0]
+    _show(ended)
     return ended

@@ -6,32 +6,24 @@ Sharded ones go through torch.distributed.checkpoint (DCP); in local ones each r
 from __future__ import annotations
 
 import os
-import warnings
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_async_calls, register, show_failures
+from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_async_calls, register
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.full_state import save_full
+from tiered_checkpoint_io.adapters.groups import place_of, rank_in_group, world
+from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
 from tiered_checkpoint_io.adapters.planners import save_planner
-from tiered_checkpoint_io.adapters.smp import load_local_state, place_of, rank_in_group, save_local_state
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
-from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place
-from tiered_checkpoint_io.errors import (
-    ConfigError,
-    InvalidNameError,
-    RestoreError,
-    TieredCheckpointError,
-    UsageError,
-)
+from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError, UsageError
 
 __all__ = [
     "AsyncSave",
@@ -48,7 +40,6 @@ Kind = Literal["sharded", "local"]
 
 #: More damaged checkpoints than this in a row are no accident.
 _MAX_ATTEMPTS = 64
-_NO_DIST = "torch.distributed is disabled, unavailable or uninitialized"
 
 
 def save(
@@ -98,32 +89,34 @@ def save(
     """
     writer = storage_writer or TieredStorageWriter(**options)
     if _is_local(kind, planner, replication_group):
-        show_failures()
-        place = _place(process_group, replication_group, coordinator_rank, no_dist)
-        done = _save_local(state_dict, writer, place, checkpoint_id, None if no_dist else (process_group,))
-        return done.report if done is not None else None
-    coordinator = 0 if no_dist else rank_in_group(process_group, coordinator_rank)
+        groups = {"process_group": process_group, "replication_group": replication_group}
+        local = save_local_state(
+            state_dict, writer, checkpoint_id, coordinator_rank=coordinator_rank, no_dist=no_dist, **groups
+        )
+        return local.report if local is not None else None
+    alone = no_dist or world() is None
+    coordinator = 0 if alone else rank_in_group(process_group, coordinator_rank)
     if planner is None:
         what = f"{writer.settings.config.namespace}/{coordinator}"
-        planner = save_planner(what, process_group, alone=no_dist)
+        planner = save_planner(what, process_group, alone=alone)
+    writer.reset(checkpoint_id)
+    if not alone:
+        writer.meet_peers(process_group)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_NO_DIST)
-            if coordinator:
-                return _save_by(coordinator, state_dict, checkpoint_id, writer, planner, process_group)
-            metadata: Metadata = state_dict_saver.save(
-                state_dict,
-                checkpoint_id=checkpoint_id,
-                storage_writer=writer,
-                planner=planner,
-                process_group=process_group,
-                no_dist=no_dist,
-            )
+        # DCP's own save has the first rank coordinate.
+        metadata: Metadata = state_dict_saver._save_state_dict(
+            _plain(state_dict),
+            writer,
+            process_group=process_group,
+            coordinator_rank=coordinator,
+            no_dist=alone,
+            planner=planner,
+        )
         return metadata
     except CheckpointException as error:
         if writer.settings.config.on_save_error == "raise":
-            # All ranks are told of the same failures. DCP's exception is not one that `except Exception` handles.
-            first = error.failures[min(error.failures)][0] if error.failures else None
+            # DCP's exception is not one that `except Exception` handles.
+            _, first = first_failure(error)
             if isinstance(first, TieredCheckpointError):
                 raise first from error
             raise
@@ -156,14 +149,14 @@ def async_save(
     :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
 
     Args:
-        state_dict: The state.
-        checkpoint_id: As :func:`save` takes it, like all other arguments.
+        state_dict: The state; all other arguments are as :func:`save` takes them, too.
+        checkpoint_id: Its name, path or URL.
         storage_writer: The writer.
         process_group: The ranks that save.
         no_dist: Whether this process saves alone.
-        coordinator_rank: Who coordinates.
+        coordinator_rank: The rank that coordinates.
         kind: ``sharded`` or ``local``.
-        replication_group: Who holds the same.
+        replication_group: The ranks that hold the same.
         planner: DCP's.
         options: As :class:`TieredStorageWriter` takes them.
 
@@ -174,17 +167,22 @@ def async_save(
         ``on_save_error`` says.
     """
     writer = storage_writer or TieredStorageWriter(**options)
-    is_local = _is_local(kind, planner, replication_group)
+    groups = {"process_group": process_group, "replication_group": replication_group}
     sealing: Future[None] | None = None
     op_id: str | None = None
-    if is_local:
-        show_failures()
-        place = _place(process_group, replication_group, coordinator_rank, no_dist)
-        ranks = None if no_dist else (process_group,)
-        done = _save_local(state_dict, writer, place, checkpoint_id, ranks, background=True)
-        saved: Any = None
-        if done is not None:
-            saved, sealing, op_id = done.report, done.ending, done.op_id
+    saved: Any = None
+    if _is_local(kind, planner, replication_group):
+        local = save_local_state(
+            state_dict,
+            writer,
+            checkpoint_id,
+            coordinator_rank=coordinator_rank,
+            no_dist=no_dist,
+            background=True,
+            **groups,
+        )
+        if local is not None:
+            saved, sealing, op_id = local.report, local.ending, local.op_id
     else:
         before, writer.seals_in_background = writer.seals_in_background, True
         try:
@@ -200,105 +198,13 @@ def async_save(
         finally:
             writer.seals_in_background = before
         if saved is not None:
-            writer.seal()
-            sealing, op_id = writer.sealing, writer.op_id
-    located, session = writer.located, writer.session
-    groups = (process_group or _world(), replication_group)
-    future = AsyncSave(session, located.name, located.step, tuple(group for group in groups if group is not None))
+            writer.saver.seal_in_background()
+            sealing, op_id = writer.saver.sealing, writer.saver.op_id
+    taking_part = tuple(group for group in (process_group or world(), replication_group) if group is not None)
+    future = AsyncSave(writer.session, writer.located.name, writer.located.step, taking_part)
     register(future)
-    if sealing is None and op_id is None:
-        future.set_result(saved)
-    else:
-        future.follow(sealing, op_id, saved)
+    future.follow(sealing, op_id, saved)
     return future
-
-
-def _is_local(kind: str, planner: Any, replication_group: Any) -> bool:
-    if kind not in get_args(Kind):
-        raise UsageError(f"kind is {kind!r}", operation="call", hint="allowed: 'sharded', 'local'; see also save_full")
-    if kind == "local" and planner is not None:
-        raise UsageError("a planner for a local checkpoint", operation="call", hint="planners are for kind='sharded'")
-    if kind == "sharded" and replication_group is not None:
-        raise UsageError(
-            "replication_group for a sharded checkpoint",
-            operation="call",
-            hint="give one replica's sharding group as process_group, and save on its ranks alone",
-        )
-    return kind == "local"
-
-
-def _place(process_group: Any, replication_group: Any, coordinator_rank: int | None, no_dist: bool) -> Place:
-    return Place() if no_dist else place_of(process_group, replication_group, coordinator_rank)
-
-
-def _world() -> Any:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def _save_local(
-    state_dict: dict[str, Any],
-    writer: TieredStorageWriter,
-    place: Place,
-    checkpoint_id: str | os.PathLike[str] | None,
-    ranks: tuple[Any] | None,
-    *,
-    background: bool = False,
-) -> LocalSave | None:
-    writer.reset(checkpoint_id)
-    session, located = writer.session, writer.located
-    session.surface()
-    if ranks is not None:
-        # The one time that ranks wait for each other, where peers are to keep copies.
-        session.meet_peers(ranks[0])
-    if not place.writes:
-        return None
-    try:
-        return save_local_state(state_dict, writer, place, checkpoint_id, background=background)
-    except (ConfigError, InvalidNameError, UsageError):
-        raise
-    except Exception as error:
-        session.failed(located.name, located.step, error)
-        return None
-
-
-def _save_by(
-    coordinator: int,
-    state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None,
-    writer: TieredStorageWriter,
-    planner: Any,
-    process_group: Any,
-) -> Metadata:
-    """As DCP's ``save``, which has the first rank coordinate."""
-    writer.reset(checkpoint_id)
-    writer.session.meet_peers(process_group)
-    flat = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()}
-    metadata: Metadata = state_dict_saver._save_state_dict(
-        flat, writer, process_group=process_group, coordinator_rank=coordinator, planner=planner
-    )
-    return metadata
-
-
-def _load_by(
-    coordinator: int,
-    state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None,
-    reader: TieredStorageReader,
-    planner: Any,
-    process_group: Any,
-) -> None:
-    """As DCP's ``load``, which has the first rank coordinate."""
-    reader.reset(checkpoint_id)
-    # The same order on all ranks.
-    flat = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in sorted(state_dict.items())}
-    state_dict_loader._load_state_dict(
-        flat, reader, process_group=process_group, coordinator_rank=coordinator, planner=planner
-    )
-    for key, loaded in flat.items():
-        if isinstance(state_dict[key], Stateful):
-            state_dict[key].load_state_dict(loaded)
-        else:
-            state_dict[key] = loaded
 
 
 def load(
@@ -341,30 +247,27 @@ def load(
         RestoreError: There are some, but none is intact; or another number of shards made a local one.
         CheckpointException: Anything else that failed on some rank.
     """
+    reader = storage_reader or TieredStorageReader(**options)
     if _is_local(kind, planner, replication_group):
-        reader = storage_reader or TieredStorageReader(**options)
         writer = coordinator_rank if replication_group is not None else None
-        place = _place(process_group, replication_group, writer, no_dist)
+        place = place_of(process_group, replication_group, writer, alone=no_dist)
         load_local_state(state_dict, reader, place, checkpoint_id, alone=no_dist)
         return reader
-    coordinator = 0 if no_dist else rank_in_group(process_group, coordinator_rank)
-    reader = storage_reader or TieredStorageReader(**options)
+    alone = no_dist or world() is None
+    coordinator = 0 if alone else rank_in_group(process_group, coordinator_rank)
     for _ in range(_MAX_ATTEMPTS):
+        reader.reset(checkpoint_id)
+        loaded = _plain(state_dict)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=_NO_DIST)
-                if coordinator:
-                    _load_by(coordinator, state_dict, checkpoint_id, reader, planner, process_group)
-                    return reader
-                state_dict_loader.load(
-                    state_dict,
-                    checkpoint_id=checkpoint_id,
-                    storage_reader=reader,
-                    planner=planner,
-                    process_group=process_group,
-                    no_dist=no_dist,
-                )
-            return reader
+            # DCP's own load has the first rank coordinate.
+            state_dict_loader._load_state_dict(
+                loaded,
+                reader,
+                process_group=process_group,
+                coordinator_rank=coordinator,
+                no_dist=alone,
+                planner=planner,
+            )
         except CheckpointException as error:
             if reader.opened is None and isinstance(reader.error, TieredCheckpointError):
                 # Nothing could be chosen; all ranks know why.
@@ -373,4 +276,37 @@ def load(
             if not any(isinstance(failure, DAMAGE) for failure, _ in error.failures.values()):
                 raise
             reader.reject()
+            continue
+        for key in sorted(state_dict):
+            if isinstance(state_dict[key], Stateful):
+                state_dict[key].load_state_dict(loaded[key])
+            else:
+                state_dict[key] = loaded[key]
+        return reader
     raise RestoreError(f"{_MAX_ATTEMPTS} checkpoints in a row are damaged", operation="load", key=reader.checkpoint_id)
+
+
+def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]:
+    """The ranks that failed, and the failure of the lowest one; DCP tells all ranks of the same."""
+    ranks = sorted(error.failures)
+    return ranks, error.failures[ranks[0]][0] if ranks else error
+
+
+def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
+    # In the same order on all ranks, which may meet in it.
+    values = {key: state_dict[key] for key in sorted(state_dict)}
+    return {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in values.items()}
+
+
+def _is_local(kind: str, planner: Any, replication_group: Any) -> bool:
+    if kind not in get_args(Kind):
+        raise UsageError(f"kind is {kind!r}", operation="call", hint="allowed: 'sharded', 'local'; see also save_full")
+    if kind == "local" and planner is not None:
+        raise UsageError("a planner for a local checkpoint", operation="call", hint="planners are for kind='sharded'")
+    if kind == "sharded" and replication_group is not None:
+        raise UsageError(
+            "replication_group for a sharded checkpoint",
+            operation="call",
+            hint="give one replica's sharding group as process_group, and save on its ranks alone",
+        )
+    return kind == "local"

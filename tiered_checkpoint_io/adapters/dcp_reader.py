@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from torch.futures import Future
 
 from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
+from tiered_checkpoint_io.adapters.groups import told_to_dcp
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
-from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.choice import Selector, Tier
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
@@ -95,6 +95,8 @@ class TieredStorageReader(StorageReader):
         self._joined: coordination.Group | None = None
         #: The checkpoint that is, or was last, loaded.
         self.opened: OpenShards | None = None
+        #: Where this node had its bytes from.
+        self.tier: Tier = "durable"
         #: Why the last load failed on this rank, where it did.
         self.error: TieredCheckpointError | None = None
         self.reset()
@@ -160,6 +162,7 @@ class TieredStorageReader(StorageReader):
         opened = self.opened
         if opened is None or opened.files is None or self._metadata is None:
             raise RestoreError("read_data without read_metadata", operation="load")
+        self.tier = "memory" if opened.files.held else "durable"
         try:
             reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config))
             if opened.scattered:
@@ -269,7 +272,7 @@ class TieredStorageReader(StorageReader):
     def _group(self, root: Path) -> coordination.Group:
         alone, process_group = self._no_dist, self._process_group
         if alone is None and process_group is None:
-            alone, process_group = _as_dcp_was_told()
+            alone, process_group = told_to_dcp("_load_state_dict") or (None, None)
         node = coordination.node_of(root)
         if alone or (process_group is not None and dist.get_world_size(process_group) == 1):
             return coordination.SingleGroup(node)
@@ -284,22 +287,6 @@ class TieredStorageReader(StorageReader):
         if opened.save_id:
             self._shared.saver.is_complete(opened.name, opened.save_id)
         session.take_up()
-
-
-def _as_dcp_was_told() -> tuple[bool | None, Any]:
-    """Whether DCP's ``load``, which is calling us, was told ``no_dist``, and its process group.
-
-    DCP tells a reader neither. Without ``no_dist`` we would wait for ranks that never come, with a
-    process group for ranks that have no part in it.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_load_state_dict":
-            wrapper = frame.f_locals.get("distW")
-            if wrapper is not None:
-                return (None, wrapper.group) if wrapper.use_dist else (True, None)
-        frame = frame.f_back
-    return None, None
 
 
 def _sizes(metadata: Metadata) -> dict[str, int]:

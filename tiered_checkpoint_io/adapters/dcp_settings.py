@@ -14,28 +14,21 @@ from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
 
 _EXTRA = ("world_size", "save_to_s3", "s3_every_n_steps", "logger")
 _BASE_PATHS = ("s3_tier_base_path", "s3_base_path")
+#: The attributes of ``SageMakerCheckpointConfig``.
+_SAGEMAKER = ("namespace", "world_size", "s3_tier_base_path", "save_to_s3", "logger")
 _ALIASES = {"in_memory_namespace": "namespace"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A validated configuration, and what concerns sharded checkpoints alone.
-
-    Attributes:
-        config: The configuration.
-        has_durable: Whether a durable tier was named.
-        world_size: How many ranks save together, where that was told.
-        save_to_s3: Whether a save goes to the durable tier; None for every
-            ``s3_every_n_steps``-th step.
-        s3_every_n_steps: None for every save.
-        logger: Where to log.
-    """
+    """A validated configuration, and what concerns sharded checkpoints alone: see :class:`TieredStorageWriter`."""
 
     config: TieredCheckpointConfig
+    #: Whether a durable tier was named.
     has_durable: bool
     world_size: int | None
     save_to_s3: bool | None
@@ -72,7 +65,12 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: A key or value is not allowed.
     """
-    raw = {**_mapping(config), **{key: value for key, value in options.items() if value is not None}}
+    if isinstance(config, str | os.PathLike):
+        config = {"dirpath": os.fspath(config)}
+    elif not isinstance(config, TieredCheckpointConfig | Mapping) and hasattr(config, "namespace"):
+        config = {key: getattr(config, key) for key in _SAGEMAKER if getattr(config, key, None) is not None}
+        config.setdefault("namespace", None)
+    raw = {**as_mapping(config), **{key: value for key, value in options.items() if value is not None}}
     raw = {_ALIASES.get(key, key): value for key, value in raw.items()}
     extra = {key: raw.pop(key) for key in _EXTRA if key in raw}
     if raw.get("namespace", "default") in (None, ""):
@@ -108,29 +106,6 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     if told:
         settings.is_durable(0, told)
     return settings
-
-
-def _mapping(config: object) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if isinstance(config, str | os.PathLike):
-        return {"dirpath": os.fspath(config)}
-    if isinstance(config, TieredCheckpointConfig):
-        return {name: getattr(config, name) for name in config.__dataclass_fields__}
-    if type(config).__module__.partition(".")[0] == "omegaconf":
-        from omegaconf import OmegaConf
-
-        config = OmegaConf.to_container(config, resolve=True)
-    if isinstance(config, Mapping):
-        return {str(key): value for key, value in config.items()}
-    known = ("namespace", "world_size", "s3_tier_base_path", "save_to_s3", "logger")
-    found = {key: getattr(config, key) for key in known if hasattr(config, key)}
-    if "namespace" not in found:
-        raise ConfigError(
-            f"the configuration is a {type(config).__name__}",
-            hint="allowed: a TieredCheckpointConfig, a mapping, an OmegaConf block, or keyword arguments",
-        )
-    return {key: value for key, value in found.items() if value is not None or key == "namespace"}
 
 
 def _positive(key: str, value: object) -> None:

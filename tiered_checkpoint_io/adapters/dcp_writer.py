@@ -7,15 +7,12 @@ import dataclasses
 import io
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem, state_dict_saver
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -23,7 +20,9 @@ from torch.futures import Future as TorchFuture
 
 from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
+from tiered_checkpoint_io.adapters.groups import told_to_dcp
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
 from tiered_checkpoint_io.engine.session import Session, current_rank
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
@@ -108,12 +107,14 @@ class TieredStorageWriter(StorageWriter):
         self.extra: tuple[str, bytes] | None = None
         #: Whether a save returns once all ranks have captured the state, and hashes and commits it in the background.
         self.seals_in_background = False
+        #: Whether a durable save returns only when it is committed there.
+        self.waits = wait
+        #: How many threads copy, where that was told.
+        self.threads = thread_count
         self._path = path
-        self._wait = wait
         self._require_step = require_step
         if thread_count is not None and (not isinstance(thread_count, int) or thread_count < 1):
             raise ConfigError(f"thread_count is {thread_count!r}", hint="allowed: a whole number above 0")
-        self._threads = thread_count
         self._transforms = _transforms(_extensions)
         self._located: ids.Located | None = None
         self._rank = 0
@@ -146,9 +147,14 @@ class TieredStorageWriter(StorageWriter):
         self._located = located
         self.settings = self.settings.at(located.dirpath)
         self._uuid = self.session.clock.token(16)
-        told = _as_dcp_was_told()
-        if told is not None and threading.current_thread() is threading.main_thread():
-            self.session.meet_peers(told[0])
+        alone, process_group = told_to_dcp("save", "async_save") or (True, None)
+        if not alone:
+            self.meet_peers(process_group)
+
+    def meet_peers(self, process_group: Any) -> None:
+        """Has ranks meet that keep each other's parts; all pass here on their main threads, or it is left out."""
+        if threading.current_thread() is threading.main_thread():
+            self.session.meet_peers(process_group)
 
     def storage_meta(self) -> StorageMeta:
         """What the planner is told of the checkpoint."""
@@ -160,8 +166,7 @@ class TieredStorageWriter(StorageWriter):
         if self._located is None and self.step is None and self._path is None:
             # async_save asks for its log, before it resets the writer.
             return None
-        located = self._place()
-        return ids.join_url(located.dirpath, located.name)
+        return ids.join_url(self.located.dirpath, self.located.name)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Is told this rank's role.
@@ -190,7 +195,7 @@ class TieredStorageWriter(StorageWriter):
         expect_facts()
         self._issued = None
         try:
-            self._shared.saver.begin()
+            self.saver.begin()
         except SaveError as error:
             was_shown(error.__cause__)
             raise
@@ -200,7 +205,7 @@ class TieredStorageWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Gives each rank's plan the facts of this save; called on the coordinator."""
-        located, expected = self._place(), self.settings.world_size
+        located, expected = self.located, self.settings.world_size
         if expected is not None and expected != len(plans):
             raise UsageError(
                 f"world_size is {expected}, but {len(plans)} ranks save together",
@@ -210,7 +215,7 @@ class TieredStorageWriter(StorageWriter):
             )
         durable = self.settings.is_durable(located.step, self.save_to_s3)
         with self._counting("beginning"):
-            facts = self._shared.saver.issue(
+            facts = self.saver.issue(
                 located.name,
                 step=located.step,
                 world_size=len(plans),
@@ -239,10 +244,10 @@ class TieredStorageWriter(StorageWriter):
         metadata.storage_data = {each.index: each.storage_data.info for each in written}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._issued.save_id)
         with self._counting("committing"):
-            self._shared.saver.finish(
+            self.saver.finish(
                 self._issued.save_id,
                 pickle.dumps(metadata),
-                wait=self._wait,
+                wait=self.waits,
                 extra=self.extra,
                 in_memory=all(each.storage_data.in_memory for each in written),
             )
@@ -266,31 +271,15 @@ class TieredStorageWriter(StorageWriter):
     @property
     def located(self) -> ids.Located:
         """Which checkpoint is saved."""
-        return self._place()
+        if self._located is None:
+            self.reset()
+        assert self._located is not None
+        return self._located
 
     @property
-    def waits(self) -> bool:
-        """Whether a durable save returns only when it is committed there."""
-        return self._wait
-
-    @property
-    def threads(self) -> int | None:
-        """How many threads copy, where that was told."""
-        return self._threads
-
-    def seal(self) -> None:
-        """Seals a save with :attr:`seals_in_background`, once it has succeeded on all ranks."""
-        self._shared.saver.seal_in_background()
-
-    @property
-    def sealing(self) -> Future[None] | None:
-        """The result of the background task that seals this rank's part of the last save; None where there is none."""
-        return self._shared.saver.sealing
-
-    @property
-    def op_id(self) -> str | None:
-        """The operation that uploads this rank's part of the last save; None where none does."""
-        return self._shared.saver.op_id
+    def saver(self) -> CoordinatedSaver:
+        """What makes this process' parts of checkpoints."""
+        return self._shared.saver
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all that this node has queued is on the durable tier; see :meth:`Session.wait`."""
@@ -320,7 +309,7 @@ class TieredStorageWriter(StorageWriter):
             yield
         except Exception as error:
             self.session.counts["failed"] += 1
-            self.session.log.error("Step %d: %s %s failed: %s", self._place().step, what, self._place().name, error)
+            self.session.log.error("Step %d: %s %s failed: %s", self.located.step, what, self.located.name, error)
             raise
 
     @property
@@ -330,15 +319,9 @@ class TieredStorageWriter(StorageWriter):
             shared.session.newest_seen = self._newest_seen
         return shared
 
-    def _place(self) -> ids.Located:
-        if self._located is None:
-            self.reset()
-        assert self._located is not None
-        return self._located
-
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         facts = self._issued or arrived() or plan.storage_data
-        located = self._place()
+        located = self.located
         if not isinstance(facts, SaveFacts) or facts.name != located.name or facts.step != located.step:
             meant = facts.name if isinstance(facts, SaveFacts) else "an unknown checkpoint"
             raise SaveError(
@@ -356,12 +339,12 @@ class TieredStorageWriter(StorageWriter):
             data, transformed = self._item(item, planner)
             items.append(data)
             descriptors.append(transformed)
-        placed, in_memory = self._shared.saver.capture(
+        placed, in_memory = self.saver.capture(
             facts,
             self._rank,
             items,
-            threads=self._threads,
-            background=self.seals_in_background and not self._wait,
+            threads=self.threads,
+            background=self.seals_in_background and not self.waits,
         )
         path = facts.file_name(self._rank)
         return [
@@ -387,21 +370,6 @@ class TieredStorageWriter(StorageWriter):
             stream.write(data.getbuffer())
         stream.close()
         return buffer.getvalue(), names
-
-
-def _as_dcp_was_told() -> tuple[Any] | None:
-    """The process group that DCP's save, which is calling us, was given; None where one process saves alone.
-
-    It is the one place that all ranks pass on their main threads, also where a thread then saves.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code, where = frame.f_code, frame.f_globals.get("__name__")
-        if where == state_dict_saver.__name__ and code.co_name in ("save", "async_save"):
-            alone = frame.f_locals.get("no_dist", False) or not (dist.is_available() and dist.is_initialized())
-            return None if alone else (frame.f_locals.get("process_group"),)
-        frame = frame.f_back
-    return None
 
 
 def _transforms(extensions: Sequence[Any] | None) -> Any:

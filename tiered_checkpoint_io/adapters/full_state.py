@@ -6,13 +6,12 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.smp import rank_in_group
+from tiered_checkpoint_io.adapters.groups import rank_in_group, world
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
@@ -56,8 +55,8 @@ def save_full(
     coordinator = rank_in_group(process_group, coordinator_rank)
     # Told where a rank is by its group alone: the memory tier is the coordinator's business.
     group: coordination.Group = coordination.SingleGroup("")
-    if dist.is_available() and dist.is_initialized():
-        group = coordination.GivenGroup("", process_group or dist.group.WORLD)
+    if world() is not None:
+        group = coordination.GivenGroup("", process_group or world())
     mine = group.rank == coordinator
     report, failed = None, None
     whole = _gather(state_dict, coordinator, keep=mine)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from lightning import __version__ as lightning_version
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import Strategy
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import UsageError
@@ -152,11 +154,7 @@ class TieredCheckpointIO(CheckpointIO):
             alone=self._is_of_one_rank(path),
         )
         self.found_nothing = isinstance(state, NoCheckpoint)
-        if self.found_nothing:
-            # The key by which Lightning knows a checkpoint of its own release: with it, and nothing
-            # else, it skips every step of a restore.
-            state["pytorch-lightning_version"] = lightning_version
-        return state
+        return no_checkpoint() if self.found_nothing else state
 
     def load_alone(self, path: str | os.PathLike[str]) -> Any:
         """What a checkpoint holds, for this rank by itself: no other is waited for.
@@ -206,7 +204,7 @@ class TieredCheckpointIO(CheckpointIO):
         return {**self.__dict__, "_checkpointer": None}
 
 
-class AsyncCheckpointIO(CheckpointIO):
+class AsyncCheckpointIO(_WrappingCheckpointIO):
     """Makes a :class:`TieredCheckpointIO` return as soon as the snapshot stands in node memory."""
 
     def __init__(self, checkpoint_io: TieredCheckpointIO) -> None:
@@ -220,40 +218,28 @@ class AsyncCheckpointIO(CheckpointIO):
                 f"AsyncCheckpointIO around a {type(checkpoint_io).__name__}",
                 hint="it wraps a TieredCheckpointIO only: that one takes the snapshot",
             )
-        self.checkpoint_io = checkpoint_io
+        super().__init__(checkpoint_io)
+        self._tiered = checkpoint_io
 
     @property
     def config(self) -> TieredCheckpointConfig:
         """The configuration of the wrapped IO."""
-        return self.checkpoint_io.config
+        return self._tiered.config
 
     @property
     def checkpointer(self) -> Checkpointer:
         """The engine of the wrapped IO."""
-        return self.checkpoint_io.checkpointer
+        return self._tiered.checkpointer
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """As :meth:`TieredCheckpointIO.save_checkpoint`, without waiting for the durable tier."""
-        self.checkpoint_io._save(checkpoint, path, storage_options, wait=False)
-
-    def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        map_location: Callable[..., Any] | Any | None = None,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """As :meth:`TieredCheckpointIO.load_checkpoint`."""
-        return self.checkpoint_io.load_checkpoint(path, map_location, weights_only)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """As :meth:`TieredCheckpointIO.remove_checkpoint`."""
-        self.checkpoint_io.remove_checkpoint(path)
+        self._tiered._save(checkpoint, path, storage_options, wait=False)
 
     def teardown(self) -> None:
         """As :meth:`TieredCheckpointIO.teardown`."""
-        self.checkpoint_io.teardown()
+        self._tiered.teardown()
 
 
 def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
@@ -263,10 +249,32 @@ def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
         UsageError: It is ours, inside Lightning's AsyncCheckpointIO.
     """
     if isinstance(checkpoint_io, AsyncCheckpointIO):
-        return checkpoint_io.checkpoint_io
+        return checkpoint_io._tiered
     if isinstance(checkpoint_io, LightningAsyncCheckpointIO) and tiered_io_of(checkpoint_io.checkpoint_io) is not None:
         raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="setup", hint=USE_OURS)
     return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
+
+
+def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
+    """The TieredCheckpointIO of a strategy, without which ``user`` can't work.
+
+    Raises:
+        UsageError: It has another one.
+    """
+    io = tiered_io_of(strategy.checkpoint_io)
+    if io is None:
+        raise UsageError(
+            f"{user} with a {type(strategy.checkpoint_io).__name__}",
+            operation="setup",
+            hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
+        )
+    return io
+
+
+def no_checkpoint() -> NoCheckpoint:
+    """What Lightning is given where there is nothing to resume from."""
+    # By this key Lightning knows a checkpoint of its own release: with it alone, it skips every step of a restore.
+    return NoCheckpoint({"pytorch-lightning_version": lightning_version})
 
 
 def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
@@ -296,27 +304,25 @@ def read_storage_options(options: Any) -> StorageOptions:
         return StorageOptions()
     if not isinstance(options, Mapping):
         raise UsageError(f"storage_options is {shown(options)}", operation="save", hint=allowed)
+    tiers, metric, wait = options.get("tiers", TIERS), options.get("metric"), options.get("wait", True)
     if unknown := {str(key) for key in options} - {"tiers", "metric", "wait"}:
         # Not their values: for other libraries these options hold credentials.
         raise UsageError(f"storage_options has {', '.join(sorted(unknown))}", operation="save", hint=allowed)
-    wait = options.get("wait", True)
     if not isinstance(wait, bool):
         raise UsageError(f"storage_options['wait'] is {wait!r}", operation="save", hint=allowed)
-    tiers = options.get("tiers", TIERS)
     if isinstance(tiers, str):
         tiers = [tiers]
     if not isinstance(tiers, Collection) or not tiers or not all(isinstance(t, str) and t in TIERS for t in tiers):
         raise UsageError(f"storage_options['tiers'] is {tiers!r}", operation="save", hint=allowed)
-    metric = options.get("metric")
-    if metric is None:
-        return StorageOptions(tiers, None, wait)
-    try:
-        name, value = metric
-        if not isinstance(name, str):
-            raise TypeError(name)
-        return StorageOptions(tiers, (name, float(value)), wait)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
+    if metric is not None:
+        try:
+            name, value = metric
+            if not isinstance(name, str):
+                raise TypeError(name)
+            metric = name, float(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
+    return StorageOptions(tiers, metric, wait)
 
 
 def _stay(storage: Any, _: Any) -> Any:

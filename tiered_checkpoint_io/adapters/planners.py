@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from tiered_checkpoint_io.adapters.groups import world
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 
 #: Earlier releases keep a rank's plan also where the save then fails, and lose its items from the next one.
@@ -29,7 +30,7 @@ def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -
         return DefaultSavePlanner()
     planner = DefaultSavePlanner(enable_plan_caching=True)
     together = "alone"
-    if not alone and dist.is_available() and dist.is_initialized():
-        together = ",".join(map(str, dist.get_process_group_ranks(process_group or dist.group.WORLD)))
+    if not alone and world() is not None:
+        together = ",".join(map(str, dist.get_process_group_ranks(process_group or world())))
     planner._cached_plans_key = f"tiered/{current_run().number}/{what}/{together}"
     return planner

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning import __version__ as lightning_version
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict_saver
@@ -27,11 +26,12 @@ from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
     TieredCheckpointIO,
     is_resumable,
+    no_checkpoint,
     read_storage_options,
-    tiered_io_of,
+    require_tiered_io,
 )
 from tiered_checkpoint_io.adapters.planners import save_planner
-from tiered_checkpoint_io.adapters.sharded_state import SHARDED, part_off, put_back
+from tiered_checkpoint_io.adapters.state import SHARDED, part_off, put_back
 from tiered_checkpoint_io.adapters.strategy_io import (
     MODEL_KEYS,
     REST,
@@ -39,7 +39,6 @@ from tiered_checkpoint_io.adapters.strategy_io import (
     StrategyReader,
     StrategyWriter,
 )
-from tiered_checkpoint_io.engine.checkpointer import NoCheckpoint
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.trust import Trust
@@ -49,7 +48,6 @@ from tiered_checkpoint_io.errors import (
     RestoreError,
     SaveError,
     TieredCheckpointError,
-    UsageError,
 )
 from tiered_checkpoint_io.model import ids
 
@@ -100,14 +98,7 @@ class TieredSharding(_Base):
 
     @property
     def _tiered_io(self) -> TieredCheckpointIO:
-        found = tiered_io_of(self.checkpoint_io)
-        if found is None:
-            raise UsageError(
-                f"{type(self).__name__} with a {type(self.checkpoint_io).__name__}",
-                operation="setup",
-                hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
-            )
-        return found
+        return require_tiered_io(self, type(self).__name__)
 
     @property
     def _shared(self) -> Shared:
@@ -173,10 +164,9 @@ class TieredSharding(_Base):
             writer.extra = (REST, buffer.getvalue())
         try:
             state_dict_saver.save(state, storage_writer=writer, planner=save_planner("strategy"))
-            writer.seal()
+            writer.saver.seal_in_background()
         except CheckpointException as error:
-            ranks = sorted(error.failures)
-            first = error.failures[ranks[0]][0] if ranks else error
+            ranks, first = dcp.first_failure(error)
             if self.is_global_zero:
                 session.log.error("Step %d: saving %s failed on ranks %s: %s", step, name, ranks, first)
             if session.config.on_save_error == "raise":
@@ -196,6 +186,8 @@ class TieredSharding(_Base):
         """
         path = str(self.broadcast(os.fspath(checkpoint_path)))
         engine = self._tiered_io.checkpointer
+        session, started = engine.session, engine.session.clock.monotonic()
+        before = session.asked.get("bytes.down", 0)
         dirpath, selector = engine.select(path)
         self._tiered_io.found_nothing = False
         reader = StrategyReader(self._shared, dirpath, selector)
@@ -209,10 +201,22 @@ class TieredSharding(_Base):
             if selector.kind == "best":
                 raise
             self._tiered_io.found_nothing = True
-            engine.session.log.info("no checkpoint at %s: starting from scratch", dirpath)
-            # As in TieredCheckpointIO: by this key, Lightning skips every step of a restore.
-            return NoCheckpoint({"pytorch-lightning_version": lightning_version})
-        return self._load_shards(reader, weights_only)
+            session.log.info("no checkpoint at %s: starting from scratch", dirpath)
+            return no_checkpoint()
+        rest = self._load_shards(reader, weights_only)
+        opened = reader.opened
+        assert opened is not None
+        engine.restored = Restored(
+            name=opened.name,
+            content=opened.content,
+            tier=reader.tier,
+            path=session.open().tier.root,
+            seconds=session.clock.monotonic() - started,
+            bytes_read=session.asked.get("bytes.down", 0) - before,
+            rejected=opened.rejected,
+            newest_save_id=opened.newest_save_id,
+        )
+        return rest
 
     def _load_shards(self, reader: StrategyReader, weights_only: bool | None) -> dict[str, Any]:
         module = self.lightning_module
@@ -230,32 +234,19 @@ class TieredSharding(_Base):
         try:
             dcp.load({}, storage_reader=reader, planner=planner)
         except CheckpointException as error:
-            # All ranks are told of all failures. DCP's exception is not one that Trainer handles.
-            ranks = sorted(error.failures)
-            first = error.failures[ranks[0]][0] if ranks else error
+            # DCP's exception is not one that Trainer handles.
+            ranks, first = dcp.first_failure(error)
             if isinstance(first, TieredCheckpointError):
                 raise first from error
             raise RestoreError(
                 f"loading {reader.checkpoint_id} failed on ranks {ranks}: {first}",
                 operation="load",
-                key=str(reader.checkpoint_id),
+                key=reader.checkpoint_id,
             ) from error
         options = StateDictOptions(strict=module.strict_loading)
         set_model_state_dict(self._wrapped, planner.model, options=options)
         for optimizer, state in zip(optimizers, planner.optimizers, strict=True):
             set_optimizer_state_dict(self._wrapped, optimizer, state)
-        opened = reader.opened
-        assert opened is not None
-        self._tiered_io.checkpointer.restored = Restored(
-            name=opened.name,
-            content=opened.content,
-            tier=reader.tier,
-            path=reader.session.open().tier.root,
-            seconds=reader.seconds,
-            bytes_read=reader.bytes_read,
-            rejected=opened.rejected,
-            newest_save_id=opened.newest_save_id,
-        )
         rest: dict[str, Any] = put_back(planner.rest, planner.sharded)
         return rest
 

@@ -9,16 +9,14 @@ from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.sharded_state import SHARDED, make_again
-from tiered_checkpoint_io.engine.restore.choice import Selector, Tier
+from tiered_checkpoint_io.adapters.state import SHARDED, make_again
+from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import ConfigError, RestoreError
+from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.model import ids
 
 #: The file beside the shards in which Lightning keeps loops, callbacks and hyperparameters.
@@ -27,36 +25,37 @@ REST = "meta.pt"
 MODEL_KEYS = ("state_dict", "model")
 
 
-class StrategyWriter(TieredStorageWriter):
-    """Writes one checkpoint of a strategy, through the session of its checkpoint IO."""
+class _OfStrategy:
+    """A writer or reader of one checkpoint, through the session of a strategy's checkpoint IO. Used once."""
 
-    def __init__(self, shared: Shared, located: ids.Located, *, durable: bool, wait: bool) -> None:
-        super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
-        self._of_strategy = shared
-        self._located = located
+    _of_strategy: Shared
 
     @property
     def _shared(self) -> Shared:
         return self._of_strategy
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a writer of a strategy is used once."""
+        """Nothing to do: which checkpoint is meant was said before."""
 
 
-class StrategyReader(TieredStorageReader):
-    """Reads what a strategy was asked for, through the session of its checkpoint IO."""
+class StrategyWriter(_OfStrategy, TieredStorageWriter):
+    """Writes one checkpoint of a strategy."""
+
+    def __init__(self, shared: Shared, located: ids.Located, *, durable: bool, wait: bool) -> None:
+        super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
+        self._of_strategy = shared
+        self._located = located
+
+
+class StrategyReader(_OfStrategy, TieredStorageReader):
+    """Reads what a strategy was asked for."""
 
     def __init__(self, shared: Shared, dirpath: str, selector: Selector) -> None:
-        self._of_strategy = shared
-        self._wanted = selector
         super().__init__(shared.session.config)
-        self.settings = self._base.at(dirpath)
+        self._of_strategy = shared
+        self.settings = self.settings.at(dirpath)
+        self._selector = selector
         self._chosen: Metadata | None = None
-        #: Where this node had its bytes from.
-        self.tier: Tier = "durable"
-        self._clock = shared.session.clock
-        self._started = self._clock.monotonic()
-        self._asked = shared.session.asked.get("bytes.down", 0)
 
     def choose(self) -> None:
         """Chooses the checkpoint, with all ranks, before DCP is involved, which makes much of every error."""
@@ -66,30 +65,6 @@ class StrategyReader(TieredStorageReader):
         """As :meth:`TieredStorageReader.read_metadata`, of what was chosen."""
         chosen, self._chosen = self._chosen, None
         return chosen if chosen is not None else super().read_metadata(*args, **options)
-
-    @property
-    def seconds(self) -> float:
-        """How long ago this reader was made."""
-        return self._clock.monotonic() - self._started
-
-    @property
-    def bytes_read(self) -> int:
-        """What this process has read from the durable tier since."""
-        return self.session.asked.get("bytes.down", 0) - self._asked
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As :meth:`TieredStorageReader.read_data`."""
-        if self.opened is not None and self.opened.files is not None and self.opened.files.held:
-            self.tier = "memory"
-        return super().read_data(plan, planner)
-
-    @property
-    def _shared(self) -> Shared:
-        return self._of_strategy
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:  # noqa: ARG002
-        """Looks for the same again."""
-        self._selector = self._wanted
 
 
 class StrategyPlanner(DefaultLoadPlanner):
@@ -132,7 +107,7 @@ class StrategyPlanner(DefaultLoadPlanner):
             raise RestoreError(
                 f"{opened.name} holds no {'model' if key is None else ', '.join(missing)}",
                 operation="load",
-                key=str(self._reader.checkpoint_id),
+                key=self._reader.checkpoint_id,
                 step=opened.step,
                 hint="training can't go on from weights alone: load them into the model and fit without ckpt_path"
                 if key is not None
@@ -152,18 +127,9 @@ class StrategyPlanner(DefaultLoadPlanner):
             raise RestoreError(
                 f"there is no {REST} beside the shards",
                 operation="load",
-                key=str(self._reader.checkpoint_id),
+                key=self._reader.checkpoint_id,
                 hint="it was not saved by a strategy of Lightning's; load it by tiered_checkpoint_io.dcp",
             )
-        try:
-            found: dict[str, Any] = self._trust.load(io.BytesIO(data), map_location="cpu")
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise RestoreError(
-                f"torch.load refused {REST}: {self._trust.reason(error)}",
-                operation="load",
-                key=str(self._reader.checkpoint_id),
-                hint=self._trust.hint(io.BytesIO(data)),
-            ) from error
+        where = {"key": self._reader.checkpoint_id}
+        found: dict[str, Any] = self._trust.read(io.BytesIO(data), REST, where, map_location="cpu")
         return found

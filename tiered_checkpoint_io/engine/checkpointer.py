@@ -24,7 +24,6 @@ from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
     InvalidNameError,
-    RestoreError,
     UsageError,
 )
 from tiered_checkpoint_io.formats.image import plan
@@ -295,22 +294,11 @@ class Checkpointer:
             return ids.normalize_dirpath(dirpath), Selector("name", ids.validate_name(name))
 
     def _torch_load(self, file: Any, restored: Restored, map_location: Any, weights_only: bool | None) -> Any:
+        where = {"tier": restored.tier, "key": restored.name, "rank": current_rank(), "step": restored.step}
+        # What others wrote may be in torch's old format, which can't be mapped.
+        mmap = restored.content is not None
         trust = Trust.of(self.config, weights_only)
-        try:
-            # What others wrote may be in torch's old format, which can't be mapped.
-            return trust.load(file, map_location=map_location, mmap=restored.content is not None)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise RestoreError(
-                f"torch.load refused {restored.name}, whose bytes are intact: {trust.reason(error)}",
-                operation="load",
-                tier=restored.tier,
-                key=restored.name,
-                rank=current_rank(),
-                step=restored.step,
-                hint=trust.hint(file),
-            ) from error
+        return trust.read(file, restored.name, where, map_location=map_location, mmap=mmap)
 
     # ------------------------------------------------------------------------------- background
     def poll(self) -> list[Outcome]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import ConfigError, RestoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _TRUST_ALL = "if you trust whoever can write there wholly, set weights_only to false"
@@ -42,6 +42,31 @@ class Trust:
         """
         with self.allowing():
             return torch.load(file, weights_only=self.weights_only, **options)
+
+    def read(self, file: Any, what: str, where: Mapping[str, Any], **options: Any) -> Any:
+        """As :meth:`load`, for bytes that are intact.
+
+        Args:
+            file: A path, or an open file.
+            what: What it is, for the error.
+            where: Further fields of the error.
+            options: As ``torch.load`` takes them.
+
+        Raises:
+            ConfigError: A name is of nothing that can be imported.
+            RestoreError: torch refuses it; says what to do.
+        """
+        try:
+            return self.load(file, **options)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise RestoreError(
+                f"torch.load refused {what}, whose bytes are intact: {self.reason(error)}",
+                operation="load",
+                hint=self.hint(file),
+                **where,
+            ) from error
 
     @contextlib.contextmanager
     def allowing(self) -> Iterator[None]:

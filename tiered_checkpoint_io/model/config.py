@@ -215,7 +215,7 @@ class TieredCheckpointConfig:
             ConfigError: An unknown key (with the nearest known one) or a value not allowed.
         """
         known = [field.name for field in fields(cls)]
-        raw = {**_plain(block), **overrides}
+        raw = {**as_mapping(block), **overrides}
         for key, value in raw.items():
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
@@ -259,7 +259,12 @@ def _concurrency(value: Concurrency, per_second: int, sharers: int) -> int:
     return max(1, min(_AUTO_LIMIT, int(per_second / HEADROOM / max(1, sharers))))
 
 
-def _plain(block: object) -> dict[str, Any]:
+def as_mapping(block: object) -> dict[str, Any]:
+    """The keys and values of a block in any of its forms: a mapping, OmegaConf's, a configuration, None.
+
+    Raises:
+        ConfigError: It is something else, or its interpolations can't be resolved.
+    """
     if block is None:
         return {}
     if isinstance(block, TieredCheckpointConfig):

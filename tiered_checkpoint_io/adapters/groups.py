@@ -1,0 +1,118 @@
+"""Which ranks save and load together, as DCP and the SageMaker model parallelism library (SMP) name them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from tiered_checkpoint_io.engine.save.uncoordinated import Place
+from tiered_checkpoint_io.errors import UsageError
+
+
+def world() -> Any:
+    """The process group of all ranks; None where this process is alone."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def told_to_dcp(*functions: str) -> tuple[bool, Any] | None:
+    """Whether DCP was told that this process is alone, and its process group; None where DCP does not call us.
+
+    DCP tells neither to a writer or reader. Without ``no_dist`` we would wait for ranks that never come, with a
+    process group for ranks that have no part in it.
+
+    Args:
+        functions: Those of DCP's functions that may be calling.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name in functions and module.startswith("torch.distributed.checkpoint."):
+            return frame.f_locals.get("no_dist", False) or world() is None, frame.f_locals.get("process_group")
+        frame = frame.f_back
+    return None
+
+
+def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
+    """The coordinator's rank in its group, as DCP wants it; asks no other rank.
+
+    Args:
+        process_group: The ranks that save or load together; None for all.
+        coordinator_rank: A global rank of the group, as SMP and torch.distributed have it; where it is
+            none of them, the rank in the group, as DCP has it. None for the first.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if coordinator_rank is None or world() is None:
+        return 0
+    ranks = dist.get_process_group_ranks(process_group or world())
+    if coordinator_rank in ranks:
+        return ranks.index(coordinator_rank)
+    if 0 <= coordinator_rank < len(ranks):
+        return coordinator_rank
+    raise UsageError(
+        f"coordinator_rank is {coordinator_rank}, the process group has ranks {ranks}",
+        operation="save",
+        hint="give the global rank of a member of the group",
+    )
+
+
+def place_of(process_group: Any, replication_group: Any, writer: int | None, *, alone: bool = False) -> Place:
+    """Which shard this rank has, and whether it saves it; asks no other rank.
+
+    Args:
+        process_group: The sharding group: ranks that hold one state among them, each another shard. By
+            default all ranks, but with a ``replication_group`` those that have this rank's place in theirs.
+        replication_group: The ranks that hold the same shard: a process group, or their global ranks.
+        writer: The global rank of the one that saves for them; by default the lowest.
+        alone: Whether this process has the whole state.
+
+    Raises:
+        UsageError: The groups do not tell.
+    """
+    if alone or world() is None:
+        return Place()
+    if replication_group is None:
+        if writer is not None:
+            raise UsageError(
+                "coordinator_rank without replication_group",
+                operation="save",
+                hint="in a local checkpoint it says which rank of a replication group saves: give that group as"
+                " replication_group=, and the sharding group, if any, as process_group=",
+            )
+        return Place(dist.get_rank(process_group), dist.get_world_size(process_group))
+    rank = dist.get_rank()
+    if isinstance(replication_group, Sequence) and not isinstance(replication_group, str):
+        ranks = sorted(int(each) for each in replication_group)
+    else:
+        ranks = sorted(dist.get_process_group_ranks(replication_group))
+    saves = min(ranks) if writer is None else writer
+    if rank not in ranks or saves not in ranks:
+        raise UsageError(
+            f"the replication group has ranks {ranks}, not {rank if rank not in ranks else saves}",
+            operation="save",
+            rank=rank,
+            hint="each rank gives the group that it is in, and coordinator_rank as a global rank of it",
+        )
+    if process_group is not None:
+        return Place(dist.get_rank(process_group), dist.get_world_size(process_group), rank == saves)
+    shard, degree = _in_regular_layout(ranks)
+    return Place(shard, degree, rank == saves)
+
+
+def _in_regular_layout(ranks: list[int]) -> tuple[int, int]:
+    """The shard and the shard degree of a replication group, where all such groups lie as in a mesh."""
+    count, size = dist.get_world_size(), len(ranks)
+    stride = ranks[1] - ranks[0] if size > 1 else 1
+    regular = ranks == list(range(ranks[0], ranks[0] + stride * size, stride))
+    outer, inner = divmod(ranks[0], stride * size)
+    if not regular or inner >= stride or count % (stride * size):
+        raise UsageError(
+            f"which shard the replication group {ranks} of {count} ranks has can't be told from it",
+            operation="save",
+            hint="give the sharding group as process_group=",
+        )
+    return outer * stride + inner, count // size

@@ -1,0 +1,124 @@
+"""Local checkpoints: each rank its own state, as one file, without any collective."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tiered_checkpoint_io.adapters.async_saves import show_failures
+from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
+from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
+from tiered_checkpoint_io.adapters.groups import place_of
+from tiered_checkpoint_io.adapters.state import fill, local_part
+from tiered_checkpoint_io.engine.restore.catalog import tiers_of
+from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
+from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
+from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place, save_local
+from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
+from tiered_checkpoint_io.formats.image import plan
+
+
+def save_local_state(
+    state_dict: dict[str, Any],
+    writer: TieredStorageWriter,
+    checkpoint_id: str | os.PathLike[str] | None,
+    *,
+    process_group: Any,
+    replication_group: Any,
+    coordinator_rank: int | None,
+    no_dist: bool,
+    background: bool = False,
+) -> LocalSave | None:
+    """Saves what this rank has of a state; takes what ``dcp.save`` takes.
+
+    Args:
+        state_dict: The state.
+        writer: Where to.
+        checkpoint_id: Which checkpoint.
+        process_group: See :func:`place_of`.
+        replication_group: See :func:`place_of`.
+        coordinator_rank: See :func:`place_of`.
+        no_dist: Whether this process is alone.
+        background: Whether what memory has no room for goes to the durable tier while training goes on.
+
+    Returns:
+        None where another rank saves the same, or where the save failed and ``on_save_error`` is ``warn``.
+
+    Raises:
+        UsageError: ``world_size`` was told, and is not the shard degree.
+        TieredCheckpointError: As :func:`save_local`.
+    """
+    show_failures()
+    place = place_of(process_group, replication_group, coordinator_rank, alone=no_dist)
+    writer.reset(checkpoint_id)
+    session, located, settings = writer.session, writer.located, writer.settings
+    session.surface()
+    if not no_dist:
+        # The one time that ranks wait for each other, where peers are to keep copies.
+        session.meet_peers(process_group)
+    if not place.writes:
+        return None
+    if settings.world_size not in (None, place.degree):
+        raise UsageError(
+            f"world_size is {settings.world_size}, but {place.degree} shards make the state",
+            operation="save",
+            key=writer.checkpoint_id,
+            hint="leave world_size out, or give the shard degree",
+        )
+    try:
+        return save_local(
+            session,
+            plan(local_part(state_dict)),
+            place,
+            name=located.name,
+            step=located.step,
+            durable=settings.is_durable(located.step, writer.save_to_s3),
+            wait=writer.waits,
+            background=background and not writer.waits,
+            threads=writer.threads,
+        )
+    except (ConfigError, InvalidNameError, UsageError):
+        raise
+    except Exception as error:
+        session.failed(located.name, located.step, error)
+        return None
+
+
+def load_local_state(
+    state_dict: dict[str, Any],
+    reader: TieredStorageReader,
+    place: Place,
+    checkpoint_id: str | os.PathLike[str] | None,
+    *,
+    alone: bool = False,
+) -> None:
+    """Loads this rank's shard; the reader's ``opened`` then tells of which checkpoint.
+
+    Args:
+        state_dict: What to load into.
+        reader: Which checkpoint, and from where.
+        place: Which shard this rank has.
+        checkpoint_id: As ``dcp.load`` takes it.
+        alone: Whether no other rank loads.
+
+    Raises:
+        TieredCheckpointError: As :meth:`LocalRestorer.restore`, and :func:`fill`.
+    """
+    reader.reset(checkpoint_id)
+    session, config = reader.session, reader.settings.config
+    tier = session.open().tier
+    peers = None if alone else session.local_peers()
+    with LocalRestorer(tiers_of(session, config), place, peers).restore(reader.selector) as found:
+        where = {"tier": found.tier, "key": found.name, "rank": place.shard, "step": found.step}
+        loaded = Trust.of(config).read(found.path, found.name, where, map_location="cpu", mmap=True)
+        fill(state_dict, loaded, where=f"{found.name}, shard {place.shard}")
+    content = found.content
+    assert content is not None
+    session.newest_seen = max(filter(None, (session.newest_seen, found.newest_save_id)), default=None)
+    reader.opened = OpenShards(
+        name=found.name, content=content, rejected=found.rejected, newest_save_id=found.newest_save_id
+    )
+    if any(stored.pending for stored in tier.parts()):
+        # What an earlier process left; only this node's ranks can see it.
+        session.open().drain.start()

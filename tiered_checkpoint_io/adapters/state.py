@@ -1,0 +1,225 @@
+"""What a rank has of a state: its own part, for local checkpoints; and sharded tensors, parted from all else.
+
+A local checkpoint is made and loaded without any collective. A sharded one of Lightning's holds more than model and
+optimizers: a callback that averages weights puts sharded tensors among its own state. Pickled, each rank's would hold
+that rank's shard alone; so they go the way of the model's, and leave a note behind.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from tiered_checkpoint_io.errors import RestoreError, UsageError
+
+#: The key that marks a note, and below which the tensors are saved.
+SHARDED = "tiered_sharded"
+#: Containers that are looked into, beside dictionaries; others are pickled as they are.
+_LISTS = (list, tuple)
+
+
+def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """The state with what ``replace`` gives in place of each value for which that is another one.
+
+    The containers are copies, all else is that of the state itself.
+    """
+    replaced = replace(value)
+    if replaced is not value:
+        return replaced
+    if isinstance(value, dict):
+        # Of its own type, and with its attributes: modules keep versions in those.
+        copied = copy.copy(value)
+        for key, each in value.items():
+            copied[key] = _mapped(each, replace)
+        return copied
+    if type(value) in _LISTS:
+        return type(value)(_mapped(each, replace) for each in value)
+    return value
+
+
+# ------------------------------------------------------------------------------------------- local
+def local_part(state: Any) -> Any:
+    """The state, with this rank's own tensor in place of each DTensor, and a list of them for a ShardedTensor."""
+    return _mapped(state, _own_part)
+
+
+def _own_part(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.to_local()
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    if isinstance(value, Stateful) and not isinstance(value, torch.Tensor | dict):
+        return local_part(value.state_dict())
+    return value
+
+
+def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
+    """Puts what was loaded into a state: tensors in place, all else replaced.
+
+    As DCP has it, the state says what is wanted; what it has no key for is left out. An empty dictionary,
+    such as the state of an optimizer that has made no step yet, takes all.
+
+    Args:
+        state: Of the same structure as the one that was saved.
+        loaded: What :func:`local_part` gave, as it was loaded; it may be mapped from a file that goes.
+        where: The checkpoint, for errors.
+
+    Raises:
+        RestoreError: A key, or a tensor's shape, is another one.
+    """
+    memo: dict[int, Any] = {}
+    _Filling(where, lambda value: copy.deepcopy(value, memo)).dictionary(state, loaded, "")
+
+
+class _Filling:
+    def __init__(self, where: str, own: Callable[[Any], Any]) -> None:
+        self._where = where
+        #: Copies what stays in the state behind the load; what was one tensor stays one.
+        self._own = own
+
+    def dictionary(self, state: dict[Any, Any], loaded: Any, path: str) -> None:
+        if not isinstance(loaded, dict):
+            raise self._other(path, "a dictionary", loaded)
+        if not state:
+            state.update(self._own(loaded))
+            return
+        for key in list(state):
+            here = f"{path}.{key}" if path else str(key)
+            if key not in loaded:
+                raise RestoreError(
+                    f"the checkpoint has no {here!r}",
+                    operation="load",
+                    key=self._where,
+                    hint="leave it out of the state, or load another checkpoint",
+                )
+            state[key] = self.value(state[key], loaded[key], here)
+
+    def value(self, state: Any, loaded: Any, path: str) -> Any:
+        if isinstance(state, DTensor):
+            self._copy(state.to_local(), loaded, path)
+        elif isinstance(state, ShardedTensor):
+            shards = state.local_shards()
+            if not isinstance(loaded, list) or len(loaded) != len(shards):
+                raise self._other(path, f"{len(shards)} shards", loaded)
+            for shard, source in zip(shards, loaded, strict=True):
+                self._copy(shard.tensor, source, path)
+        elif isinstance(state, torch.Tensor):
+            self._copy(state, loaded, path)
+        elif isinstance(state, dict):
+            self.dictionary(state, loaded, path)
+        elif isinstance(state, Stateful):
+            own = state.state_dict()
+            self.dictionary(own, loaded, path)
+            state.load_state_dict(own)
+        elif type(state) in _LISTS and type(loaded) is type(state) and len(loaded) == len(state):
+            pairs = enumerate(zip(state, loaded, strict=True))
+            values = [self.value(mine, theirs, f"{path}[{index}]") for index, (mine, theirs) in pairs]
+            if not isinstance(state, list):
+                return type(state)(values)
+            state[:] = values
+        else:
+            return self._own(loaded)
+        return state
+
+    def _copy(self, target: torch.Tensor, source: Any, path: str) -> None:
+        if not isinstance(source, torch.Tensor):
+            raise self._other(path, "a tensor", source)
+        if target.shape != source.shape:
+            raise RestoreError(
+                f"{path!r} has shape {tuple(target.shape)} on this rank, {tuple(source.shape)} in the checkpoint",
+                operation="load",
+                key=self._where,
+                hint="local checkpoints are loaded by ranks that shard as those did that saved them",
+            )
+        with torch.no_grad():
+            target.detach().copy_(source)
+
+    def _other(self, path: str, wanted: str, found: Any) -> RestoreError:
+        return RestoreError(
+            f"{path or 'the state'!r} is {wanted} on this rank, and a {type(found).__name__} in the checkpoint",
+            operation="load",
+            key=self._where,
+        )
+
+
+# ----------------------------------------------------------------------------------------- sharded
+def part_off(state: Any) -> tuple[Any, dict[str, DTensor]]:
+    """The same state with a note in place of each sharded tensor, and these.
+
+    Raises:
+        UsageError: A tensor is sharded in a way that can't be made again from a note.
+    """
+    tensors: dict[str, DTensor] = {}
+
+    def part(value: Any) -> Any:
+        return _note(value, tensors) if isinstance(value, DTensor | ShardedTensor) else value
+
+    return _mapped(state, part), tensors
+
+
+def make_again(state: Any, mesh: DeviceMesh | None) -> dict[str, DTensor]:
+    """Tensors to load into, for each note that a state holds.
+
+    Args:
+        state: As :func:`part_off` left it.
+        mesh: The device mesh of all ranks.
+
+    Raises:
+        UsageError: The mesh has no such dimension.
+    """
+    made: dict[str, DTensor] = {}
+    _with_notes(state, lambda note: made.setdefault(note[SHARDED], _like(note, mesh)))
+    return made
+
+
+def put_back(state: Any, tensors: Mapping[str, Any]) -> Any:
+    """The state with the tensors in place of their notes."""
+    return _with_notes(state, lambda note: tensors[note[SHARDED]])
+
+
+def _with_notes(state: Any, replace: Callable[[Any], Any]) -> Any:
+    def put(value: Any) -> Any:
+        return replace(value) if type(value) is dict and SHARDED in value else value
+
+    return _mapped(state, put)
+
+
+def _note(tensor: DTensor | ShardedTensor, tensors: dict[str, DTensor]) -> dict[str, Any]:
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    known = all(type(placement) in (Shard, Replicate) for placement in placements)
+    if not isinstance(tensor, DTensor) or not known or not tensor.device_mesh.mesh_dim_names:
+        raise UsageError(
+            "a callback's state holds a sharded tensor that can't be described, such as FSDP1's ShardedTensor",
+            operation="save",
+            hint="let it hold DTensors over a mesh whose dimensions have names, or gather it before it is saved",
+        )
+    name = str(len(tensors))
+    tensors[name] = tensor
+    return {
+        SHARDED: name,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "mesh": list(tensor.device_mesh.mesh_dim_names),
+        # None: a copy on each rank of that dimension of the mesh.
+        "dims": [placement.dim if isinstance(placement, Shard) else None for placement in placements],
+    }
+
+
+def _like(note: Mapping[str, Any], mesh: DeviceMesh | None) -> DTensor:
+    names = tuple(note["mesh"])
+    if mesh is None or not set(names) <= set(mesh.mesh_dim_names or ()):
+        raise UsageError(
+            f"a callback's state is sharded over {names}, which this strategy's mesh does not have", operation="load"
+        )
+    part = mesh if names == mesh.mesh_dim_names else mesh[names]
+    placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in note["dims"]]
+    shape, dtype = torch.Size(note["shape"]), getattr(torch, note["dtype"])
+    made: DTensor = torch.distributed.tensor.zeros(shape, dtype=dtype, device_mesh=part, placements=placements)
+    return made
