@@ -2,79 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
-from tiered_checkpoint_io.errors import ConfigError, UsageError
-
-#: Lightning's strategies that write or read shards themselves, and what to take in their place.
-_BYPASSING = {
-    "FSDPStrategy": "use tiered_checkpoint_io.strategies.TieredFSDPStrategy",
-    "ModelParallelStrategy": "use tiered_checkpoint_io.strategies.TieredModelParallelStrategy",
-    "DeepSpeedStrategy": "train with TieredFSDPStrategy or TieredModelParallelStrategy of"
-    " tiered_checkpoint_io.strategies; DeepSpeed's engine writes its shards itself",
-    "XLAStrategy": "train on one device or with DDP; XLA's strategies take no checkpoint IO but their own",
-}
-
-
-def check_strategy(strategy: Strategy) -> None:
-    """Refuses a strategy that would go past a TieredCheckpointIO.
-
-    Raises:
-        UsageError: It does.
-    """
-    kinds = type(strategy).__mro__
-    # Known by name: what is not used need not be installed.
-    if any(kind.__name__ == "TieredSharding" for kind in kinds):
-        return
-    for kind in kinds:
-        if kind.__name__ in _BYPASSING:
-            raise UsageError(
-                f"{type(strategy).__name__} writes its shards past the checkpoint IO",
-                operation="setup",
-                hint=_BYPASSING[kind.__name__],
-            )
-
-
-def folder_below(trainer: Trainer, io: TieredCheckpointIO, dirpath: Any) -> str:
-    """Where a callback saves: the IO's dirpath, or its own below that.
-
-    Raises:
-        ConfigError: It is not below the IO's, or differs between ranks.
-    """
-    root = io.config.dirpath
-    folder = root if dirpath is None else str(dirpath)
-    if not trainer.strategy.reduce_boolean_decision(folder == trainer.strategy.broadcast(folder)):
-        raise ConfigError(
-            f"dirpath differs between ranks; here it is {folder!r}",
-            hint="it must not depend on the rank or the time of day",
-        )
-    if folder != root and not folder.startswith(root.rstrip("/") + "/"):
-        raise ConfigError(
-            f"the callback's dirpath {folder!r} is not below the IO's {root!r}",
-            hint="leave the callback's dirpath out",
-        )
-    return folder
-
-
-def claim(trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Finds out, before anything is trained, whether another run writes where this one would.
-
-    Raises:
-        UsageError: Another one does; on all ranks.
-    """
-    error = None
-    if trainer.is_global_zero:
-        try:
-            io.checkpointer.session.claim()
-        except UsageError as caught:
-            error = caught
-    error = trainer.strategy.broadcast(error)
-    if error is not None:
-        raise error
+from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.trainer import check_strategy, is_below
+from tiered_checkpoint_io.errors import UsageError
 
 
 class StrategyGuard(Callback):
@@ -97,10 +31,10 @@ class StrategyGuard(Callback):
             return
         check_strategy(trainer.strategy)
         if stage == "fit":
-            # The callbacks need this module.
-            from tiered_checkpoint_io.callbacks.stock import place_checkpoints
-
-            place_checkpoints(trainer, io)
+            for callback in trainer.checkpoint_callbacks:
+                # Classes derived from it are their authors' business.
+                if type(callback) is ModelCheckpoint:
+                    _place(callback, trainer, io)
         if stage == "fit" and io.config.replication_factor > 1:
             # All ranks are here, on their main threads; of a full checkpoint, rank 0 alone saves later.
             io.checkpointer.session.meet_peers()
@@ -109,3 +43,29 @@ class StrategyGuard(Callback):
 def guard() -> list[Callback]:
     """What Lightning's entry point ``lightning.pytorch.callbacks_factory`` calls."""
     return [StrategyGuard()]
+
+
+def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) -> None:
+    """Has Lightning's own ModelCheckpoint save below the IO's dirpath, where it has no dirpath of its own.
+
+    It becomes one of ours, in place, because the user may hold it and ask it for its ``best_model_path``. Lightning's
+    class could not do it: it looks into a remote folder by a file system of its own.
+
+    Raises:
+        UsageError: It has one elsewhere.
+    """
+    root, folder = io.config.dirpath, callback.dirpath
+    if folder is None:
+        TieredModelCheckpoint.adopt(callback)
+        if trainer.is_global_zero:
+            io.checkpointer.session.log.info(
+                "ModelCheckpoint saves below %s; tiered_checkpoint_io.callbacks.TieredModelCheckpoint in its place"
+                " also saves to node memory, every memory_every_n_train_steps",
+                root,
+            )
+    elif not is_below(f"{str(folder).rstrip('/')}/x", root):
+        raise UsageError(
+            f"ModelCheckpoint(dirpath={str(folder)!r}) does not save below TieredCheckpointIO's dirpath {root!r}",
+            operation="setup",
+            hint="leave the callback's dirpath out, or name a folder below the IO's",
+        )

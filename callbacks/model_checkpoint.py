@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -12,18 +11,23 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
-from tiered_checkpoint_io.callbacks.guard import check_strategy, claim, folder_below
-from tiered_checkpoint_io.callbacks.reporting import Reporter, log, metrics_of_drain
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
+from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
-from tiered_checkpoint_io.callbacks.steps import check_every, tiers_for_step
+from tiered_checkpoint_io.callbacks.trainer import (
+    check_every,
+    check_strategy,
+    fail_together,
+    is_below,
+    on_rank_0,
+    tiers_for_step,
+)
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
     DrainError,
-    InvalidNameError,
     StoreError,
     TieredCheckpointError,
     UsageError,
@@ -73,18 +77,26 @@ class TieredModelCheckpoint(ModelCheckpoint):
                     "both s3_every_n_train_steps and every_n_train_steps are set", hint="they mean the same: set one"
                 )
             model_checkpoint_args["every_n_train_steps"] = s3_every_n_train_steps
-        if model_checkpoint_args.get("save_last") == "link":
-            # An alias is what a link would be, on every tier.
-            model_checkpoint_args["save_last"] = True
         # Upstream opens the file system of a dirpath that it is given; the IO does all of that here.
         super().__init__(dirpath=None, **model_checkpoint_args)
         self.dirpath = None if dirpath is None else ids.normalize_dirpath(dirpath)
         self.memory_every_n_train_steps = memory_every_n_train_steps
         self.s3_every_n_train_steps = s3_every_n_train_steps
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
+    @classmethod
+    def adopt(cls, stock: ModelCheckpoint) -> None:
+        """Makes one of ours of Lightning's own, not of a derived class, before its ``setup``; without memory steps."""
+        stock.__class__ = cls
+        assert isinstance(stock, TieredModelCheckpoint)
+        stock.memory_every_n_train_steps = stock.s3_every_n_train_steps = None
+        stock._begin()
+
+    def _begin(self) -> None:
         """The state of a callback that has done nothing yet."""
+        if self.save_last == "link":
+            # An alias is what a link would be, on every tier.
+            self.save_last = True
         self._io: TieredCheckpointIO | None = None
         self._last_memory_step = -1
         #: The step and path of the newest durable save of this callback's own.
@@ -125,21 +137,27 @@ class TieredModelCheckpoint(ModelCheckpoint):
         """Takes the trainer's checkpoint IO.
 
         Raises:
-            UsageError: It is not ours, or the strategy would go past it.
+            UsageError: It is not ours, or the strategy would go past it; or another live run writes to the same
+                dirpath and namespace.
             ConfigError: The callback's dirpath is not below the IO's, or differs between ranks.
-            UsageError: Another live run writes to the same dirpath and namespace.
         """
-        io = tiered_io_of(trainer.strategy.checkpoint_io)
-        if io is None:
-            raise UsageError(
-                f"TieredModelCheckpoint with a {type(trainer.strategy.checkpoint_io).__name__}",
-                operation="setup",
-                hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
-            )
+        io = require_tiered_io(trainer.strategy, "TieredModelCheckpoint")
         check_strategy(trainer.strategy)
-        dirpath = folder_below(trainer, io, self.dirpath)
+        root = io.config.dirpath
+        dirpath = root if self.dirpath is None else str(self.dirpath)
+        if not trainer.strategy.reduce_boolean_decision(dirpath == trainer.strategy.broadcast(dirpath)):
+            raise ConfigError(
+                f"dirpath differs between ranks; here it is {dirpath!r}",
+                hint="it must not depend on the rank or the time of day",
+            )
+        if not is_below(f"{dirpath}/x", root):
+            raise ConfigError(
+                f"the callback's dirpath {dirpath!r} is not below the IO's {root!r}",
+                hint="leave the callback's dirpath out",
+            )
         if stage == "fit":
-            claim(trainer, io)
+            # Before anything is trained: whether another run writes there.
+            on_rank_0(trainer, io.checkpointer.session.claim)
         self._io = io
         self._ask_exists = True
         if ids.parse_best_url(self.best_model_path) is not None:
@@ -192,15 +210,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
         self._reporter.stop()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        self._refuse_untrained(trainer)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        self._refuse_untrained(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        self._refuse_untrained(trainer)
-
-    def _refuse_untrained(self, trainer: Trainer) -> None:
         """Training starts from scratch where there is no checkpoint; an evaluation has no use for that."""
         sentinels = (ids.LATEST, ids.LAST, ids.LAST_URL)
         if trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path not in sentinels:
@@ -209,6 +218,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
             raise CheckpointNotFoundError(
                 f"there is no checkpoint at {self._io.config.dirpath}", operation="load", key=str(trainer.ckpt_path)
             )
+
+    on_test_start = on_predict_start = on_validation_start
 
     # ------------------------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
@@ -251,8 +262,11 @@ class TieredModelCheckpoint(ModelCheckpoint):
         self._look_after(trainer)
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
-        with self._as_last():
+        self._naming_last = True
+        try:
             super()._save_last_checkpoint(trainer, monitor_candidates)
+        finally:
+            self._naming_last = False
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """As upstream, from what rank 0 knows: one LIST at first use, none later."""
@@ -298,14 +312,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
             raise UsageError("TieredModelCheckpoint is used before setup", operation="save")
         return self._io.checkpointer
 
-    @contextlib.contextmanager
-    def _as_last(self) -> Iterator[None]:
-        self._naming_last = True
-        try:
-            yield
-        finally:
-            self._naming_last = False
-
     def _save(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
     ) -> SaveReport | None:
@@ -323,21 +329,13 @@ class TieredModelCheckpoint(ModelCheckpoint):
             if trainer.world_size > 1:
                 # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
                 trainer.strategy.barrier("Trainer.save_checkpoint")
-        if trainer.world_size > 1:
-            error = self._first_error(trainer, error)
-        if error is not None:
-            raise error
+        fail_together(trainer, error)
         if not trainer.is_global_zero:
             return None
         progress = self._engine.progress()
         report = progress.last_save if progress.last_save is not before else None
         self._reporter.saved(trainer, progress, report)
         return report
-
-    def _first_error(self, trainer: Trainer, error: TieredCheckpointError | None) -> TieredCheckpointError | None:
-        """What every rank is to raise of what a save brought; rank 0 writes, or knows of what others wrote."""
-        first: TieredCheckpointError | None = trainer.strategy.broadcast(error)
-        return first
 
     def _saved(self, trainer: Trainer, step: int) -> bool:
         """Whether this step is saved already, by this callback or another of its kind.
@@ -348,11 +346,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         return any(step in (other._last_global_step_saved, other._last_memory_step) for other in others)
 
     def _is_ours(self, path: str) -> bool:
-        try:
-            ids.name_in(self._engine.dirpath, path)
-        except InvalidNameError:
-            return False
-        return True
+        return is_below(path, self._engine.dirpath)
 
     def _is_restored(self, path: str) -> bool:
         restored = self._engine.restored
@@ -389,8 +383,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
             return
         outcomes = self._engine.poll()
         progress = self._engine.progress()
-        for metrics in metrics_of_drain(outcomes):
-            log(trainer, metrics)
+        log_drain(trainer, outcomes)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, TieredModelCheckpoint):
                 shown = {ids.name_in(self._engine.dirpath, path) for path in callback._named() if self._is_ours(path)}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 from weakref import proxy
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tiered_checkpoint_io.callbacks.progress import ProgressLine
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.logs import GIB
+from tiered_checkpoint_io.model import ids
+
+_METRICS = "get_metrics"
 
 
 class Reporter:
-    """Speaks for one callback, on rank 0."""
+    """Speaks for one callback, on rank 0: to the loggers, and by a line ``ckpt=...`` in the progress bar."""
 
     def __init__(self, callback: ModelCheckpoint) -> None:
         self._callback = callback
@@ -23,15 +26,30 @@ class Reporter:
         self._expected: set[str] = set()
         #: Whether something became durable of which the loggers do not know.
         self._news = False
-        self._line = ProgressLine()
+        self._line = ""
+        self._bar: Any = None
+        self._durable_step = -1
 
     def start(self, trainer: Trainer) -> None:
-        """Shows the line in the trainer's progress bar."""
-        self._line.attach(trainer)
+        """Shows the line in the trainer's progress bar (tqdm or rich), if it has one that shows none yet."""
+        bar: Any = trainer.progress_bar_callback
+        if bar is None or _METRICS in vars(bar):
+            return
+        metrics = bar.get_metrics
+
+        def with_line(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            shown: dict[str, Any] = metrics(*args, **kwargs)
+            return {**shown, "ckpt": self._line} if self._line else shown
+
+        # On the instance: the bar's class, whichever it is, stays as it was.
+        bar.get_metrics = with_line
+        self._bar = bar
 
     def stop(self) -> None:
         """Leaves the progress bar as it was."""
-        self._line.detach()
+        if self._bar is not None:
+            vars(self._bar).pop(_METRICS, None)
+            self._bar = None
 
     def expect(self, name: str, *, pending: bool) -> None:
         """Takes note of a name that the callback gave out, and of whether it is durable yet."""
@@ -42,7 +60,7 @@ class Reporter:
 
     def saved(self, trainer: Trainer, progress: Progress, report: SaveReport | None) -> None:
         """Logs a save that has just returned; without a report, one that failed."""
-        self._line.update(progress)
+        self._line = line_of(progress, self._durable_step)
         log(trainer, metrics_of(progress, report))
 
     def hear(
@@ -54,21 +72,17 @@ class Reporter:
         shown: Collection[str],
         is_pending: Callable[[str], bool],
     ) -> None:
-        """Takes what became of queued saves and aliases, and tells the loggers.
+        """Takes what became of queued saves and aliases since the last call, and tells the loggers.
 
-        Args:
-            trainer: Whose loggers to tell.
-            outcomes: What ended since the last call.
-            progress: Where background work stands.
-            shown: Names to which the callback's paths lead. Loggers look at those, so they are told
-                when all of these are durable, not while a newer one is still on its way.
-            is_pending: Whether work on a name is queued.
+        Loggers look at ``shown``, the names to which the callback's paths lead. So they are told when all of these are
+        durable, not while a newer one is still on its way.
         """
         for outcome in outcomes:
             if outcome.name in self._expected and outcome.state != "failed" and not is_pending(outcome.name):
                 self._expected.discard(outcome.name)
                 self._news |= outcome.state == "committed"
-        self._line.update(progress, outcomes)
+        self._durable_step = max([self._durable_step, *(outcome.step for outcome in _durable_saves(outcomes))])
+        self._line = line_of(progress, self._durable_step)
         if self._news and not self._expected.intersection(shown):
             self._news = False
             for logger in trainer.loggers:
@@ -81,10 +95,14 @@ def log(trainer: Trainer, metrics: dict[str, float]) -> None:
         logger.log_metrics(metrics, step=trainer.global_step)
 
 
-def metrics_of_drain(outcomes: Sequence[Outcome]) -> list[dict[str, float]]:
-    """How long each save took from the drain's start on it until it was durable, seconds."""
-    saves = [outcome for outcome in outcomes if outcome.action == "save" and outcome.state == "committed"]
-    return [{"checkpoint/drain_s": outcome.seconds} for outcome in saves]
+def log_drain(trainer: Trainer, outcomes: Sequence[Outcome]) -> None:
+    """Logs how long each save took from the drain's start on it until it was durable, seconds."""
+    for outcome in _durable_saves(outcomes):
+        log(trainer, {"checkpoint/drain_s": outcome.seconds})
+
+
+def _durable_saves(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.action == "save" and outcome.state == "committed"]
 
 
 def metrics_of(progress: Progress, report: SaveReport | None) -> dict[str, float]:
@@ -99,3 +117,25 @@ def metrics_of(progress: Progress, report: SaveReport | None) -> dict[str, float
         metrics["checkpoint/size_GiB"] = report.size / GIB
         metrics["checkpoint/staged_GiB_per_s"] = report.size / GIB / max(report.stall_s, 1e-9)
     return metrics
+
+
+def line_of(progress: Progress, durable_step: int = -1) -> str:
+    """``mem 90 0.06s | durable 50 62% | 1 waiting | 2 failed``.
+
+    The newest step that is durable, if any, is shown where none is on its way.
+    """
+    words = []
+    if progress.last_save is not None:
+        words.append(f"mem {progress.last_save.step} {progress.last_save.stall_s:.2f}s")
+    drain = progress.drain
+    if drain.name and drain.bytes_total:
+        step = ids.step_in_name(drain.name)
+        what = drain.name if step is None else str(step)
+        words.append(f"durable {what} {100 * drain.bytes_done // drain.bytes_total}%")
+    elif durable_step >= 0:
+        words.append(f"durable {durable_step}")
+    if progress.pending:
+        words.append(f"{progress.pending} waiting")
+    if progress.counters.get("failed"):
+        words.append(f"{progress.counters['failed']} failed")
+    return " | ".join(words)

@@ -10,7 +10,7 @@ from support.training import LogBook, Model
 
 from tiered_checkpoint_io import AsyncCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, tiers_for_step
-from tiered_checkpoint_io.callbacks.progress import line_of
+from tiered_checkpoint_io.callbacks.reporting import line_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress

@@ -54,13 +54,7 @@ class AsyncSave(Future[Any]):
         return float(self._session.config.wait_timeout_s) + self._session.clock.timing.future_slack_s
 
     def follow(self, sealing: Future[None] | None, op_id: str | None, value: Any) -> None:
-        """Ends, with ``value`` or an error, once this rank's part is where it is to go.
-
-        Args:
-            sealing: Its way into memory, where that goes on still.
-            op_id: The operation of this node's drain that brings it to the durable tier, where one does.
-            value: The result.
-        """
+        """Ends, with ``value`` or an error, once this rank's part is sealed and the drain's operation has ended."""
         if sealing is None and op_id is None:
             self.set_result(value)
             return

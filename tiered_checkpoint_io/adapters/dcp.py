@@ -18,9 +18,8 @@ from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.full_state import save_full
-from tiered_checkpoint_io.adapters.groups import place_of, rank_in_group, world
+from tiered_checkpoint_io.adapters.groups import place_of, rank_in_group, save_planner, world
 from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
-from tiered_checkpoint_io.adapters.planners import save_planner
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError, UsageError

@@ -88,7 +88,7 @@ class TieredStorageReader(StorageReader):
         self._process_group = process_group
         # Not in torch 2.6, whose files need none.
         known: Any = getattr(filesystem, "_StorageReaderTransforms", None)
-        self._transforms = known(_extension_registry) if known is not None else None
+        self._transforms = known and known(_extension_registry)
         self._selector = Selector("latest")
         self._rejected: set[str] = set()
         self._metadata: Metadata | None = None

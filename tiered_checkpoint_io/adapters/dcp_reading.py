@@ -19,7 +19,6 @@ from tiered_checkpoint_io.engine.chunks import Span
 from tiered_checkpoint_io.engine.ranks.views import address_of, at
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import ConfigError, RestoreError
 from tiered_checkpoint_io.formats.shard_image import Skeleton, skeleton_of
 
 _LOCAL_HEADER = b"PK\x03\x04"
@@ -64,14 +63,7 @@ class PlanReader:
     """Carries out one rank's load plan."""
 
     def __init__(self, metadata: Metadata, files: ShardFiles, transforms: Any, trust: Trust) -> None:
-        """Takes an open checkpoint.
-
-        Args:
-            metadata: What ``.metadata`` says.
-            files: The bytes.
-            transforms: DCP's ``_StorageReaderTransforms``; None where torch has none.
-            trust: What objects that are no tensors may hold.
-        """
+        """Takes an open checkpoint, and DCP's ``_StorageReaderTransforms``; None where torch has none."""
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._files = files
         self._transforms = transforms
@@ -139,25 +131,10 @@ class PlanReader:
         _into(planner, item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
     def _check(self, item: ReadItem, stream: io.BytesIO, planner: LoadPlanner) -> None:
-        """Refuses an object that would run code: DCP's own planner unpickles whatever it is given.
-
-        Raises:
-            RestoreError: It would, or torch does not know.
-        """
-        if self._trust.weights_only is False or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
-            return
-        try:
-            self._trust.load(stream, map_location="cpu")
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise RestoreError(
-                f"torch.load refused an object, whose bytes are intact: {self._trust.reason(error)}",
-                operation="load",
-                key=item.storage_index.fqn,
-                hint=self._trust.hint(stream),
-            ) from error
-        stream.seek(0)
+        """Refuses an object that would run code: DCP's own planner unpickles whatever it is given."""
+        if self._trust.weights_only is not False and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+            self._trust.read(stream, "an object", {"key": item.storage_index.fqn}, map_location="cpu")
+            stream.seek(0)
 
 
 def _descriptors(info: Any) -> Sequence[str]:

@@ -55,11 +55,10 @@ class Settings:
 
 
 def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
-    """Validates a configuration.
+    """Validates what :class:`TieredStorageWriter` takes.
 
     Args:
-        config: A :class:`TieredCheckpointConfig`, a mapping, an OmegaConf block, or an object with
-            the attributes of ``SageMakerCheckpointConfig``.
+        config: In any of its forms.
         options: Single keys that replace those of ``config``; None for such as were not given.
 
     Raises:
@@ -70,7 +69,10 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     elif not isinstance(config, TieredCheckpointConfig | Mapping) and hasattr(config, "namespace"):
         config = {key: getattr(config, key) for key in _SAGEMAKER if getattr(config, key, None) is not None}
         config.setdefault("namespace", None)
-    raw = {**as_mapping(config), **{key: value for key, value in options.items() if value is not None}}
+    raw = {
+        **as_mapping(config, "the configuration"),
+        **{key: value for key, value in options.items() if value is not None},
+    }
     raw = {_ALIASES.get(key, key): value for key, value in raw.items()}
     extra = {key: raw.pop(key) for key in _EXTRA if key in raw}
     if raw.get("namespace", "default") in (None, ""):

@@ -91,12 +91,8 @@ class TieredStorageWriter(StorageWriter):
         """
         super().__init__()
         self._told = config if config is not None else checkpoint_config
-        self._options = {
-            **options,
-            "s3_every_n_steps": s3_every_n_steps,
-            "world_size": world_size,
-            "logger": logger,
-        }
+        extra = {"s3_every_n_steps": s3_every_n_steps, "world_size": world_size, "logger": logger}
+        self._options = {**options, **extra}
         self.settings = settings_of(self._told, self._options)
         self.step = step
         self.save_to_s3 = save_to_s3
@@ -118,10 +114,8 @@ class TieredStorageWriter(StorageWriter):
         self._transforms = _transforms(_extensions)
         self._located: ids.Located | None = None
         self._rank = 0
-        self._is_coordinator = False
         self._issued: SaveFacts | None = None
         self._newest_seen: str | None = None
-        self._uuid = ""
         if step is not None:
             ids.locate(self.settings.config.dirpath, path, step)
         if save_to_s3:
@@ -136,9 +130,8 @@ class TieredStorageWriter(StorageWriter):
         """
         # The object that a user gave may say something else of each save.
         self.settings = settings_of(self._told, self._options)
-        located = ids.locate(
-            self.settings.config.dirpath, checkpoint_id if checkpoint_id is not None else self._path, self.step
-        )
+        path = checkpoint_id if checkpoint_id is not None else self._path
+        located = ids.locate(self.settings.config.dirpath, path, self.step)
         if located.step < 0 and self._require_step:
             raise InvalidNameError(
                 f"Invalid step value: {located.name!r} tells none",
@@ -146,7 +139,6 @@ class TieredStorageWriter(StorageWriter):
             )
         self._located = located
         self.settings = self.settings.at(located.dirpath)
-        self._uuid = self.session.clock.token(16)
         alone, process_group = told_to_dcp("save", "async_save") or (True, None)
         if not alone:
             self.meet_peers(process_group)
@@ -158,7 +150,7 @@ class TieredStorageWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """What the planner is told of the checkpoint."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._uuid)
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -168,13 +160,12 @@ class TieredStorageWriter(StorageWriter):
             return None
         return ids.join_url(self.located.dirpath, self.located.name)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Is told this rank's role.
 
         Raises:
             UsageError: ``use_collectives`` is false.
         """
-        del args
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "use_collectives=False",
@@ -183,7 +174,6 @@ class TieredStorageWriter(StorageWriter):
             )
         rank = kwargs.get("rank")
         self._rank = current_rank() if rank is None else int(rank)
-        self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Shows failures of earlier saves, which DCP then tells all ranks.
@@ -315,8 +305,7 @@ class TieredStorageWriter(StorageWriter):
     @property
     def _shared(self) -> Shared:
         shared = shared_of(self.settings)
-        if self._newest_seen is not None and (shared.session.newest_seen or "") < self._newest_seen:
-            shared.session.newest_seen = self._newest_seen
+        shared.session.newest_seen = max(filter(None, (shared.session.newest_seen, self._newest_seen)), default=None)
         return shared
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -334,29 +323,19 @@ class TieredStorageWriter(StorageWriter):
             )
         # As FileSystemWriter orders them.
         ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
-        items, descriptors = [], []
-        for item in ordered:
-            data, transformed = self._item(item, planner)
-            items.append(data)
-            descriptors.append(transformed)
+        items = [self._item(item, planner) for item in ordered]
+        background = self.seals_in_background and not self.waits
         placed, in_memory = self.saver.capture(
-            facts,
-            self._rank,
-            items,
-            threads=self.threads,
-            background=self.seals_in_background and not self.waits,
+            facts, self._rank, [data for data, _ in items], threads=self.threads, background=background
         )
-        path = facts.file_name(self._rank)
-        return [
-            WriteResult(
-                index=item.index,
-                size_in_bytes=where.length,
-                storage_data=_Written(
-                    filesystem._StorageInfo(path, where.offset, where.length, *([names] if names else [])), in_memory
-                ),
+        results = []
+        for item, where, (_, names) in zip(ordered, placed, items, strict=True):
+            # Earlier releases of torch have no field for the names.
+            info = filesystem._StorageInfo(
+                facts.file_name(self._rank), where.offset, where.length, *([names] if names else [])
             )
-            for item, where, names in zip(ordered, placed, descriptors, strict=True)
-        ]
+            results.append(WriteResult(item.index, where.length, _Written(info, in_memory)))
+        return results
 
     def _item(self, item: WriteItem, planner: SavePlanner) -> tuple[Item, list[str]]:
         data = planner.resolve_data(item)

@@ -16,7 +16,6 @@ from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.model import ids
 
 
 def save_full(
@@ -61,23 +60,18 @@ def save_full(
     report, failed = None, None
     whole = _gather(state_dict, coordinator, keep=mine)
     if mine:
+        located, settings = writer.located, writer.settings
         try:
-            report = _save(whole, writer, wait=wait)
+            tiers = TIERS if settings.is_durable(max(0, located.step), writer.save_to_s3) else {"memory"}
+            checkpointer = Checkpointer(settings.config, session=writer.session)
+            report = checkpointer.save(whole, str(writer.checkpoint_id), tiers=tiers, wait=wait)
         except Exception as error:
             # The others wait to hear of it.
             failed = error
+        if report is None and failed is None:
+            # Who exports wants to know, whatever on_save_error says of saves while training goes on.
+            failed = SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)
     coordination.agree(group, failed)
-    return report
-
-
-def _save(whole: Any, writer: TieredStorageWriter, *, wait: bool) -> SaveReport:
-    located, settings = writer.located, writer.settings
-    checkpointer = Checkpointer(settings.config, session=writer.session)
-    tiers = TIERS if settings.is_durable(max(0, located.step), writer.save_to_s3) else {"memory"}
-    report = checkpointer.save(whole, ids.join_url(settings.config.dirpath, located.name), tiers=tiers, wait=wait)
-    if report is None:
-        # Who exports wants to know, whatever on_save_error says of saves while training goes on.
-        raise SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)
     return report
 
 

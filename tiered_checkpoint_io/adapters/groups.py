@@ -1,4 +1,4 @@
-"""Which ranks save and load together, as DCP and the SageMaker model parallelism library (SMP) name them."""
+"""Which ranks save and load together, as DCP and the SageMaker model parallelism library (SMP) tell it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.save.uncoordinated import Place
 from tiered_checkpoint_io.errors import UsageError
+
+#: Earlier releases keep a rank's plan also where the save then fails, and lose its items from the next one.
+_KEEPS_WHAT_SUCCEEDED = "_pending_local_plan" in DefaultSavePlanner.finish_plan.__code__.co_names
 
 
 def world() -> Any:
@@ -22,9 +27,6 @@ def told_to_dcp(*functions: str) -> tuple[bool, Any] | None:
 
     DCP tells neither to a writer or reader. Without ``no_dist`` we would wait for ranks that never come, with a
     process group for ranks that have no part in it.
-
-    Args:
-        functions: Those of DCP's functions that may be calling.
     """
     frame: Any = sys._getframe(2)
     while frame is not None:
@@ -33,6 +35,23 @@ def told_to_dcp(*functions: str) -> tuple[bool, Any] | None:
             return frame.f_locals.get("no_dist", False) or world() is None, frame.f_locals.get("process_group")
         frame = frame.f_back
     return None
+
+
+def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -> DefaultSavePlanner:
+    """A planner that plans once what stays the same over all saves of ``what``.
+
+    What a rank keeps and what its coordinator keeps have to be of the same saves. Upstream tells them by
+    the planner's class alone: two groups of ranks, or the same processes started anew as other ranks,
+    would take each other's plans, and save less than there is.
+    """
+    if not _KEEPS_WHAT_SUCCEEDED:
+        return DefaultSavePlanner()
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    together = "alone"
+    if not alone and world() is not None:
+        together = ",".join(map(str, dist.get_process_group_ranks(process_group or world())))
+    planner._cached_plans_key = f"tiered/{current_run().number}/{what}/{together}"
+    return planner
 
 
 def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:

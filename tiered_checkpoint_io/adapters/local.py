@@ -30,24 +30,12 @@ def save_local_state(
     no_dist: bool,
     background: bool = False,
 ) -> LocalSave | None:
-    """Saves what this rank has of a state; takes what ``dcp.save`` takes.
+    """Saves what this rank has of a state; with the arguments of ``dcp.save``.
 
-    Args:
-        state_dict: The state.
-        writer: Where to.
-        checkpoint_id: Which checkpoint.
-        process_group: See :func:`place_of`.
-        replication_group: See :func:`place_of`.
-        coordinator_rank: See :func:`place_of`.
-        no_dist: Whether this process is alone.
-        background: Whether what memory has no room for goes to the durable tier while training goes on.
+    With ``background``, what memory has no room for goes to the durable tier while training goes on.
 
     Returns:
         None where another rank saves the same, or where the save failed and ``on_save_error`` is ``warn``.
-
-    Raises:
-        UsageError: ``world_size`` was told, and is not the shard degree.
-        TieredCheckpointError: As :func:`save_local`.
     """
     show_failures()
     place = place_of(process_group, replication_group, coordinator_rank, alone=no_dist)
@@ -93,18 +81,7 @@ def load_local_state(
     *,
     alone: bool = False,
 ) -> None:
-    """Loads this rank's shard; the reader's ``opened`` then tells of which checkpoint.
-
-    Args:
-        state_dict: What to load into.
-        reader: Which checkpoint, and from where.
-        place: Which shard this rank has.
-        checkpoint_id: As ``dcp.load`` takes it.
-        alone: Whether no other rank loads.
-
-    Raises:
-        TieredCheckpointError: As :meth:`LocalRestorer.restore`, and :func:`fill`.
-    """
+    """Loads this rank's shard; the reader's ``opened`` then tells of which checkpoint."""
     reader.reset(checkpoint_id)
     session, config = reader.session, reader.settings.config
     tier = session.open().tier
@@ -115,7 +92,7 @@ def load_local_state(
         fill(state_dict, loaded, where=f"{found.name}, shard {place.shard}")
     content = found.content
     assert content is not None
-    session.newest_seen = max(filter(None, (session.newest_seen, found.newest_save_id)), default=None)
+    session.follow(found.newest_save_id or content.save_id)
     reader.opened = OpenShards(
         name=found.name, content=content, rejected=found.rejected, newest_save_id=found.newest_save_id
     )

@@ -66,10 +66,7 @@ def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
     As DCP has it, the state says what is wanted; what it has no key for is left out. An empty dictionary,
     such as the state of an optimizer that has made no step yet, takes all.
 
-    Args:
-        state: Of the same structure as the one that was saved.
-        loaded: What :func:`local_part` gave, as it was loaded; it may be mapped from a file that goes.
-        where: The checkpoint, for errors.
+    What was loaded may be mapped from a file that goes: it is copied.
 
     Raises:
         RestoreError: A key, or a tensor's shape, is another one.
@@ -165,11 +162,7 @@ def part_off(state: Any) -> tuple[Any, dict[str, DTensor]]:
 
 
 def make_again(state: Any, mesh: DeviceMesh | None) -> dict[str, DTensor]:
-    """Tensors to load into, for each note that a state holds.
-
-    Args:
-        state: As :func:`part_off` left it.
-        mesh: The device mesh of all ranks.
+    """Tensors to load into, for each note of :func:`part_off` that a state holds.
 
     Raises:
         UsageError: The mesh has no such dimension.

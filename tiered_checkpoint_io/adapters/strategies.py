@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tiered_checkpoint_io.adapters import dcp
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
+from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
     TieredCheckpointIO,
@@ -30,7 +31,6 @@ from tiered_checkpoint_io.adapters.lightning import (
     read_storage_options,
     require_tiered_io,
 )
-from tiered_checkpoint_io.adapters.planners import save_planner
 from tiered_checkpoint_io.adapters.state import SHARDED, part_off, put_back
 from tiered_checkpoint_io.adapters.strategy_io import (
     MODEL_KEYS,

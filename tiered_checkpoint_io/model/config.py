@@ -259,7 +259,7 @@ def _concurrency(value: Concurrency, per_second: int, sharers: int) -> int:
     return max(1, min(_AUTO_LIMIT, int(per_second / HEADROOM / max(1, sharers))))
 
 
-def as_mapping(block: object) -> dict[str, Any]:
+def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
     """The keys and values of a block in any of its forms: a mapping, OmegaConf's, a configuration, None.
 
     Raises:
@@ -277,12 +277,12 @@ def as_mapping(block: object) -> dict[str, Any]:
             block = OmegaConf.to_container(block, resolve=True)
         except OmegaConfBaseException as error:
             raise ConfigError(
-                f"s3_checkpointing can't be resolved: {str(error).partition(chr(10))[0]}",
+                f"{what} can't be resolved: {str(error).partition(chr(10))[0]}",
                 hint="set what its interpolations refer to",
             ) from error
     if not isinstance(block, Mapping):
         raise ConfigError(
-            f"s3_checkpointing is a {type(block).__name__}",
+            f"{what} is a {type(block).__name__}",
             hint="allowed: a mapping, an OmegaConf block, or a TieredCheckpointConfig",
         )
     return {str(key): value for key, value in block.items()}

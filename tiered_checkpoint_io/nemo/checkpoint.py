@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +13,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.trainer import fail_together, on_rank_0
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.engine.save.rewrite import rewrite
+from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.export import export_model
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import EMA, without_rank
-from tiered_checkpoint_io.nemo.optimizer_states import drop_optimizer_states
-from tiered_checkpoint_io.nemo.ranks import first_error, on_rank_0
+from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
 
@@ -130,10 +132,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             self._landed = bool(trainer.strategy.broadcast(self._landed))
             if self._landed and not trainer.is_global_zero:
                 self._remove_withheld(trainer)
-        if self.save_last_n_optim_states >= 0 and self._naming_last and self._shards == 1 and self._io is not None:
-            io, keep = self._io, self.save_last_n_optim_states
-            names = [ids.name_in(self._engine.dirpath, path) for path in self.best_k_models if self._is_ours(path)]
-            on_rank_0(trainer, lambda: drop_optimizer_states(io, names, keep, self._slim))
+        if self.save_last_n_optim_states >= 0 and self._naming_last and self._shards == 1:
+            on_rank_0(trainer, self._drop_optimizer_states)
         if self.always_save_nemo and self._durable_save != before:
             if self.save_best_model and self.best_model_path == self._exported_best:
                 return
@@ -175,10 +175,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         good = trainer.strategy.reduce_boolean_decision(reached and session.counts["failed"] == failed)
         return report if good else None
 
-    def _first_error(self, trainer: Trainer, error: TieredCheckpointError | None) -> TieredCheckpointError | None:
-        # With files of each rank, every rank writes, and not rank 0 alone.
-        return first_error(trainer, error) if self._shards > 1 else super()._first_error(trainer, error)
-
     def _is_restored(self, path: str) -> bool:
         restored = self._engine.restored
         return restored is not None and path == ids.join_url(self._engine.dirpath, without_rank(restored.name))
@@ -200,9 +196,58 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         paths = {ids.join_url(engine.dirpath, name) for name in known} | {self.last_model_path}
         return sorted((path for path in paths if pattern.match(path.removeprefix(f"{self.dirpath}/"))), key=_progress)
 
+    def _drop_optimizer_states(self) -> None:
+        """Rewrites durable checkpoints without their optimizer states, but for those of the greatest steps.
+
+        One whose upload is queued is left for the next time.
+
+        Raises:
+            SaveError: It failed, and ``on_save_error`` is ``raise``. The old checkpoint is intact.
+        """
+        assert self._io is not None
+        engine = self._engine
+        names = [ids.name_in(engine.dirpath, path) for path in self.best_k_models if self._is_ours(path)]
+        by_step = sorted(names, key=lambda name: (ids.step_in_name(name) or -1, name))
+        # At least one keeps them: ``-last`` is its alias, and runs resume from it.
+        for name in by_step[: -max(self.save_last_n_optim_states, 1)]:
+            if name in self._slim or engine.is_pending(name):
+                continue
+            try:
+                state = self._io.load_alone(name)
+                if state.pop("optimizer_states", None) is not None:
+                    rewrite(engine.session, name, state)
+                self._slim.add(name)
+            except Exception as error:
+                engine.session.failed(name, -1, error)
+
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the model's ``.nemo`` file to the durable tier, atomically; on all ranks.
+
+        Raises:
+            ExportError: The model could not write it; the same on all ranks.
+            StoreError: The upload failed; the same on all ranks.
+        """
+        save_to = getattr(pl_module, "save_to", None)
+        if not callable(save_to):
+            rank_zero_warn(f"{type(pl_module).__name__} does not implement save_to(): there will be no .nemo file")
+            return
         path = ids.join_url(str(self.dirpath), self.prefix + self.postfix)
-        export_model(trainer, pl_module, self._engine, path)
+        failed: TieredCheckpointError | None = None
+        with tempfile.TemporaryDirectory(prefix="tiered-nemo-") as folder:
+            file = os.path.join(folder, os.path.basename(path))
+            try:
+                # On every rank: a model whose parts lie on several gathers them here.
+                save_to(save_path=file)
+                if trainer.is_global_zero:
+                    upload_file(self._engine.session.durable(), ids.name_in(self._engine.dirpath, path), file)
+            except TieredCheckpointError as error:
+                failed = error
+            except Exception as error:
+                text, where = f"the model could not be exported: {type(error).__name__}: {error}", trainer.global_rank
+                failed = ExportError(text, operation="export", key=path, step=trainer.global_step, rank=where)
+        fail_together(trainer, failed)
+        if trainer.is_global_zero:
+            self._engine.session.log.info("Step %d: exported %s", trainer.global_step, path)
 
     @staticmethod
     def _ema(trainer: Trainer) -> Any:

@@ -10,43 +10,15 @@ from tiered_checkpoint_io.model.config import GETS_PER_SECOND, HEADROOM, PUTS_PE
 
 
 class Topology(NamedTuple):
-    """How many ranks there are, and how they split the model.
-
-    Attributes:
-        world_size: All ranks.
-        tensor: Tensor parallel size.
-        pipeline: Pipeline parallel size.
-    """
+    """How many ranks there are, and how they split the model: its tensor and its pipeline parallel size."""
 
     world_size: int = 1
     tensor: int = 1
     pipeline: int = 1
 
-    @property
-    def sharers(self) -> int:
-        """How many ranks write, or read, parts of one checkpoint at once: one of each model-parallel position.
-
-        Raises:
-            ConfigError: A size is below 1, or the model's parts are more than there are ranks.
-        """
-        if min(self) < 1:
-            raise ConfigError(f"{self} has a size below 1", hint="all three are whole numbers from 1")
-        parts = self.tensor * self.pipeline
-        if parts > self.world_size:
-            raise ConfigError(
-                f"tensor x pipeline parallel size is {parts}, of {self.world_size} ranks",
-                hint="check model.tensor_model_parallel_size and model.pipeline_model_parallel_size",
-            )
-        return parts
-
 
 class Advice(NamedTuple):
-    """A configuration with figures in place of ``auto``, and a warning for each figure of the user's that is too high.
-
-    Attributes:
-        config: The configuration.
-        warnings: The warnings.
-    """
+    """A configuration with figures in place of ``auto``, and a warning for each other figure that is too high."""
 
     config: TieredCheckpointConfig
     warnings: tuple[str, ...]
@@ -59,9 +31,17 @@ def advise(config: TieredCheckpointConfig, topology: Topology) -> Advice:
     writes, 5,500 reads. A connection finishes about one request a second.
 
     Raises:
-        ConfigError: The topology is impossible.
+        ConfigError: A size is below 1, or the model's parts are more than there are ranks.
     """
-    sharers = topology.sharers
+    if min(topology) < 1:
+        raise ConfigError(f"{topology} has a size below 1", hint="all three are whole numbers from 1")
+    # One rank of each model-parallel position writes, or reads, at once.
+    sharers = topology.tensor * topology.pipeline
+    if sharers > topology.world_size:
+        raise ConfigError(
+            f"tensor x pipeline parallel size is {sharers}, of {topology.world_size} ranks",
+            hint="check model.tensor_model_parallel_size and model.pipeline_model_parallel_size",
+        )
     warnings = []
     for key, per_second in (("max_write_concurrency", PUTS_PER_SECOND), ("max_read_concurrency", GETS_PER_SECOND)):
         value = getattr(config, key)

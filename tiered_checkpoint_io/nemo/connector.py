@@ -8,11 +8,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
+from tiered_checkpoint_io.callbacks.trainer import on_rank_0
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.layouts import Rules, check_not_completed, choose, start_without
-from tiered_checkpoint_io.nemo.ranks import on_rank_0
 
 #: The value of ``trainer.ckpt_path`` until the process group exists and rank 0 can look for a checkpoint.
 RESUME = "tiered:nemo"
@@ -41,12 +40,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         return connector
 
     def resume_by(self, rules: Rules, shards: Callable[[], int] = lambda: 1) -> None:
-        """Makes the next start resume by these rules; asks S3 for nothing before.
-
-        Args:
-            rules: What the configuration says.
-            shards: Called at the start: how many ranks save a part of each checkpoint.
-        """
+        """Makes the next start resume by these rules; it then asks how many ranks save a part of each checkpoint."""
         self._rules = rules
         self._shards = shards
         self.trainer.ckpt_path = RESUME
@@ -63,13 +57,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         if checkpoint_path != RESUME or rules is None:
             super().resume_start(checkpoint_path, *args, **kwargs)
             return
-        io = tiered_io_of(self.trainer.strategy.checkpoint_io)
-        if io is None:
-            raise UsageError(
-                f"resuming with a {type(self.trainer.strategy.checkpoint_io).__name__}",
-                operation="resume",
-                hint="give the strategy tiered_checkpoint_io.nemo.S3CheckpointIO",
-            )
+        io = require_tiered_io(self.trainer.strategy, "resuming by NeMo's rules")
         shards = self._shards()
         if shards == 1:
             super().resume_start(ids.LATEST, *args, **kwargs)

@@ -13,7 +13,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from nemo.utils import exp_manager as upstream
@@ -21,15 +22,14 @@ from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
-from tiered_checkpoint_io.errors import ConfigError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, UsageError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.nemo.callbacks import TieredEMA, TieredPreemption
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.concurrency import Topology, advise
 from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
-from tiered_checkpoint_io.nemo.layouts import Rules
+from tiered_checkpoint_io.nemo.layouts import EMA, Rules
 
 #: Keys of NeMo's ``checkpoint_callback_params`` that are no arguments of our callback.
 _NOT_OURS = ("filepath", "model_parallel_size", "async_save")
@@ -60,7 +60,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
         UsageError: The trainer has a checkpoint IO that is neither stock nor ours.
     """
     take_over()
-    plain = _plain(cfg)
+    plain = as_mapping(cfg, "the configuration")
     block = dict(plain.get("s3_checkpointing") or {})
     manager = dict(plain.get("exp_manager") or {})
     params = dict(manager.get("checkpoint_callback_params") or {})
@@ -123,7 +123,7 @@ def _check_resume(
 
 
 def _configure_checkpointing(
-    theirs: Callable[..., Any],  # noqa: ARG001
+    _: Callable[..., Any],
     io: TieredCheckpointIO,
     trainer: Trainer,
     log_dir: Any,  # noqa: ARG001 - checkpoints lie at the IO's dirpath
@@ -141,9 +141,9 @@ def _configure_checkpointing(
     _fill_in(params, name, io.config.dirpath)
     if params.async_save and isinstance(io, NeMoCheckpointIO):
         io.async_checkpointing = True
-    averages = [index for index, callback in enumerate(callbacks) if isinstance(callback, upstream.EMA)]
-    for index in averages:
-        callbacks[index] = TieredEMA.like(callbacks[index])
+    averages = [callback for callback in callbacks if isinstance(callback, upstream.EMA)]
+    for callback in averages:
+        callback.__class__ = TieredEMA
     if averages:
         # Each checkpoint is two saves.
         keep, pending = 2 * io.config.memory_keep_last, 2 * io.config.max_pending
@@ -167,7 +167,7 @@ def _fill_in(params: DictConfig, name: str, dirpath: str) -> None:
 
 
 def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> dict[str, Any]:
-    arguments = {key: value for key, value in _plain(params).items() if key not in _NOT_OURS}
+    arguments = {key: value for key, value in as_mapping(params).items() if key not in _NOT_OURS}
     arguments["memory_every_n_train_steps"] = config.memory_every_n_train_steps
     if config.s3_every_n_train_steps is not None and arguments.get("every_n_train_steps") is None:
         # NeMo's schema says "each epoch" by default.
@@ -198,11 +198,52 @@ def _topology(trainer: Trainer, model: Any) -> Topology:
     return Topology(max(trainer.world_size, 1), int(tensor), int(pipeline))
 
 
-def _plain(block: Any) -> dict[str, Any]:
-    if isinstance(block, DictConfig):
-        block = OmegaConf.to_container(block, resolve=True)
-    if not isinstance(block, Mapping):
-        raise ConfigError(
-            f"the configuration is a {type(block).__name__}", hint="allowed: a mapping, or an OmegaConf configuration"
-        )
-    return {str(key): value for key, value in block.items()}
+# ------------------------------------------------------------------------------------- callbacks
+class TieredEMA(upstream.EMA):  # type: ignore[misc]
+    """NeMo's EMA; loads its averages from the file beside the checkpoint, from any tier."""
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Loads the averages; on all ranks.
+
+        Raises:
+            CheckpointNotFoundError: The file is missing.
+            RestoreError: It is of another step.
+        """
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        restored = io.checkpointer.restored if io is not None else None
+        if io is None or restored is None:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+            return
+        if ids.is_companion(str(trainer.ckpt_path), EMA):
+            # As NeMo does it: training continues with the averages as weights.
+            return
+        # From the name that was loaded: with files of each rank, each has averages of its own.
+        beside = ids.companion_of(ids.join_url(io.config.dirpath, restored.name), EMA)
+        found = io.load_checkpoint(beside)
+        # The run resumed from the checkpoint, not from its averages.
+        io.checkpointer.restored = restored
+        if found.get("global_step") != checkpoint.get("global_step"):
+            raise RestoreError(
+                f"the averages are of step {found.get('global_step')}, the weights of {checkpoint.get('global_step')}",
+                operation="load",
+                key=beside,
+                step=checkpoint.get("global_step"),
+                hint="name another checkpoint to resume from",
+            )
+        checkpoint["optimizer_states"] = found["optimizer_states"]
+
+
+class TieredPreemption(upstream.PreemptionCallback):  # type: ignore[misc]
+    """NeMo's PreemptionCallback, which needs CUDA, for any device."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> Any:
+        """Installs the signal handler."""
+        self._device = pl_module.device
+        return super().on_train_start(trainer, pl_module)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether rank 0 got the signal; all ranks ask at each batch."""
+        interrupted = torch.tensor(self._interrupted, device=self._device, dtype=torch.int32)
+        torch.distributed.broadcast(interrupted, 0)
+        return bool(interrupted.item())

@@ -38,17 +38,10 @@ class NeMoCheckpointIO(TieredCheckpointIO):
     """
 
     def __init__(self, dirpath: Any = None, *, async_checkpointing: bool | None = False, **options: Any) -> None:
-        """As :class:`TieredCheckpointIO`.
-
-        Args:
-            dirpath: The durable tier, or a configuration.
-            async_checkpointing: Whether a save returns once the checkpoint is in node memory.
-            options: ``logger``, and any other key of :class:`TieredCheckpointConfig`.
-        """
+        """As :class:`TieredCheckpointIO`; with ``async_checkpointing``, a save returns once it is in node memory."""
         super().__init__(dirpath, **options)
         trusted = dict.fromkeys((*self.config.safe_globals, *_OMEGACONF))
         self.config = replace(self.config, safe_globals=tuple(trusted))
-        #: Whether a save returns once the checkpoint is in node memory.
         self.async_checkpointing = bool(async_checkpointing) or self.config.enable_async_checkpointing
         #: Functions to call once a save is durable, by save id, in order.
         self._to_finalize: dict[str, Callable[[], object]] = {}

@@ -35,13 +35,7 @@ _END = re.compile(r"(?:^|[/_-])end(?:\.ckpt)?\Z")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a configuration says of resuming, by NeMo's names.
-
-    Attributes:
-        resume_past_end: Whether to continue a training that has completed.
-        resume_ignore_no_checkpoint: Whether to start from scratch where there is no checkpoint.
-        resume_from_checkpoint: What to start from where this run has no checkpoint.
-    """
+    """What a configuration says of resuming, by NeMo's names; the last one is for runs without a checkpoint."""
 
     resume_past_end: bool = False
     resume_ignore_no_checkpoint: bool = False
@@ -68,11 +62,8 @@ def complete_checkpoints(keys: Iterable[tuple[str, float]], *, shards: int = 1) 
 
     A checkpoint of several ranks is complete with as many shards as ranks, or, where that is not known,
     with one for each rank folder in which any checkpoint lies. One with NeMo's marker is not complete, and a
-    file of averaged weights is no checkpoint by itself.
-
-    Args:
-        keys: Relative to dirpath, and when they were written, seconds since the epoch.
-        shards: How many ranks save a part of each checkpoint; 1 where that is not known.
+    file of averaged weights is no checkpoint by itself. Keys are relative to dirpath, and come with the time when they
+    were written; ``shards`` is 1 where it is not known.
 
     Returns:
         By step, in numeric order; of the same step, or where names tell none, by time.
@@ -103,13 +94,7 @@ def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str, sha
     """The path of the checkpoint to resume from, by NeMo's rules.
 
     Where several are called "last", as after a crash, the one of the greatest step; a completed training
-    continues from its end.
-
-    Args:
-        keys: Objects, or names of checkpoints, relative to dirpath, and when they were written.
-        rules: What the configuration says.
-        dirpath: For errors.
-        shards: How many ranks save a part of each checkpoint.
+    continues from its end. Arguments are as :func:`complete_checkpoints` takes them.
 
     Returns:
         None where there is none.
@@ -137,15 +122,10 @@ def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str, sha
 
 
 def check_not_completed(names: Collection[str], rules: Rules, *, dirpath: str) -> None:
-    """Refuses to continue a training that has completed.
-
-    Args:
-        names: All checkpoints of the run.
-        rules: What the configuration says.
-        dirpath: For the error.
+    """Refuses to continue a training that has completed: one of whose names marks an end.
 
     Raises:
-        ConfigError: One of the names marks an end, and ``resume_past_end`` is not set.
+        ConfigError: It has, and ``resume_past_end`` is not set.
     """
     ended = sorted(name for name in names if _is_end(name))
     if ended and not rules.resume_past_end:
@@ -159,10 +139,7 @@ def check_not_completed(names: Collection[str], rules: Rules, *, dirpath: str) -
 
 
 def start_without(rules: Rules, *, dirpath: str) -> str | None:
-    """What to start from where this run has no checkpoint.
-
-    Returns:
-        ``resume_from_checkpoint``, or None: from scratch.
+    """What to start from where this run has no checkpoint; None: from scratch.
 
     Raises:
         CheckpointNotFoundError: ``resume_ignore_no_checkpoint`` is not set.

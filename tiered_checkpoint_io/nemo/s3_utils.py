@@ -46,12 +46,9 @@ class S3Utils:
 
     @staticmethod
     def s3_path_exists(s3_path: StrPath, match_directory: bool = False, **options: Any) -> bool:
-        """Whether there is an object of exactly this key.
+        """Whether there is an object of exactly this key, or, with ``match_directory``, one below ``key/``.
 
-        Args:
-            s3_path: ``s3://bucket/key``; for the bucket alone the answer is no.
-            match_directory: Whether objects below ``key/`` count too.
-            options: See the class.
+        For a bucket alone the answer is no.
         """
         bucket, key = ids.parse_s3_url(s3_path)
         if not key:
@@ -81,8 +78,7 @@ class S3Utils:
         with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
             data = bytearray(store.size(key))
             with memoryview(data) as view:
-                concurrency = max_concurrency or DEFAULT_MAX_READ_CONCURRENCY
-                fetch(store, unverified(key, len(view)), view, concurrency=concurrency)
+                _fetch(store, key, view, max_concurrency)
         return BytesIO(data)
 
     @staticmethod
@@ -99,7 +95,6 @@ class S3Utils:
             StoreNotFoundError: There is no such object.
             OSError: The file can't be written.
         """
-        concurrency = max_concurrency or DEFAULT_MAX_READ_CONCURRENCY
         target = os.path.abspath(file_path)
         with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
             size = store.size(key)
@@ -111,7 +106,7 @@ class S3Utils:
                         # Reserved, so that a full disk is an error here, and not a signal in the mapping.
                         os.posix_fallocate(file.fileno(), 0, size)
                         with mmap.mmap(file.fileno(), size) as mapping, memoryview(mapping) as view:
-                            fetch(store, unverified(key, len(view)), view, concurrency=concurrency)
+                            _fetch(store, key, view, max_concurrency)
                 os.replace(name, target)
             except BaseException:
                 os.unlink(name)
@@ -143,16 +138,8 @@ class S3Utils:
     ) -> None:
         """Writes a local file to an object, atomically.
 
-        Args:
-            file_path: Which file; NeMo refuses an empty one, too.
-            s3_path: Where to.
-            chunk_size_MB: See the class.
-            max_concurrency: See the class.
-            remove_file: Whether to remove the file after the upload.
-            options: See the class.
-
         Raises:
-            UsageError: The file is empty.
+            UsageError: The file is empty; NeMo refuses that, too.
         """
         if not os.path.getsize(file_path):
             raise UsageError(f"{os.fspath(file_path)} is empty", operation="upload", key=str(s3_path))
@@ -170,16 +157,11 @@ class S3Utils:
         creds: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[str]:
-        """All objects below a folder whose key ends with ``suffix``.
+        """All objects below a folder whose key ends with ``suffix``: keys in the bucket, or whole URLs.
 
-        Args:
-            base_path: The folder: ``s3://b/run`` finds nothing below ``s3://b/run-2``. One that ends with
-                ``-``, as from :meth:`parse_prefix_with_step`, is a prefix.
-            suffix: None for all.
-            return_key_only: Keys in the bucket; else whole URLs.
-            profile: Of the AWS configuration files.
-            creds: ``AccessKeyId``, ``SecretAccessKey`` and ``SessionToken``, in place of a profile.
-            options: See the class.
+        ``s3://b/run`` finds nothing below ``s3://b/run-2``. A path that ends with ``-``, as from
+        :meth:`parse_prefix_with_step`, is a prefix. ``creds`` holds ``AccessKeyId``, ``SecretAccessKey`` and
+        ``SessionToken``, in place of a profile.
 
         Raises:
             ConfigError: Both profile and creds are given.
@@ -218,6 +200,10 @@ def upload_file(store: Store, key: str, path: StrPath) -> None:
         memoryview(mapping) as view,
     ):
         store.upload(key, view)
+
+
+def _fetch(store: Store, key: str, view: memoryview, concurrency: int | None) -> None:
+    fetch(store, unverified(key, len(view)), view, concurrency=concurrency or DEFAULT_MAX_READ_CONCURRENCY)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,95 @@
+"""What callbacks ask of a trainer: its strategy, its steps, and one answer or error for all its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+
+from tiered_checkpoint_io.engine.ranks.coordination import portable, raise_first
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.model import ids
+
+_T = TypeVar("_T")
+
+#: Lightning's strategies that write or read shards themselves, and what to take in their place.
+_BYPASSING = {
+    "FSDPStrategy": "use tiered_checkpoint_io.strategies.TieredFSDPStrategy",
+    "ModelParallelStrategy": "use tiered_checkpoint_io.strategies.TieredModelParallelStrategy",
+    "DeepSpeedStrategy": "train with TieredFSDPStrategy or TieredModelParallelStrategy of"
+    " tiered_checkpoint_io.strategies; DeepSpeed's engine writes its shards itself",
+    "XLAStrategy": "train on one device or with DDP; XLA's strategies take no checkpoint IO but their own",
+}
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuses a strategy that would go past a TieredCheckpointIO.
+
+    Raises:
+        UsageError: It does.
+    """
+    # Known by name: what is not used need not be installed.
+    names = [kind.__name__ for kind in type(strategy).__mro__]
+    bypassing = [name for name in names if name in _BYPASSING]
+    if bypassing and "TieredSharding" not in names:
+        raise UsageError(
+            f"{type(strategy).__name__} writes its shards past the checkpoint IO",
+            operation="setup",
+            hint=_BYPASSING[bypassing[0]],
+        )
+
+
+def is_below(path: str, root: str) -> bool:
+    """Whether a path is that of a checkpoint below ``root``."""
+    try:
+        ids.name_in(root, path)
+    except InvalidNameError:
+        return False
+    return True
+
+
+def on_rank_0(trainer: Trainer, work: Callable[[], _T]) -> _T:
+    """What ``work`` returns on rank 0, on every rank; its error is raised on all of them."""
+    answer: Any = None
+    failed: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            answer = work()
+        except Exception as error:
+            failed = error
+    answer, raised = trainer.strategy.broadcast((answer, portable(failed, 0)))
+    raise_first([raised], failed)
+    return cast("_T", answer)
+
+
+def fail_together(trainer: Trainer, error: TieredCheckpointError | None) -> None:
+    """Raises the error of the first rank that has one, on every rank; all ranks call this."""
+    errors = [error]
+    if trainer.world_size > 1:
+        errors = [None] * trainer.world_size
+        torch.distributed.all_gather_object(errors, error)
+    raise_first(errors)
+
+
+def tiers_for_step(
+    global_step: int, memory_every_n_train_steps: int | None, s3_every_n_train_steps: int | None
+) -> frozenset[str]:
+    """The tiers that a training step is saved to: a function of the step alone, so that all ranks agree.
+
+    ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
+    multiples of ``memory_every_n_train_steps``, else nothing.
+    """
+    if global_step > 0 and s3_every_n_train_steps and global_step % s3_every_n_train_steps == 0:
+        return frozenset({"memory", "durable"})
+    if global_step > 0 and memory_every_n_train_steps and global_step % memory_every_n_train_steps == 0:
+        return frozenset({"memory"})
+    return frozenset()
+
+
+def check_every(key: str, value: object) -> None:
+    """Refuses what is no interval in training steps: a whole number from 1, or None for never."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f"{key} is {value!r}", hint="allowed: a whole number from 1, or None")
