@@ -150,7 +150,7 @@ class Shards(Job):
     def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
         state = {"w": torch.full((size,), float(number))}
         writer = TieredStorageWriter(**self.logged, save_to_s3=durable, wait=wait, require_step=False)
-        writer.metric = metric
+        writer.facts = {"metric": metric}
         save = dcp.save if wait else dcp.async_save
         save(state, checkpoint_id=name or self.name_of(number), storage_writer=writer, kind=self.kind)
 

@@ -44,10 +44,6 @@ class AsyncSave(Future[Any]):
         self.shown |= error is not None
         return error
 
-    def ended_by(self, error: BaseException) -> bool:
-        """Whether it failed with this very exception."""
-        return self.done() and super().exception(0) is error
-
     @property
     def bound_s(self) -> float:
         """How long to wait for it, seconds: it ends by ``wait_timeout_s`` itself, and a little later reports so."""
@@ -134,7 +130,7 @@ def was_shown(error: BaseException | None) -> None:
     """Takes note that somebody has shown this failure."""
     with _lock:
         for save in _saves:
-            save.shown |= error is not None and save.ended_by(error)
+            save.shown |= error is not None and save.done() and Future.exception(save) is error
 
 
 def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None) -> list[AsyncSave]:

@@ -17,12 +17,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_async_calls, register
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.full_state import save_full
 from tiered_checkpoint_io.adapters.groups import place_of, rank_in_group, save_planner, world
 from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
+from tiered_checkpoint_io.adapters.state import gathered
+from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
-from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import RestoreError, SaveError, TieredCheckpointError, UsageError
 
 __all__ = [
     "AsyncSave",
@@ -147,17 +149,7 @@ def async_save(
     A failure on the way to the durable tier is shown once: by the future, where it is asked, by
     :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
 
-    Args:
-        state_dict: The state; all other arguments are as :func:`save` takes them, too.
-        checkpoint_id: Its name, path or URL.
-        storage_writer: The writer.
-        process_group: The ranks that save.
-        no_dist: Whether this process saves alone.
-        coordinator_rank: The rank that coordinates.
-        kind: ``sharded`` or ``local``.
-        replication_group: The ranks that hold the same.
-        planner: DCP's.
-        options: As :class:`TieredStorageWriter` takes them.
+    All arguments are as :func:`save` takes them.
 
     Returns:
         A future of what :func:`save` gives: done once the checkpoint is on the durable tier, if it is to go
@@ -283,6 +275,63 @@ def load(
                 state_dict[key] = loaded[key]
         return reader
     raise RestoreError(f"{_MAX_ATTEMPTS} checkpoints in a row are damaged", operation="load", key=reader.checkpoint_id)
+
+
+def save_full(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str],
+    process_group: Any = None,
+    coordinator_rank: int | None = None,
+    wait: bool = True,
+    **options: Any,
+) -> SaveReport | None:
+    """Gathers a sharded state on one rank, and saves it there as a full checkpoint through both tiers.
+
+    For the end of training: the coordinator needs memory for the whole state, on the CPU. Every rank of
+    the group has to call it. The file is one of ``torch.save``: read it by ``torch.load``, or by
+    ``TieredCheckpointIO``.
+
+    Args:
+        state_dict: The state; DTensors and ShardedTensors are gathered, all else is taken as the
+            coordinator has it.
+        checkpoint_id: Its name, path or URL; it may do without a step.
+        process_group: The ranks that hold the state.
+        coordinator_rank: The global rank that gathers and saves; the first of the group by default.
+        wait: Whether to return only when it is committed on the durable tier.
+        options: As :class:`TieredStorageWriter` takes them.
+
+    Returns:
+        On the coordinator, what was saved; None on other ranks.
+
+    Raises:
+        SaveError: It was not saved; on all ranks.
+        InvalidNameError: The name is not allowed.
+    """
+    writer = TieredStorageWriter(**options, require_step=False)
+    writer.reset(checkpoint_id)
+    coordinator = rank_in_group(process_group, coordinator_rank)
+    # Told where a rank is by its group alone: the memory tier is the coordinator's business.
+    group: coordination.Group = coordination.SingleGroup("")
+    if world() is not None:
+        group = coordination.GivenGroup("", process_group or world())
+    mine = group.rank == coordinator
+    report, failed = None, None
+    whole = gathered(state_dict, coordinator, keep=mine)
+    if mine:
+        located, settings = writer.located, writer.settings
+        try:
+            tiers = TIERS if settings.is_durable(max(0, located.step), writer.save_to_s3) else {"memory"}
+            checkpointer = Checkpointer(settings.config, session=writer.session)
+            report = checkpointer.save(whole, str(writer.checkpoint_id), tiers=tiers, wait=wait)
+        except Exception as error:
+            # The others wait to hear of it.
+            failed = error
+        if report is None and failed is None:
+            # Who exports wants to know, whatever on_save_error says of saves while training goes on.
+            failed = SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)
+    coordination.agree(group, failed)
+    return report
 
 
 def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
-from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
+from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, close_shared, settings_of
 from tiered_checkpoint_io.adapters.groups import told_to_dcp
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
@@ -26,7 +26,6 @@ from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards
-from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
@@ -34,7 +33,7 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
 
-class TieredStorageReader(StorageReader):
+class TieredStorageReader(OverTiers, StorageReader):
     """Loads a sharded checkpoint: of one step, of one path, or the newest that is whole.
 
     For ``torch.distributed.checkpoint.load``, on the main thread of every rank that loads. Memory is
@@ -181,17 +180,7 @@ class TieredStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this may be a checkpoint_id."""
-        return isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
-
     # ------------------------------------------------------------------------------------- ours
-    @property
-    def session(self) -> Session:
-        """Both tiers, as this process uses them."""
-        return self._shared.session
-
     @property
     def selector(self) -> Selector:
         """Which checkpoint is meant."""
@@ -208,10 +197,6 @@ class TieredStorageReader(StorageReader):
         close_shared(self.settings)
 
     # ----------------------------------------------------------------------------------- inside
-    @property
-    def _shared(self) -> Shared:
-        return shared_of(self.settings)
-
     def _exchange(self, reader: PlanReader, plan: LoadPlan, opened: OpenShards, files: ShardFiles) -> None:
         assert self._joined is not None
         with FailTogetherGroup(self._joined) as ranks:

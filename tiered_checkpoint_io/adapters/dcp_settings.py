@@ -10,7 +10,7 @@ from typing import Any
 
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
@@ -46,6 +46,17 @@ class Settings:
                 "save_to_s3 is set, but no durable tier is named", hint="give s3_tier_base_path, or dirpath"
             )
         return told
+
+    def check_world_size(self, count: int, checkpoint_id: str | None) -> None:
+        """Refuses a save of another number of ranks than was told."""
+        if self.world_size not in (None, count):
+            raise UsageError(
+                f"world_size is {self.world_size}, but {count} ranks save together",
+                operation="save",
+                key=checkpoint_id,
+                hint="give the number of ranks of the group that saves (of a local checkpoint: of its shards), or leave"
+                " world_size out",
+            )
 
     def at(self, dirpath: str) -> Settings:
         """The same for another durable tier."""
@@ -99,8 +110,8 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
         validated = replace(validated, dirpath=str(nowhere))
     every = extra.get("s3_every_n_steps")
     every = validated.s3_every_n_train_steps if every is None else every
-    _positive("world_size", extra.get("world_size"))
-    _positive("s3_every_n_steps", every)
+    check_positive("world_size", extra.get("world_size"))
+    check_positive("s3_every_n_steps", every)
     told = extra.get("save_to_s3")
     if told is not None and not isinstance(told, bool):
         raise ConfigError(f"save_to_s3 is {told!r}", hint="allowed: true, false or null")
@@ -110,7 +121,8 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _positive(key: str, value: object) -> None:
+def check_positive(key: str, value: object) -> None:
+    """Refuses what is neither None nor a whole number above 0."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
         raise ConfigError(f"{key} is {value!r}", hint="allowed: a whole number above 0")
 
@@ -122,6 +134,26 @@ class Shared:
 
     session: Session
     saver: CoordinatedSaver
+
+
+class OverTiers:
+    """What writers and readers have in common: the session of their configuration in this process."""
+
+    settings: Settings
+
+    @property
+    def _shared(self) -> Shared:
+        return shared_of(self.settings)
+
+    @property
+    def session(self) -> Session:
+        """Both tiers, as this process uses them: ``progress``, ``wait``, ``poll``, counters."""
+        return self._shared.session
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this may be a checkpoint_id."""
+        return isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
 
 
 _shared: dict[tuple[int, TieredCheckpointConfig], Shared] = {}

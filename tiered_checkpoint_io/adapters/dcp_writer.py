@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
-from tiered_checkpoint_io.adapters.dcp_settings import Shared, close_shared, settings_of, shared_of
+from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, check_positive, close_shared, settings_of
 from tiered_checkpoint_io.adapters.groups import told_to_dcp
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
-from tiered_checkpoint_io.engine.session import Session, current_rank
+from tiered_checkpoint_io.engine.session import current_rank
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
 from tiered_checkpoint_io.formats.shard_image import Item
 from tiered_checkpoint_io.logs import Logger
@@ -38,7 +38,7 @@ class _Written(NamedTuple):
     in_memory: bool
 
 
-class TieredStorageWriter(StorageWriter):
+class TieredStorageWriter(OverTiers, StorageWriter):
     """Saves a sharded checkpoint to node memory, and from there, in the background, to the durable tier.
 
     For ``torch.distributed.checkpoint.save`` and ``async_save``. Any rank's failure reaches all
@@ -96,10 +96,9 @@ class TieredStorageWriter(StorageWriter):
         self.settings = settings_of(self._told, self._options)
         self.step = step
         self.save_to_s3 = save_to_s3
-        #: The epoch, whether training can resume from it, what a ModelCheckpoint monitored, and a small file beside it.
-        self.epoch = -1
-        self.resumable = True
-        self.metric: tuple[str, float] | None = None
+        #: Further facts of a save: epoch, metric, resumable; see :meth:`CoordinatedSaver.issue`.
+        self.facts: dict[str, Any] = {}
+        #: The name and content of a small file beside the shards.
         self.extra: tuple[str, bytes] | None = None
         #: Whether a save returns once all ranks have captured the state, and hashes and commits it in the background.
         self.seals_in_background = False
@@ -109,8 +108,7 @@ class TieredStorageWriter(StorageWriter):
         self.threads = thread_count
         self._path = path
         self._require_step = require_step
-        if thread_count is not None and (not isinstance(thread_count, int) or thread_count < 1):
-            raise ConfigError(f"thread_count is {thread_count!r}", hint="allowed: a whole number above 0")
+        check_positive("thread_count", thread_count)
         self._transforms = _transforms(_extensions)
         self._located: ids.Located | None = None
         self._rank = 0
@@ -195,14 +193,8 @@ class TieredStorageWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Gives each rank's plan the facts of this save; called on the coordinator."""
-        located, expected = self.located, self.settings.world_size
-        if expected is not None and expected != len(plans):
-            raise UsageError(
-                f"world_size is {expected}, but {len(plans)} ranks save together",
-                operation="save",
-                key=self.checkpoint_id,
-                hint="give the number of ranks of the process group that saves, or leave world_size out",
-            )
+        located = self.located
+        self.settings.check_world_size(len(plans), self.checkpoint_id)
         durable = self.settings.is_durable(located.step, self.save_to_s3)
         with self._counting("beginning"):
             facts = self.saver.issue(
@@ -211,9 +203,7 @@ class TieredStorageWriter(StorageWriter):
                 world_size=len(plans),
                 durable=durable,
                 rank=self._rank,
-                epoch=self.epoch,
-                metric=self.metric,
-                resumable=self.resumable,
+                **self.facts,
             )
         self._issued = facts
         return [dataclasses.replace(plan, storage_data=facts) for plan in plans]
@@ -242,17 +232,7 @@ class TieredStorageWriter(StorageWriter):
                 in_memory=all(each.storage_data.in_memory for each in written),
             )
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this may be a checkpoint_id."""
-        return isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
-
     # ------------------------------------------------------------------------------------- ours
-    @property
-    def session(self) -> Session:
-        """Both tiers, as this process uses them: ``progress``, ``wait``, ``poll``, counters."""
-        return self._shared.session
-
     @property
     def last_save(self) -> SaveReport | None:
         """The newest save of this process."""
@@ -304,7 +284,7 @@ class TieredStorageWriter(StorageWriter):
 
     @property
     def _shared(self) -> Shared:
-        shared = shared_of(self.settings)
+        shared = super()._shared
         shared.session.newest_seen = max(filter(None, (shared.session.newest_seen, self._newest_seen)), default=None)
         return shared
 

@@ -47,13 +47,7 @@ def save_local_state(
         session.meet_peers(process_group)
     if not place.writes:
         return None
-    if settings.world_size not in (None, place.degree):
-        raise UsageError(
-            f"world_size is {settings.world_size}, but {place.degree} shards make the state",
-            operation="save",
-            key=writer.checkpoint_id,
-            hint="leave world_size out, or give the shard degree",
-        )
+    settings.check_world_size(place.degree, writer.checkpoint_id)
     try:
         return save_local(
             session,

@@ -1,8 +1,8 @@
-"""What a rank has of a state: its own part, for local checkpoints; and sharded tensors, parted from all else.
+"""States with sharded tensors: a rank's own part of one, the whole, and such tensors parted from all else.
 
-A local checkpoint is made and loaded without any collective. A sharded one of Lightning's holds more than model and
-optimizers: a callback that averages weights puts sharded tensors among its own state. Pickled, each rank's would hold
-that rank's shard alone; so they go the way of the model's, and leave a note behind.
+A local checkpoint holds a rank's own part, and needs no collective. In one of Lightning's, a callback that averages
+weights puts sharded tensors among its own state. Pickled, each rank's would hold that rank's shard alone; so they go
+the way of the model's, and leave a note behind.
 """
 
 from __future__ import annotations
@@ -144,6 +144,25 @@ class _Filling:
             operation="load",
             key=self._where,
         )
+
+
+# -------------------------------------------------------------------------------------------- full
+def gathered(state: Any, coordinator: int, *, keep: bool) -> Any:
+    """The state with whole tensors; None in place of each where it is not kept."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            full = value.full_tensor()
+            return full.detach().cpu() if keep else None
+        if isinstance(value, ShardedTensor):
+            out = torch.empty(value.size(), dtype=value.dtype) if keep else None
+            value.gather(coordinator, out)
+            return out
+        if isinstance(value, Stateful) and not isinstance(value, torch.Tensor | dict):
+            return _mapped(value.state_dict(), whole)
+        return value
+
+    return _mapped(state, whole)
 
 
 # ----------------------------------------------------------------------------------------- sharded

@@ -144,9 +144,8 @@ class TieredSharding(_Base):
         tiers, metric, may_wait = read_storage_options(storage_options)
         session = self._tiered_io.checkpointer.session
         name = ids.name_in(session.dirpath, path)
-        rest, sharded = part_off(
-            {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        )
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        rest, sharded = part_off(rest)
         state: dict[str, Any] = {self._model_key: checkpoint["state_dict"]}
         state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
         state.update({SHARDED: sharded} if sharded else {})
@@ -156,8 +155,11 @@ class TieredSharding(_Base):
             self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
         )
         writer.seals_in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        writer.epoch, writer.metric = checkpoint.get("epoch", -1), metric
-        writer.resumable = is_resumable(checkpoint, path)
+        writer.facts = {
+            "epoch": checkpoint.get("epoch", -1),
+            "metric": metric,
+            "resumable": is_resumable(checkpoint, path),
+        }
         if self.is_global_zero:
             buffer = io.BytesIO()
             torch.save(rest, buffer)

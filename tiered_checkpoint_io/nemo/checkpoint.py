@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from tiered_checkpoint_io.engine.save.rewrite import rewrite
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
-from tiered_checkpoint_io.nemo.layouts import EMA, without_rank
+from tiered_checkpoint_io.nemo.layouts import EMA, ranks_with_files, without_rank
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
@@ -45,7 +44,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         prefix: str | None = None,
         postfix: str = ".nemo",
         save_last_n_optim_states: int = -1,
-        shards: Callable[[], int] = lambda: 1,
         **model_checkpoint_args: Any,
     ) -> None:
         """Takes TieredModelCheckpoint's arguments, and NeMo's.
@@ -59,7 +57,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             postfix: Its extension.
             save_last_n_optim_states: How many of the newest checkpoints keep their optimizer states, at least
                 one; -1 for all.
-            shards: Called when a run begins: how many ranks save a file of their own of each checkpoint.
             model_checkpoint_args: Anything that TieredModelCheckpoint takes.
         """
         super().__init__(dirpath, **model_checkpoint_args)
@@ -71,7 +68,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         self.save_last_n_optim_states = save_last_n_optim_states
         #: Names of checkpoints that have no optimizer states any more.
         self._slim: set[str] = set()
-        self._ask_shards = shards
+        #: How many ranks save a file of their own of each checkpoint.
         self._shards = 1
         self._exported_best = ""
         if self.filename is not None:
@@ -84,10 +81,9 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """As TieredModelCheckpoint's."""
         super().setup(trainer, pl_module, stage)
         assert self._io is not None
-        self._shards = self._ask_shards()
+        self._shards = ranks_with_files()
         if self._shards > 1 and isinstance(self._io, NeMoCheckpointIO) and self._io.async_checkpointing:
             rank_zero_warn("saves are synchronous: old files may be deleted only when all ranks' new ones are durable")
             self._io.async_checkpointing = False

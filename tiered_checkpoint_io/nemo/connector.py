@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -11,7 +10,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.trainer import on_rank_0
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.layouts import Rules, check_not_completed, choose, start_without
+from tiered_checkpoint_io.nemo.layouts import Rules, check_not_completed, choose, ranks_with_files, start_without
 
 #: The value of ``trainer.ckpt_path`` until the process group exists and rank 0 can look for a checkpoint.
 RESUME = "tiered:nemo"
@@ -27,7 +26,6 @@ class NeMoCheckpointConnector(_CheckpointConnector):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._rules: Rules | None = None
-        self._shards: Callable[[], int] = lambda: 1
 
     @classmethod
     def of(cls, trainer: Trainer) -> NeMoCheckpointConnector:
@@ -39,10 +37,9 @@ class NeMoCheckpointConnector(_CheckpointConnector):
             trainer._checkpoint_connector = connector
         return connector
 
-    def resume_by(self, rules: Rules, shards: Callable[[], int] = lambda: 1) -> None:
-        """Makes the next start resume by these rules; it then asks how many ranks save a part of each checkpoint."""
+    def resume_by(self, rules: Rules) -> None:
+        """Makes the next start resume by these rules; asks S3 for nothing before."""
         self._rules = rules
-        self._shards = shards
         self.trainer.ckpt_path = RESUME
 
     def resume_start(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +55,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
             super().resume_start(checkpoint_path, *args, **kwargs)
             return
         io = require_tiered_io(self.trainer.strategy, "resuming by NeMo's rules")
-        shards = self._shards()
+        shards = ranks_with_files()
         if shards == 1:
             super().resume_start(ids.LATEST, *args, **kwargs)
         restored = None if shards > 1 or io.found_nothing else io.checkpointer.restored

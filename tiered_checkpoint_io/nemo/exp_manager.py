@@ -117,8 +117,7 @@ def _check_resume(
                 resume_past_end=bool(resume_past_end),
                 resume_ignore_no_checkpoint=bool(resume_ignore_no_checkpoint),
                 resume_from_checkpoint=resume_from_checkpoint,
-            ),
-            _shards,
+            )
         )
 
 
@@ -148,7 +147,7 @@ def _configure_checkpointing(
         # Each checkpoint is two saves.
         keep, pending = 2 * io.config.memory_keep_last, 2 * io.config.max_pending
         io.config = replace(io.config, memory_keep_last=keep, max_pending=pending)
-    callback = TieredNeMoCheckpoint(shards=_shards, **_callback_arguments(params, io.config))
+    callback = TieredNeMoCheckpoint(**_callback_arguments(params, io.config))
     callbacks.append(callback)
     if create_preemption_callback:
         callbacks.append(TieredPreemption(callback))
@@ -183,11 +182,6 @@ def _advise(io: TieredCheckpointIO, topology: Topology) -> None:
     for warning in advice.warnings:
         upstream.logging.warning(warning)
     io.config = advice.config
-
-
-def _shards() -> int:
-    """How many ranks save a file of their own of each checkpoint; known once the model is made."""
-    return int(AppState().model_parallel_size or 1)
 
 
 def _topology(trainer: Trainer, model: Any) -> Topology:

@@ -50,10 +50,20 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """As :meth:`TieredCheckpointIO.save_checkpoint`, and NeMo's ``storage_options``."""
-        options, finalize, state = _split(checkpoint, storage_options)
+        finalize: Any = None
+        if isinstance(storage_options, Mapping):
+            ours = dict(storage_options)
+            finalize = ours.pop("finalize_fn", None)
+            if not ours.pop("include_optimizer", True):
+                checkpoint = {key: value for key, value in checkpoint.items() if key not in _FULL_STATE}
+            storage_options = ours or None
+        if finalize is not None and not callable(finalize):
+            raise UsageError(
+                f"storage_options['finalize_fn'] is {finalize!r}", operation="save", hint="allowed: a function, or None"
+            )
         session = self.checkpointer.session
         before = session.last_save
-        self._save(state, path, options, wait=not self.async_checkpointing)
+        self._save(checkpoint, path, storage_options, wait=not self.async_checkpointing)
         report = session.last_save
         if finalize is not None and report is not None and report is not before:
             if self.async_checkpointing and report.tiers == {"memory", "durable"}:
@@ -64,19 +74,14 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         self.maybe_finalize_save_checkpoint()
 
     def maybe_finalize_save_checkpoint(self, blocking: bool = False) -> bool:
-        """Calls ``finalize_fn`` of saves that are durable by now, in order.
+        """Calls ``finalize_fn`` of saves that are durable by now, in order; tells whether any was called.
 
-        Args:
-            blocking: Whether to wait for queued uploads. Of one that fails, ``finalize_fn`` is never called,
-                and the next save or the teardown raises its error.
-
-        Returns:
-            Whether any was called.
+        With ``blocking``, queued uploads are waited for. Of one that fails, ``finalize_fn`` is never called, and the
+        next save or the teardown raises its error.
         """
         if not self._to_finalize:
             return False
         if blocking:
-            # The next save, or the teardown, raises it.
             with contextlib.suppress(DrainError):
                 self.checkpointer.wait()
         called = False
@@ -140,18 +145,3 @@ class S3CheckpointIO(NeMoCheckpointIO):
         }
         options |= {key: value for key, value in given.items() if value is not None}
         super().__init__(dirpath, async_checkpointing=async_checkpointing, **options)
-
-
-def _split(state: dict[str, Any], options: Any) -> tuple[Any, Callable[[], object] | None, dict[str, Any]]:
-    """The storage_options without NeMo's, ``finalize_fn``, and the state to save."""
-    if not isinstance(options, Mapping):
-        return options, None, state
-    ours = {key: value for key, value in options.items() if key not in ("finalize_fn", "include_optimizer")}
-    finalize = options.get("finalize_fn")
-    if finalize is not None and not callable(finalize):
-        raise UsageError(
-            f"storage_options['finalize_fn'] is {finalize!r}", operation="save", hint="allowed: a function, or None"
-        )
-    if not options.get("include_optimizer", True):
-        state = {key: value for key, value in state.items() if key not in _FULL_STATE}
-    return ours or None, finalize, state

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -40,6 +41,12 @@ class Rules:
     resume_past_end: bool = False
     resume_ignore_no_checkpoint: bool = False
     resume_from_checkpoint: str | None = None
+
+
+def ranks_with_files() -> int:
+    """How many ranks save a file of their own of each checkpoint: as NeMo knows it, once the model is made."""
+    nemo = sys.modules.get("nemo.utils.app_state")
+    return int(nemo.AppState().model_parallel_size or 1) if nemo is not None else 1
 
 
 def rank_folder_of(path: str) -> str | None:
