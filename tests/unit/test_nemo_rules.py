@@ -13,7 +13,6 @@ from tiered_checkpoint_io.nemo.layouts import (
     choose,
     complete_checkpoints,
     rank_folder_of,
-    start_without,
     without_rank,
 )
 
@@ -116,13 +115,6 @@ def test_what_nemo_had_not_finished_is_passed_over_and_never_a_start_from_scratc
     assert chosen(*names) == "gpt-step=9-last.ckpt"
     with pytest.raises(CheckpointNotFoundError, match="unfinished"):
         chosen(*names[1:], resume_ignore_no_checkpoint=True)
-
-
-def test_nothing_to_resume_from():
-    rules = Rules(resume_ignore_no_checkpoint=True, resume_from_checkpoint="s3://other/x.ckpt")
-    assert start_without(rules, dirpath=DIRPATH) == "s3://other/x.ckpt"
-    with pytest.raises(CheckpointNotFoundError, match="resume_ignore_no_checkpoint: true"):
-        start_without(Rules(), dirpath=DIRPATH)
 
 
 # ------------------------------------------------------------------------------------- concurrency

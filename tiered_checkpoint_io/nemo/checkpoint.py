@@ -18,7 +18,7 @@ from tiered_checkpoint_io.engine.save.rewrite import rewrite
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
-from tiered_checkpoint_io.nemo.layouts import EMA, ranks_with_files, without_rank
+from tiered_checkpoint_io.nemo.layouts import EMA, ranks_with_files, step_of, without_rank
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
@@ -203,7 +203,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         assert self._io is not None
         engine = self._engine
         names = [ids.name_in(engine.dirpath, path) for path in self.best_k_models if self._is_ours(path)]
-        by_step = sorted(names, key=lambda name: (ids.step_in_name(name) or -1, name))
+        by_step = sorted(names, key=lambda name: (step_of(name), name))
         # At least one keeps them: ``-last`` is its alias, and runs resume from it.
         for name in by_step[: -max(self.save_last_n_optim_states, 1)]:
             if name in self._slim or engine.is_pending(name):
@@ -256,5 +256,4 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
 
 def _progress(path: str) -> tuple[int, list[int]]:
-    step = ids.step_in_name(path)
-    return (-1 if step is None else step, [int(number) for number in _STEP_OR_EPOCH.findall(path)])
+    return step_of(path), [int(number) for number in _STEP_OR_EPOCH.findall(path)]

@@ -9,8 +9,9 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.trainer import on_rank_0
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.layouts import Rules, check_not_completed, choose, ranks_with_files, start_without
+from tiered_checkpoint_io.nemo.layouts import Rules, check_not_completed, choose, ranks_with_files
 
 #: The value of ``trainer.ckpt_path`` until the process group exists and rank 0 can look for a checkpoint.
 RESUME = "tiered:nemo"
@@ -80,4 +81,14 @@ def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) 
     if path is None:
         written_by_nemo = ((entry.key, entry.modified) for entry in session.durable().list(""))
         path = choose(written_by_nemo, rules, dirpath=dirpath, shards=shards)
-    return start_without(rules, dirpath=dirpath) if path is None else ids.join_url(dirpath, path)
+    if path is not None:
+        return ids.join_url(dirpath, path)
+    if not rules.resume_ignore_no_checkpoint:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint at {dirpath} to resume from",
+            operation="resume",
+            tier="durable",
+            key=dirpath,
+            hint="set exp_manager.resume_ignore_no_checkpoint: true to start from scratch where there is none",
+        )
+    return rules.resume_from_checkpoint

@@ -77,7 +77,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
         config = TieredCheckpointConfig.from_any({**block, "dirpath": dirpath})
         io = S3CheckpointIO(config) if ids.is_s3_url(config.dirpath) else NeMoCheckpointIO(config)
         trainer.strategy.checkpoint_io = io
-    _advise(io, _topology(trainer, plain.get("model")))
+    _advise(io, trainer, plain.get("model"))
     manager["checkpoint_callback_params"] = {**params, "dirpath": dirpath}
     log_dir: Path | None = upstream.exp_manager(trainer, OmegaConf.create(manager))
     return log_dir
@@ -110,7 +110,7 @@ def _check_resume(
     # NeMo's own still moves old log files aside, and sets a given path.
     theirs(trainer, log_dir, resume_if_exists=False, resume_from_checkpoint=resume_from_checkpoint)
     connector = NeMoCheckpointConnector.of(trainer)
-    _advise(io, _topology(trainer, None))
+    _advise(io, trainer)
     if resume_if_exists:
         connector.resume_by(
             Rules(
@@ -177,19 +177,16 @@ def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> d
 
 
 # ----------------------------------------------------------------------------------------- parts
-def _advise(io: TieredCheckpointIO, topology: Topology) -> None:
-    advice = advise(io.config, topology)
-    for warning in advice.warnings:
-        upstream.logging.warning(warning)
-    io.config = advice.config
-
-
-def _topology(trainer: Trainer, model: Any) -> Topology:
+def _advise(io: TieredCheckpointIO, trainer: Trainer, model: Any = None) -> None:
+    """Puts figures in place of ``auto``, by the parallel sizes that the model's configuration, or NeMo, knows."""
     state = AppState()
     given: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
     tensor = given.get("tensor_model_parallel_size") or state.tensor_model_parallel_size or 1
     pipeline = given.get("pipeline_model_parallel_size") or state.pipeline_model_parallel_size or 1
-    return Topology(max(trainer.world_size, 1), int(tensor), int(pipeline))
+    advice = advise(io.config, Topology(max(trainer.world_size, 1), int(tensor), int(pipeline)))
+    for warning in advice.warnings:
+        upstream.logging.warning(warning)
+    io.config = advice.config
 
 
 # ------------------------------------------------------------------------------------- callbacks

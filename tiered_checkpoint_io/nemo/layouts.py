@@ -94,7 +94,7 @@ def complete_checkpoints(keys: Iterable[tuple[str, float]], *, shards: int = 1) 
         for path in written
         if path.removesuffix(_EXTENSION) not in unfinished and (not ranks.get(path) or len(ranks[path]) >= needed)
     ]
-    return sorted(complete, key=lambda path: (_step(path), written[path], path))
+    return sorted(complete, key=lambda path: (step_of(path), written[path], path))
 
 
 def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str, shards: int = 1) -> str | None:
@@ -145,23 +145,6 @@ def check_not_completed(names: Collection[str], rules: Rules, *, dirpath: str) -
         )
 
 
-def start_without(rules: Rules, *, dirpath: str) -> str | None:
-    """What to start from where this run has no checkpoint; None: from scratch.
-
-    Raises:
-        CheckpointNotFoundError: ``resume_ignore_no_checkpoint`` is not set.
-    """
-    if not rules.resume_ignore_no_checkpoint:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {dirpath} to resume from",
-            operation="resume",
-            tier="durable",
-            key=dirpath,
-            hint="set exp_manager.resume_ignore_no_checkpoint: true to start from scratch where there is none",
-        )
-    return rules.resume_from_checkpoint
-
-
 def _is_end(path: str) -> bool:
     """Whether NeMo wrote it at the end of a training: ``x-end.ckpt``."""
     return _END.search(path) is not None
@@ -172,6 +155,7 @@ def _would_resume(key: str) -> bool:
     return name.endswith(_EXTENSION) and not name.startswith(ids.META_PREFIX) and (ids.is_last(name) or _is_end(name))
 
 
-def _step(path: str) -> int:
+def step_of(path: str) -> int:
+    """The step that a path tells; -1 where it tells none."""
     step = ids.step_in_name(path)
     return -1 if step is None else step
