@@ -82,7 +82,7 @@ class PlanReader:
             CorruptCheckpointError: No intact copy of some byte is within reach.
         """
         for basename, wanted in self._by_file(plan).items():
-            view = self._files.ensure(basename, _spans_of(wanted))
+            view = self._files.ensure(basename, [span for each in wanted for span in _spans(*each)])
             for item, info, layout in wanted:
                 if layout is not None and layout.fits(view[info.offset : info.offset + info.length]):
                     _copy(view, item, info, layout, planner)
@@ -140,10 +140,6 @@ class PlanReader:
 def _descriptors(info: Any) -> Sequence[str]:
     """What an item's bytes went through; files of older releases of torch do not have the field."""
     return getattr(info, "transform_descriptors", None) or ()
-
-
-def _spans_of(wanted: list[_Wanted]) -> list[Span]:
-    return [span for item, info, layout in wanted for span in _spans(item, info, layout)]
 
 
 def _spans(item: ReadItem, info: Any, layout: _Layout | None) -> list[Span]:

@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -29,13 +29,6 @@ from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError
 from tiered_checkpoint_io.formats.shard_image import Item
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-
-
-class _Written(NamedTuple):
-    """Where a rank wrote an item, as it tells the coordinator."""
-
-    info: Any
-    in_memory: bool
 
 
 class TieredStorageWriter(OverTiers, StorageWriter):
@@ -221,7 +214,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         assert self._issued is not None
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         written = [each for rank in results for each in rank]
-        metadata.storage_data = {each.index: each.storage_data.info for each in written}
+        # As each rank told: where it wrote an item in its file, and whether that is in memory.
+        metadata.storage_data = {each.index: each.storage_data[0] for each in written}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._issued.save_id)
         with self._counting("committing"):
             self.saver.finish(
@@ -229,7 +223,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 pickle.dumps(metadata),
                 wait=self.waits,
                 extra=self.extra,
-                in_memory=all(each.storage_data.in_memory for each in written),
+                in_memory=all(each.storage_data[1] for each in written),
             )
 
     # ------------------------------------------------------------------------------------- ours
@@ -314,7 +308,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             info = filesystem._StorageInfo(
                 facts.file_name(self._rank), where.offset, where.length, *([names] if names else [])
             )
-            results.append(WriteResult(item.index, where.length, _Written(info, in_memory)))
+            results.append(WriteResult(item.index, where.length, (info, in_memory)))
         return results
 
     def _item(self, item: WriteItem, planner: SavePlanner) -> tuple[Item, list[str]]:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tiered_checkpoint_io.adapters import dcp
+from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
+from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
@@ -31,14 +30,8 @@ from tiered_checkpoint_io.adapters.lightning import (
     read_storage_options,
     require_tiered_io,
 )
-from tiered_checkpoint_io.adapters.state import SHARDED, part_off, put_back
-from tiered_checkpoint_io.adapters.strategy_io import (
-    MODEL_KEYS,
-    REST,
-    StrategyPlanner,
-    StrategyReader,
-    StrategyWriter,
-)
+from tiered_checkpoint_io.adapters.state import SHARDED, make_again, part_off, put_back
+from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.trust import Trust
@@ -59,6 +52,11 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+#: The file beside the shards in which Lightning keeps loops, callbacks and hyperparameters.
+_REST = "meta.pt"
+#: What Lightning's strategies call the model in a sharded checkpoint: ModelParallel, and FSDP.
+_MODEL_KEYS = ("state_dict", "model")
+
 
 class TieredSharding(_Base):
     """What the sharded strategies have in common; stands before Lightning's own in the class order.
@@ -67,7 +65,7 @@ class TieredSharding(_Base):
     gathered or copied beforehand. Full checkpoints, made by any strategy, load as well.
     """
 
-    _model_key = MODEL_KEYS[0]
+    _model_key = _MODEL_KEYS[0]
     _saver: CoordinatedSaver | None = None
     _local_file: Path | None = None
 
@@ -113,14 +111,14 @@ class TieredSharding(_Base):
         if not self._saves_shards:
             full: dict[str, Any] = super().lightning_module_state_dict()
             return full
-        return get_model_state_dict(self._wrapped)
+        return sharded_state.get_model_state_dict(self._wrapped)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state: sharded tensors that refer to its own, or as upstream."""
         if not self._saves_shards:
             full: dict[str, Any] = super().optimizer_state(optimizer)
             return full
-        return get_optimizer_state_dict(self._wrapped, getattr(optimizer, "_optimizer", optimizer))
+        return sharded_state.get_optimizer_state_dict(self._wrapped, getattr(optimizer, "_optimizer", optimizer))
 
     @property
     def _wrapped(self) -> torch.nn.Module:
@@ -151,9 +149,7 @@ class TieredSharding(_Base):
         state.update({SHARDED: sharded} if sharded else {})
         step = checkpoint.get("global_step", -1)
         wait = may_wait and "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        writer = StrategyWriter(
-            self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
-        )
+        writer = _Writer(self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait)
         writer.seals_in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer.facts = {
             "epoch": checkpoint.get("epoch", -1),
@@ -163,7 +159,7 @@ class TieredSharding(_Base):
         if self.is_global_zero:
             buffer = io.BytesIO()
             torch.save(rest, buffer)
-            writer.extra = (REST, buffer.getvalue())
+            writer.extra = (_REST, buffer.getvalue())
         try:
             state_dict_saver.save(state, storage_writer=writer, planner=save_planner("strategy"))
             writer.saver.seal_in_background()
@@ -192,7 +188,7 @@ class TieredSharding(_Base):
         before = session.asked.get("bytes.down", 0)
         dirpath, selector = engine.select(path)
         self._tiered_io.found_nothing = False
-        reader = StrategyReader(self._shared, dirpath, selector)
+        reader = _Reader(self._shared, dirpath, selector)
         try:
             reader.choose()
         except OtherKindError:
@@ -220,18 +216,12 @@ class TieredSharding(_Base):
         )
         return rest
 
-    def _load_shards(self, reader: StrategyReader, weights_only: bool | None) -> dict[str, Any]:
+    def _load_shards(self, reader: _Reader, weights_only: bool | None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
-        planner = StrategyPlanner(
-            reader,
-            model=get_model_state_dict(self._wrapped),
-            optimizers=[get_optimizer_state_dict(self._wrapped, optimizer) for optimizer in optimizers],
-            mesh=getattr(self, "_device_mesh", None),
-            strict=module.strict_loading,
-            trust=Trust.of(reader.settings.config, weights_only),
-        )
+        trust = Trust.of(reader.settings.config, weights_only)
+        planner = _Planner(self, reader, optimizers, trust, strict=module.strict_loading)
         # The planner puts in what to load, once it knows what the checkpoint holds.
         try:
             dcp.load({}, storage_reader=reader, planner=planner)
@@ -245,10 +235,10 @@ class TieredSharding(_Base):
                 operation="load",
                 key=reader.checkpoint_id,
             ) from error
-        options = StateDictOptions(strict=module.strict_loading)
-        set_model_state_dict(self._wrapped, planner.model, options=options)
+        options = sharded_state.StateDictOptions(strict=module.strict_loading)
+        sharded_state.set_model_state_dict(self._wrapped, planner.model, options=options)
         for optimizer, state in zip(optimizers, planner.optimizers, strict=True):
-            set_optimizer_state_dict(self._wrapped, optimizer, state)
+            sharded_state.set_optimizer_state_dict(self._wrapped, optimizer, state)
         rest: dict[str, Any] = put_back(planner.rest, planner.sharded)
         return rest
 
@@ -276,7 +266,7 @@ class TieredSharding(_Base):
 class TieredFSDPStrategy(TieredSharding, FSDPStrategy):
     """FSDPStrategy whose checkpoints, sharded or full, go through the tiers."""
 
-    _model_key = MODEL_KEYS[1]
+    _model_key = _MODEL_KEYS[1]
 
     @property
     def _saves_shards(self) -> bool:
@@ -289,3 +279,106 @@ class TieredModelParallelStrategy(TieredSharding, ModelParallelStrategy):
     @property
     def _saves_shards(self) -> bool:
         return self._save_distributed_checkpoint
+
+
+class _OfStrategy:
+    """A writer or reader of one checkpoint, through the session of a strategy's checkpoint IO. Used once."""
+
+    _of_strategy: Shared
+
+    @property
+    def _shared(self) -> Shared:
+        return self._of_strategy
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: which checkpoint is meant was said before."""
+
+
+class _Writer(_OfStrategy, TieredStorageWriter):
+    """Writes one checkpoint of a strategy."""
+
+    def __init__(self, shared: Shared, located: ids.Located, *, durable: bool, wait: bool) -> None:
+        super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
+        self._of_strategy = shared
+        self._located = located
+
+
+class _Reader(_OfStrategy, TieredStorageReader):
+    """Reads what a strategy was asked for."""
+
+    def __init__(self, shared: Shared, dirpath: str, selector: Selector) -> None:
+        super().__init__(shared.session.config)
+        self._of_strategy = shared
+        self.settings = self.settings.at(dirpath)
+        self._selector = selector
+        self._chosen: Metadata | None = None
+
+    def choose(self) -> None:
+        """Chooses the checkpoint, with all ranks, before DCP is involved, which makes much of every error."""
+        self._chosen = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """As :meth:`TieredStorageReader.read_metadata`, of what was chosen."""
+        chosen, self._chosen = self._chosen, None
+        return chosen if chosen is not None else super().read_metadata(*args, **options)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Decides what to load when the checkpoint has been chosen: which model key, optimizers, and the rest."""
+
+    def __init__(
+        self, strategy: TieredSharding, reader: _Reader, optimizers: list[Optimizer], trust: Trust, *, strict: bool
+    ) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self._reader = reader
+        self._mesh = getattr(strategy, "_device_mesh", None)
+        self._trust = trust
+        self.model = sharded_state.get_model_state_dict(strategy._wrapped)
+        self.optimizers = [sharded_state.get_optimizer_state_dict(strategy._wrapped, each) for each in optimizers]
+        self.rest: dict[str, Any] = {}
+        self.sharded: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Completes the state to load.
+
+        Raises:
+            RestoreError: The checkpoint holds no model, or not the optimizers that are trained.
+        """
+        assert metadata is not None
+        opened = self._reader.opened
+        assert opened is not None
+        heads = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+        key = next((key for key in _MODEL_KEYS if key in heads), None)
+        missing = [f"optimizer_{i}" for i in range(len(self.optimizers)) if f"optimizer_{i}" not in heads]
+        if key is None or missing:
+            raise RestoreError(
+                f"{opened.name} holds no {'model' if key is None else ', '.join(missing)}",
+                operation="load",
+                key=self._reader.checkpoint_id,
+                step=opened.step,
+                hint="training can't go on from weights alone: load them into the model and fit without ckpt_path"
+                if key is not None
+                else "it was not saved by a strategy of Lightning's",
+            )
+        self.rest = self._read_rest(opened.small)
+        self.sharded = make_again(self.rest, self._mesh)
+        state_dict[key] = self.model
+        state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
+        state_dict.update({SHARDED: self.sharded} if self.sharded else {})
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _read_rest(self, small: Mapping[str, bytes]) -> dict[str, Any]:
+        stem, _, ending = _REST.partition(".")
+        data = next((d for n, d in small.items() if n.startswith(stem) and n.endswith(ending)), None)
+        if data is None:
+            raise RestoreError(
+                f"there is no {_REST} beside the shards",
+                operation="load",
+                key=self._reader.checkpoint_id,
+                hint="it was not saved by a strategy of Lightning's; load it by tiered_checkpoint_io.dcp",
+            )
+        where = {"key": self._reader.checkpoint_id}
+        found: dict[str, Any] = self._trust.read(io.BytesIO(data), _REST, where, map_location="cpu")
+        return found
