@@ -115,11 +115,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
 
     @classmethod
     def from_config(cls, block: Any, **model_checkpoint_args: Any) -> TieredModelCheckpoint:
-        """The callback that a configuration block describes.
-
-        Args:
-            block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
-            model_checkpoint_args: Anything that ModelCheckpoint takes.
+        """The callback that ``s3_checkpointing``, in any of its forms, describes; with ModelCheckpoint's arguments.
 
         Raises:
             ConfigError: A key or value is not allowed.

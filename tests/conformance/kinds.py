@@ -30,7 +30,7 @@ class SelectingReader(TieredStorageReader):
 
     def reset(self, checkpoint_id=None):
         super().reset(checkpoint_id)
-        _, self._selector = Checkpointer(self.settings.config, session=self.session).select(self._path_wanted)
+        _, self.selector = Checkpointer(self.settings.config, session=self.session).select(self._path_wanted)
 
 
 class Messages(logging.Handler):

@@ -35,8 +35,8 @@ class AsyncSave(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """As ``Future`` has it."""
-        self.shown |= self.exception(timeout) is not None
-        return super().result(timeout)
+        self.exception(timeout)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As ``Future`` has it."""

@@ -24,7 +24,6 @@ from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector, Tier
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
-from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError
@@ -88,7 +87,8 @@ class TieredStorageReader(OverTiers, StorageReader):
         # Not in torch 2.6, whose files need none.
         known: Any = getattr(filesystem, "_StorageReaderTransforms", None)
         self._transforms = known and known(_extension_registry)
-        self._selector = Selector("latest")
+        #: Which checkpoint is meant.
+        self.selector = Selector("latest")
         self._rejected: set[str] = set()
         self._metadata: Metadata | None = None
         self._joined: coordination.Group | None = None
@@ -108,16 +108,16 @@ class TieredStorageReader(OverTiers, StorageReader):
         if path is None or not os.fspath(path):
             if self.step is not None:
                 ids.locate(self._base.config.dirpath, None, self.step)
-            self._selector = Selector("latest", step=self.step)
+            self.selector = Selector("latest", step=self.step)
             return
         located = ids.locate(self._base.config.dirpath, path, self.step)
         self.settings = self._base.at(located.dirpath)
-        self._selector = Selector("name", located.name)
+        self.selector = Selector("name", located.name)
 
     @property
     def checkpoint_id(self) -> str:
         """The checkpoint's path on the durable tier, or that tier itself while none is chosen."""
-        name = self._selector.name or (self.opened.name if self.opened is not None else "")
+        name = self.selector.name or (self.opened.name if self.opened is not None else "")
         dirpath = self.settings.config.dirpath
         return ids.join_url(dirpath, name) if name else dirpath
 
@@ -133,15 +133,14 @@ class TieredStorageReader(OverTiers, StorageReader):
         self._close()
         self.error = None
         try:
-            return self._open()
+            self._metadata = self._open()
+            return self._metadata
         except TieredCheckpointError as error:
             self.error = error
             raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Takes what :meth:`read_metadata` gave."""
-        del is_coordinator, args, kwargs
-        self._metadata = metadata
+        """Nothing to do: it is what :meth:`read_metadata` gave."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Changes nothing."""
@@ -161,31 +160,35 @@ class TieredStorageReader(OverTiers, StorageReader):
         opened = self.opened
         if opened is None or opened.files is None or self._metadata is None:
             raise RestoreError("read_data without read_metadata", operation="load")
+        session, log = self.session, self.session.log.at_step(opened.step)
         self.tier = "memory" if opened.files.held else "durable"
         try:
             reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config))
             if opened.scattered:
-                self._exchange(reader, plan, opened, opened.files)
+                assert self._joined is not None
+                with FailTogetherGroup(self._joined) as ranks:
+                    notes = exchange(ranks, opened.files, reader.spans(plan))
+                for note in notes:
+                    log.error("%s: skipping this copy, trying the next: %s", opened.name, note)
+                opened.rejected.extend(notes)
             reader.read(plan, planner)
         except TieredCheckpointError as error:
             self.error = error
             if isinstance(error, DAMAGE):
-                self.session.log.at_step(opened.step).error("%s is damaged: %s", opened.name, error)
+                log.error("%s is damaged: %s", opened.name, error)
             raise
         finally:
             self._leave()
             opened.close()
-        self._took(opened)
+        session.newest_seen = max(filter(None, (session.newest_seen, opened.newest_save_id)), default=None)
+        if opened.save_id:
+            self._shared.saver.is_complete(opened.name, opened.save_id)
+        session.take_up()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     # ------------------------------------------------------------------------------------- ours
-    @property
-    def selector(self) -> Selector:
-        """Which checkpoint is meant."""
-        return self._selector
-
     def reject(self) -> None:
         """Leaves the checkpoint that was loaded last out of account from now on."""
         if self.opened is not None and self.opened.save_id:
@@ -197,16 +200,6 @@ class TieredStorageReader(OverTiers, StorageReader):
         close_shared(self.settings)
 
     # ----------------------------------------------------------------------------------- inside
-    def _exchange(self, reader: PlanReader, plan: LoadPlan, opened: OpenShards, files: ShardFiles) -> None:
-        assert self._joined is not None
-        with FailTogetherGroup(self._joined) as ranks:
-            notes = exchange(ranks, files, reader.spans(plan))
-        for note in notes:
-            self.session.log.at_step(opened.step).error(
-                "%s: skipping this copy, trying the next: %s", opened.name, note
-            )
-        opened.rejected.extend(notes)
-
     def _leave(self) -> None:
         if self._joined is not None:
             joined, self._joined = self._joined, None
@@ -234,7 +227,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             with FailTogetherGroup(group) as ranks:
                 coordination.agree(ranks, failed)
                 assert tier is not None
-                opened = self.opened = open_shards(tiers_of(session, config), self._selector, ranks, self._rejected)
+                opened = self.opened = open_shards(tiers_of(session, config), self.selector, ranks, self._rejected)
                 metadata = self._parse(opened)
                 opened.expect(_sizes(metadata))
         except BaseException:
@@ -265,13 +258,6 @@ class TieredStorageReader(OverTiers, StorageReader):
             return coordination.GivenGroup(node, process_group)
         timeout_s = float(self.settings.config.wait_timeout_s)
         return coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
-
-    def _took(self, opened: OpenShards) -> None:
-        session = self.session
-        session.newest_seen = max(filter(None, (session.newest_seen, opened.newest_save_id)), default=None)
-        if opened.save_id:
-            self._shared.saver.is_complete(opened.name, opened.save_id)
-        session.take_up()
 
 
 def _sizes(metadata: Metadata) -> dict[str, int]:

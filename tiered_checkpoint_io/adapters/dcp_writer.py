@@ -102,7 +102,11 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._path = path
         self._require_step = require_step
         check_positive("thread_count", thread_count)
-        self._transforms = _transforms(_extensions)
+        self._transforms: Any = None
+        if _extensions:
+            if not hasattr(filesystem, "_StorageWriterTransforms"):
+                raise ConfigError("_extensions need torch 2.7", hint="upgrade torch, or leave them out")
+            self._transforms = filesystem._StorageWriterTransforms(_extensions)
         self._located: ids.Located | None = None
         self._rank = 0
         self._issued: SaveFacts | None = None
@@ -323,13 +327,3 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             stream.write(data.getbuffer())
         stream.close()
         return buffer.getvalue(), names
-
-
-def _transforms(extensions: Sequence[Any] | None) -> Any:
-    """DCP's own stream transformations; None where there are none."""
-    if not extensions:
-        return None
-    known: Any = getattr(filesystem, "_StorageWriterTransforms", None)
-    if known is None:
-        raise ConfigError("_extensions need torch 2.7", hint="upgrade torch, or leave them out")
-    return known(extensions)

@@ -310,7 +310,7 @@ class _Reader(_OfStrategy, TieredStorageReader):
         super().__init__(shared.session.config)
         self._of_strategy = shared
         self.settings = self.settings.at(dirpath)
-        self._selector = selector
+        self.selector = selector
         self._chosen: Metadata | None = None
 
     def choose(self) -> None:
@@ -318,7 +318,7 @@ class _Reader(_OfStrategy, TieredStorageReader):
         self._chosen = super().read_metadata()
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """As :meth:`TieredStorageReader.read_metadata`, of what was chosen."""
+        """As :meth:`TieredStorageReader.read_metadata`; the first time, what was chosen."""
         chosen, self._chosen = self._chosen, None
         return chosen if chosen is not None else super().read_metadata(*args, **options)
 
