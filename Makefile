@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers
+.PHONY: venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers
 
 venv: $(STAMP)
 
@@ -71,6 +71,10 @@ test-crash-states: venv
 
 test-sim: venv
 	$(BIN)/python tests/sim/run.py
+
+# Ten defects put into the code one by one: the seed that finds each.
+test-sim-defects: venv
+	$(BIN)/python tests/sim/defects.py
 
 test-corruption: venv
 	$(BIN)/python tests/crash/corruption.py

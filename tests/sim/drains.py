@@ -63,8 +63,8 @@ def shown(world, name):
 class Judge:
     """Follows what each name shows through the history that the dictionary has for it."""
 
-    def __init__(self, world, views, *, strict):
-        self._world, self._views, self._strict = world, views, strict
+    def __init__(self, world, plan, *, strict):
+        self._world, self._plan, self._views, self._strict = world, plan, views_of(plan), strict
         self._at = dict.fromkeys(NAMES, 0)
 
     def __call__(self):
@@ -82,8 +82,16 @@ class Judge:
         if found is None:
             history = [view.get(name) for view in self._views]
             self._world.violation = f"{name} shows {step}, behind operation {at} of {history}"
-        else:
+        elif found > at:
             self._at[name] = found
+            if self._plan[found - 1][:2] == ("delete", name):
+                self._check_delete(name, found)
+
+    def _check_delete(self, name, number):
+        """What was good stays until all that was saved before its delete is there."""
+        for earlier, (kind, other, _) in enumerate(self._plan[: number - 1], start=1):
+            if kind == "save" and self._at[other] < earlier:
+                self._world.violation = f"{name} is gone (operation {number}), and save {earlier} of {other} not there"
 
 
 def trainer(world, node, rank, ranks, plan):
@@ -150,7 +158,7 @@ def life(seed, fates=Fates(), *, folder):
             world.spawn(f"trainer {rank}", trainer(world, node, rank, ranks, plan), immortal=True)
             for rank, node in enumerate(nodes)
         ]
-        world.check = Judge(world, views, strict=not fates.failed)
+        world.check = Judge(world, plan, strict=not fates.failed)
 
         def guardian(process):
             """Starts the drains, and again those that were killed, as trainers do."""

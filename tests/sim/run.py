@@ -32,6 +32,7 @@ def main():
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--first-found", action="store_true", help="end with the first violation")
     options = parser.parse_args()
     seeds, began = range(options.first, options.first + options.seeds), time.monotonic()
     steps, found = 0, []
@@ -40,6 +41,9 @@ def main():
             steps += count
             if violation:
                 found.append((len(history), seed, violation, history))
+                if options.first_found:
+                    pool.terminate()
+                    break
     for _, seed, violation, _ in sorted(found)[:20]:
         print(f"seed {seed}: {violation}")
     if found:

@@ -1,0 +1,116 @@
+"""Does the simulation find what it is there to find? Each defect is put into a copy of the package, and lives are run.
+
+    make test-sim-defects                             all
+    python tests/sim/defects.py alias               those whose description holds a text
+
+Prints the first seed that finds each, and fails where one is not found within the seeds that ``make test-sim`` runs.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COMMIT, ALIASES, REMOVAL = (f"engine/durable/{name}.py" for name in ("commit", "aliases", "removal"))
+OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
+#: What is wrong; where; the text, and what stands there instead.
+DEFECTS = [
+    (
+        "an overwrite does not keep the old content beside the new while the switch changes (W4)",
+        COMMIT,
+        "if any(content.switch == part.content.switch for content in others):",
+        "if False:",
+    ),
+    (
+        "the old files go before the manifest stops naming them (W7 before W6)",
+        COMMIT,
+        "        store.put(key, new.to_json())\n        removal.finish(store, note)\n",
+        "        removal.finish(store, note)\n        store.put(key, new.to_json())\n",
+    ),
+    (
+        "a commit that was cut off between W4 and W5 is taken for done",
+        COMMIT,
+        "manifest.alias_of is not None or manifest.previous:",
+        "manifest.alias_of is not None:",
+    ),
+    (
+        "the manifest is written before the switch",
+        COMMIT,
+        "            store.upload(switch.path, files[switch.basename],",
+        "            store.put(key, new.to_json())\n            store.upload(switch.path, files[switch.basename],",
+    ),
+    (
+        "a delete does not hand over to the aliases that live on",
+        ALIASES,
+        "removal = Removal(name) if _hand_over(store, manifest) else removal_of(store, manifest)",
+        "removal = removal_of(store, manifest)",
+    ),
+    (
+        "a target does not learn of its alias",
+        ALIASES,
+        "store.put(ids.manifest_key(target), known.to_json())",
+        "pass",
+    ),
+    (
+        "a removal that is tried again takes what a later save has put there",
+        REMOVAL,
+        "if path not in live])",
+        "])",
+    ),
+    (
+        "an alias overtakes a queued save of its own name",
+        OPERATIONS,
+        "is_blocked = bool(names & (busy | saving))",
+        "is_blocked = bool(names & busy or (operation.dirpath, operation.target) in saving)",
+    ),
+    (
+        "a delete does not wait for the saves before it",
+        OPERATIONS,
+        "is_blocked = bool(names & busy) or any(dirpath == operation.dirpath for dirpath, _ in saving)",
+        "is_blocked = bool(names & busy)",
+    ),
+    (
+        "what can't become complete any more is waited for all the same",
+        EXECUTE,
+        "if part.commits and part.content.parts > 1:",
+        "if False:",
+    ),
+]
+
+
+def seed_that_finds(where, text, instead, folder):
+    """The first seed with a violation in a copy of the package with a defect; None where none has."""
+    shutil.copytree(ROOT / "tiered_checkpoint_io", folder / "tiered_checkpoint_io", symlinks=True)
+    for name in ("callbacks", "configs"):
+        (folder / name).symlink_to(ROOT / name)
+    path = folder / "tiered_checkpoint_io" / where
+    source = path.read_text()
+    assert source.count(text) == 1, f"{where} has no such line any more: {text}"
+    path.write_text(source.replace(text, instead))
+    command = [sys.executable, str(ROOT / "tests" / "sim" / "run.py"), "--first-found"]
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
+    assert found or "violations=0" in done.stdout, done.stderr
+    return found[0] if found else None
+
+
+def main():
+    missed, only = 0, sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = [defect for defect in DEFECTS if only in defect[0]]
+    for what, where, text, instead in chosen:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="tiered-defect-") as folder:
+            found = seed_that_finds(where, text, instead, Path(folder))
+        missed += found is None
+        print(f"{what}\n    {found or 'NOT FOUND'} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"defects={len(chosen)} missed={missed}")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
