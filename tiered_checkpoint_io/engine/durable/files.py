@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from tiered_checkpoint_io.engine.durable.manifests import in_parallel
+from tiered_checkpoint_io.engine.chunks import in_parallel
 from tiered_checkpoint_io.errors import CorruptCheckpointError, FormatVersionError, ManifestError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import Index, check_digest

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from tiered_checkpoint_io.engine.chunks import in_parallel
 from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Manifest
 from tiered_checkpoint_io.stores.base import Store
 
-_AT_ONCE = 8
 _T = TypeVar("_T")
-_R = TypeVar("_R")
 _P = ParamSpec("_P")
 
 
@@ -82,12 +80,3 @@ def points_to(store: Store, alias: str, target: str) -> bool:
     """Whether ``alias`` is an alias of ``target`` now."""
     manifest = current(store, alias)
     return manifest is not None and manifest.alias_of == target
-
-
-def in_parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """``work`` on each item, a few at a time; what it gave, in order. The first error is raised."""
-    todo = list(items)
-    if len(todo) < 2:
-        return [work(item) for item in todo]
-    with ThreadPoolExecutor(min(_AT_ONCE, len(todo)), thread_name_prefix="tiered-requests") as pool:
-        return list(pool.map(work, todo))

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.chunks import unverified
+from tiered_checkpoint_io.engine.chunks import in_parallel, unverified
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable.manifests import in_parallel, read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Held, Selector
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (

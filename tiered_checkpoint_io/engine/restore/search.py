@@ -26,7 +26,6 @@ from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LostRankError,
-    PeerError,
     RestoreError,
     StoreNotFoundError,
     TieredCheckpointError,
@@ -218,7 +217,7 @@ class Search:
             return Outcome(read())
         except LostRankError:
             raise
-        except (*DAMAGE, PeerError) as error:
+        except DAMAGE as error:
             note = f"rank {self._rank}: {tier} {candidate.name} (step {candidate.content.step}): {error}"
             self._tiers.skipped(note)
             return Outcome(rejected=[note])

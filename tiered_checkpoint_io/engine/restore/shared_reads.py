@@ -143,7 +143,7 @@ class FetchedFile:
         missing = self._missing(chunks_of(self.entry, spans))
         deadline = self._clock.monotonic() + self._timeout_s
         while missing:
-            in_parallel(self._fetch, missing, min(self._concurrency, len(missing)))
+            in_parallel(self._fetch, missing, self._concurrency)
             # What others were fetching is here by now, or theirs to finish, or ours if they died.
             missing = self._missing(missing)
             if missing and self._clock.monotonic() > deadline:
