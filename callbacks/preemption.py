@@ -1,43 +1,209 @@
-"""PreemptionCheckpoint: one last checkpoint, and a clean stop, when the job is told to end."""
+"""PreemptionCheckpoint: one last checkpoint, and a clean stop, when the job is told to end.
+
+The signal handler only notes the signal. All ranks exchange their notes at the same boundaries, by one small
+all-reduce over gloo that runs during the next batch: it is waited for at the next boundary, when it has long ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterable
+from datetime import timedelta
+from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
-from tiered_checkpoint_io.engine.preemption import Agreement, Notice
-from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.errors import (
+    ConfigError,
+    DrainError,
+    RestoreError,
+    SaveError,
+    TieredCheckpointError,
+    UsageError,
+)
+from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
+
+#: Part of the grace time that is left for the end of the interpreter and of the launcher.
+_MARGIN = 0.1
+
+
+class _Notice:
+    """Takes note of signals that tell a job to end.
+
+    Attributes:
+        received: The first of them; None before.
+        leave_by: When this process should have left, by the monotonic clock, seconds; None before.
+    """
+
+    def __init__(self, signals: Iterable[str | int], grace_seconds: float) -> None:
+        self.signals = tuple(map(_signal, signals))
+        if not self.signals:
+            raise ConfigError("signals is empty", hint="name those that tell the job to end, such as SIGTERM")
+        is_number = isinstance(grace_seconds, int | float) and not isinstance(grace_seconds, bool)
+        if not is_number or not math.isfinite(grace_seconds) or grace_seconds <= 0:
+            raise ConfigError(f"grace_seconds is {grace_seconds!r}", hint="allowed: a number of seconds above 0")
+        self.grace_seconds = float(grace_seconds)
+        self.received: signal.Signals | None = None
+        self.leave_by: float | None = None
+        #: Of the job that is handled; None while none is.
+        self._session: Session | None = None
+        self._earlier: dict[signal.Signals, Any] = {}
+
+    def install(self, session: Session) -> None:
+        """Handles the signals from now on; off the main thread, where Python can't, does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._session = session
+        for number in self.signals:
+            if signal.getsignal(number) != self._handle:
+                self._earlier[number] = signal.signal(number, self._handle)
+
+    def remove(self) -> None:
+        """Restores the earlier handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._session = None
+        for number in self.signals:
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, self._handler_before(number))
+
+    def left_s(self, session: Session) -> float:
+        """How many seconds are left; without a notice, all there are."""
+        return math.inf if self.leave_by is None else max(0.0, self.leave_by - session.clock.monotonic())
+
+    def expect(self, leave_by: float, session: Session) -> None:
+        """Takes over this rank's notice, or another's; what waits for the durable tier waits no longer than that."""
+        if self.leave_by is None or leave_by < self.leave_by:
+            self.leave_by = leave_by
+            session.leave_by(leave_by)
+
+    def _handler_before(self, number: signal.Signals) -> Any:
+        earlier = self._earlier.get(number)
+        # None: installed by other means than Python's.
+        return signal.SIG_DFL if earlier is None else earlier
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        session = self._session
+        if session is None:
+            # Another library that replaced this handler meanwhile has restored it since.
+            earlier = self._handler_before(signal.Signals(number))
+            signal.signal(number, earlier)
+            if callable(earlier):
+                earlier(number, frame)
+            else:
+                signal.raise_signal(number)
+        elif self.received is None:
+            self.received = signal.Signals(number)
+            margin = max(session.clock.timing.preemption_margin_s, _MARGIN * self.grace_seconds)
+            used = self.grace_seconds - min(self.grace_seconds / 2, margin)
+            self.expect(session.clock.monotonic() + used, session)
+
+
+class _Agreement:
+    """Whether any rank has had notice, as all ranks learn at the same boundary; all make one together."""
+
+    def __init__(self, notice: _Notice, session: Session) -> None:
+        self.is_reached = False
+        self._notice = notice
+        self._session = session
+        self._bound = timedelta(seconds=float(session.config.wait_timeout_s))
+        self._group: Any = None
+        #: What this rank told at the boundary before, and when.
+        self._told: tuple[torch.Tensor, Any, float] | None = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._bound)
+
+    def at_boundary(self) -> bool:
+        """Whether to stop here; each rank asks as often as all others, and all get the same answer.
+
+        Raises:
+            RestoreError: A rank has not come to the boundary before within the bound, or is dead.
+        """
+        if self.is_reached:
+            return True
+        notice = self._notice
+        if self._group is None:
+            self.is_reached = notice.received is not None
+            return self.is_reached
+        if self._told is not None:
+            told, work, since = self._told
+            try:
+                work.wait(self._bound)
+            except RuntimeError as error:
+                raise RestoreError(
+                    f"not all ranks have come to the end of the batch before: {error}",
+                    operation="agree",
+                    rank=dist.get_rank(),
+                    hint="see the logs of the other ranks",
+                ) from error
+            left = -float(told)
+            if not math.isinf(left):
+                notice.expect(since + left, self._session)
+                self.is_reached = True
+                return True
+        mine = -math.inf if notice.received is None else -notice.left_s(self._session)
+        tensor = torch.tensor([mine], dtype=torch.float64)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._told = tensor, work, self._session.clock.monotonic()
+        return False
+
+    def least(self, count: float) -> float:
+        """The least of all ranks' numbers; all ranks call this together."""
+        if self._group is None:
+            return count
+        numbers = torch.tensor([count], dtype=torch.float64)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._group)
+        return float(numbers)
+
+    def close(self) -> None:
+        """Gives the process group up."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _signal(told: str | int) -> signal.Signals:
+    try:
+        number = signal.Signals[told.upper()] if isinstance(told, str) else signal.Signals(told)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"there is no signal {told!r}", hint="such as SIGTERM or SIGUSR1") from error
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ConfigError(
+            f"{number.name} cannot be handled", hint="name a signal that comes before it, such as SIGTERM"
+        )
+    return number
 
 
 class Preempted(SIGTERMException):
     """Training has stopped because the job was told to end. A SystemExit: code behind ``fit`` does not run.
 
-    The exit status is 128 and the signal's number, as a shell has it: whoever restarts jobs must not
-    take this one for finished.
+    The exit status is 128 and the signal's number, as a shell has it: what restarts jobs must not take this one for
+    finished.
     """
 
 
 class PreemptionCheckpoint(Callback):
     """Saves once more, and stops, when a signal tells the job to end.
 
-    A signal to any rank, or to several, stops all ranks at the same batch. The last checkpoint goes
-    to memory, and from there to the durable tier as far as the grace time goes; what is left of that
-    the drain goes on with where it is let, or the next start on this node. ``tiered:latest`` finds it.
+    A signal to any rank, or to several, stops all ranks at the same batch. The last checkpoint goes to memory, and from
+    there to the durable tier as far as the grace time goes; the drain, where it may, or the next start on this node
+    uploads the rest. ``tiered:latest`` finds it.
 
-    Lightning's own handler, which exchanges tensors inside the signal handler and hangs under DDP,
-    is out of use in a trainer with this callback.
+    Lightning's own handler, which exchanges tensors inside the signal handler and hangs under DDP, is out of use in a
+    trainer with this callback.
     """
 
     def __init__(
@@ -51,27 +217,23 @@ class PreemptionCheckpoint(Callback):
         """Validates.
 
         Args:
-            grace_seconds: How long after the signal the process is killed; 30 is what Kubernetes and
-                Slurm have by default.
+            grace_seconds: How long after the signal the process is killed; 30 is what Kubernetes and Slurm have.
             signals: Which signals tell the job to end.
-            name: The checkpoint's name below dirpath, without its ending. One job has one of them: it is
-                overwritten, never before the new one is whole.
-            requeue: Whether to have Slurm queue the job again; by default as Lightning's
-                SLURMEnvironment is told.
+            name: The checkpoint's name below dirpath, without its ending. One job has one of them: it is overwritten,
+                never before the new one is committed.
+            requeue: Whether to have Slurm queue the job again; by default as Lightning's SLURMEnvironment is told.
 
         Raises:
             ConfigError: A value is not allowed.
             InvalidNameError: The name is not.
         """
-        self.notice = Notice(signals, grace_seconds=grace_seconds, heard=self._hear)
+        self.notice = _Notice(signals, grace_seconds)
         self.name = ids.validate_name(f"{name}.ckpt")
         if requeue not in (True, False, None):
             raise ConfigError(f"requeue is {requeue!r}", hint="allowed: true, false or null")
         self.requeue = requeue
         self._io: TieredCheckpointIO | None = None
-        self._agreement: Agreement | None = None
-        self._agreed = False
-        self._saved_step = -1
+        self._agreement: _Agreement | None = None
         self._validation_batches = 0.0
 
     # ------------------------------------------------------------------------------------ hooks
@@ -90,35 +252,26 @@ class PreemptionCheckpoint(Callback):
                 operation="setup",
                 hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
             )
-        self.notice.clock = self._io.checkpointer.session.clock
-        self.notice.install()
+        self.notice.install(self._session)
         # Trainer composes its handler with ours; its own part may hang, see the head of this class.
         trainer._signal_connector._sigterm_notifier_fn = _leave_it_to_us  # type: ignore[method-assign, assignment]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_start(self, *_: Any) -> None:
         if self._agreement is None:
-            self._agreement = Agreement(float(self._tiered.config.wait_timeout_s))
+            self._agreement = _Agreement(self.notice, self._session)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
-        outputs: Any,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Stops here, if a rank had notice before the batch.
 
         Raises:
             Preempted: It had.
         """
-        self._ask()
         # Gradients that are accumulated already are not in a checkpoint.
-        if self._agreed and not trainer.fit_loop._should_accumulate():
+        if self._agreement is not None and self._agreement.at_boundary() and not trainer.fit_loop._should_accumulate():
             self._stop(trainer)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        if self._agreement is not None and not self._agreed:
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
+        if self._agreement is not None and not self._agreement.is_reached:
             # Ranks may validate different numbers of batches; they have to ask equally often.
             batches = float(sum(trainer.num_val_batches))
             self._validation_batches = self._agreement.least(0.0 if math.isinf(batches) else batches)
@@ -127,41 +280,27 @@ class PreemptionCheckpoint(Callback):
         """As :meth:`on_train_batch_end`, while training validates."""
         if self._agreement is not None and self._validation_batches >= 1:
             self._validation_batches -= 1
-            self._ask()
-            if self._agreed:
+            if self._agreement.at_boundary():
                 self._stop(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(self, *_: Any) -> None:
         self._end()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, *_: Any, **__: Any) -> None:
         self._end()
 
     # ----------------------------------------------------------------------------------- inside
     @property
-    def _tiered(self) -> TieredCheckpointIO:
+    def _session(self) -> Session:
         assert self._io is not None
-        return self._io
-
-    def _hear(self, leave_by: float) -> None:
-        # Whatever waits for the durable tier just now, or will, waits no longer than that.
-        if self._io is not None:
-            self._io.checkpointer.session.leave_by(leave_by)
-
-    def _ask(self) -> None:
-        if self._agreement is not None and not self._agreed:
-            self._agreed = self._agreement.at_boundary(self.notice)
+        return self._io.checkpointer.session
 
     def _stop(self, trainer: Trainer) -> None:
-        notice, session = self.notice, self._tiered.checkpointer.session
+        notice, session = self.notice, self._session
         number = notice.received or signal.SIGTERM
         step = trainer.global_step
-        session.log.warning(
-            "Step %d: %s; %.0f s are left for a last checkpoint",
-            step,
-            f"received {number.name}" if notice.received else "another rank is told to end",
-            notice.left_s,
-        )
+        why = f"received {number.name}" if notice.received else "another rank is told to end"
+        session.log.at_step(step).warning("%s; %.0f s are left for a last checkpoint", why, notice.left_s(session))
         if step > 0 and not trainer.sanity_checking:
             self._save(trainer, step)
         if trainer.is_global_zero and self._requeues(trainer):
@@ -169,9 +308,10 @@ class PreemptionCheckpoint(Callback):
         raise Preempted(128 + number)
 
     def _save(self, trainer: Trainer, step: int) -> None:
-        session = self._tiered.checkpointer.session
+        session, log = self._session, self._session.log.at_step(step)
         # All ranks go by the first one's clock.
-        durable = bool(trainer.strategy.broadcast(self.notice.left_s > session.clock.timing.preemption_upload_s))
+        has_time = self.notice.left_s(session) > session.clock.timing.preemption_upload_s
+        durable = bool(trainer.strategy.broadcast(has_time))
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
         started = session.clock.monotonic()
         # What failed behind earlier saves is logged and counted here, and must not keep anybody from this one.
@@ -180,22 +320,19 @@ class PreemptionCheckpoint(Callback):
         try:
             trainer.save_checkpoint(ids.join_url(session.dirpath, self.name), storage_options=options)
         except TieredCheckpointError as error:
-            session.log.error("Step %d: there is no last checkpoint: %s", step, error)
+            log.error("there is no last checkpoint: %s", error)
             # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
             trainer.strategy.barrier("Trainer.save_checkpoint")
             return
-        session.log.info(
-            "Step %d: the last checkpoint is in memory, after %.2f s", step, session.clock.monotonic() - started
-        )
+        log.info("the last checkpoint is in memory, after %.2f s", session.clock.monotonic() - started)
         if durable:
             try:
-                session.wait(self.notice.left_s)
-                session.log.info("Step %d: the last checkpoint is on the durable tier", step)
+                session.wait(self.notice.left_s(session))
+                log.info("the last checkpoint is on the durable tier")
             except DrainError as error:
-                session.log.warning(
-                    "Step %d: the last checkpoint is in node memory, and not on the durable tier yet: the drain, or the"
-                    " next start on this node, goes on with it (%s)",
-                    step,
+                log.warning(
+                    "the last checkpoint is in node memory, and not on the durable tier yet: the drain, or the next"
+                    " start on this node, goes on with it (%s)",
                     error,
                 )
 
@@ -212,23 +349,18 @@ class PreemptionCheckpoint(Callback):
             agreement.close()
 
 
-def requeue(log: Any, timeout_s: float) -> None:
+def requeue(log: Logger, timeout_s: float) -> None:
     """Has Slurm queue this job again; a failure is logged, because the job ends all the same."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
-    command = shutil.which("scontrol")
-    if not job or command is None:
-        log.error("can't requeue: %s", "SLURM_JOB_ID is not set" if command else "there is no scontrol")
-        return
+    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
+    command = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run([command, "requeue", job], capture_output=True, text=True, timeout=timeout_s, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.error("can't requeue job %s: %s", job, error)
-        return
-    if done.returncode == 0:
-        log.info("requeued job %s", job)
+        subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or ""
+        log.error("can't requeue job %s: %s %s", job or "(SLURM_JOB_ID is not set)", error, said.strip())
     else:
-        log.error("can't requeue job %s: scontrol ended with %d: %s", job, done.returncode, done.stderr.strip())
+        log.info("requeued job %s", job)
 
 
 def _leave_it_to_us(*_: Any) -> None:
