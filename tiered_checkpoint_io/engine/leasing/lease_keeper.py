@@ -1,9 +1,8 @@
 """Keeps this process' lease: claims it, beats, and notices where another run has come. See :mod:`leases`.
 
-All of it happens on a thread of its own, so that training never waits for the store. What is known
-for sure is known with the first look: that no other run is there, or that one of this node is alive.
-A lease of another node that is still fresh may be that of a run which has just crashed; it is
-watched, while training goes on, until it beats or has had its time.
+All of it happens on a thread of its own, so that training never waits for the store. The first look tells for sure that
+no other run is there, or that one of this node is alive. A lease of another node that is still fresh may be that of a
+run which has just crashed; it is watched, while training goes on, until it beats or has had its time.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.leasing import leases
-from tiered_checkpoint_io.engine.leasing.leases import Lease, Seen
+from tiered_checkpoint_io.engine.leasing.leases import Lease, Other
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import Store
-from tiered_checkpoint_io.stores.base import ObjectInfo
 
 #: None of ours is as long.
 _MAX_BYTES = 1 << 16
@@ -34,20 +31,15 @@ _OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
 def owner_of_process(clock: Clock) -> str:
     """The launch that this process belongs to.
 
-    All ranks of one start have the same, by the store of torch.distributed, and so have the processes
-    that one of them starts.
+    All ranks of one start have the same, by the store of torch.distributed, and so have the processes that one of them
+    starts.
 
     Raises:
         UsageError: That store does not answer.
     """
     owner = current_run().first("owner", os.environ.get(_OWNER_VARIABLE) or clock.token(8))
-    adopt_owner(owner)
-    return owner
-
-
-def adopt_owner(owner: str) -> None:
-    """Makes this process one of another's launch."""
     os.environ[_OWNER_VARIABLE] = owner
+    return owner
 
 
 def launch_rank() -> int:
@@ -65,16 +57,8 @@ class _Watched(NamedTuple):
 class LeaseKeeper:
     """The lease of one process on one dirpath and namespace; claimed from the start on."""
 
-    def __init__(
-        self,
-        store: Callable[[], Store],
-        namespace: str,
-        log: Logger,
-        *,
-        owner: str,
-        clock: Clock,
-    ) -> None:
-        """Takes where to.
+    def __init__(self, store: Callable[[], Store], namespace: str, log: Logger, *, owner: str, clock: Clock) -> None:
+        """Asks nothing yet.
 
         Args:
             store: Opens the durable tier.
@@ -84,7 +68,6 @@ class LeaseKeeper:
             clock: For beats, and for how long others are silent.
         """
         self._open = store
-        self._prefix = ids.lease_prefix(namespace)
         self._namespace = namespace
         self._log = log
         self._clock = clock
@@ -92,16 +75,15 @@ class LeaseKeeper:
         self._pid = os.getpid()
         token = clock.token(8)
         self._key = ids.lease_key(namespace, token)
-        self._is_written = False
         self._lease = Lease.of_this_process(owner, token)
         self._written: float | None = None
-        #: Of each lease of others, when it was last seen to change, and what it says with which time.
+        #: Of each lease of others, when it was last seen to change.
         self._watched: dict[str, _Watched] = {}
-        self._read: dict[str, tuple[float, Lease | None]] = {}
         self._looked = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._is_answered = self._warned = False
+        #: Whether the store answered the last time.
+        self._is_answered: bool | None = None
         self._refusal: UsageError | None = None
         self._was_shown = False
 
@@ -123,11 +105,7 @@ class LeaseKeeper:
             raise self._refusal
 
     def show(self) -> None:
-        """As :meth:`check`, where the error was not raised yet.
-
-        Raises:
-            UsageError: Another live run writes to the same place.
-        """
+        """As :meth:`check`, where the error was not raised yet."""
         if not self._was_shown:
             self.check()
 
@@ -144,20 +122,19 @@ class LeaseKeeper:
             pause = self._timing.lease_beat_s
             try:
                 pause = self.step()
-                self._is_answered, self._warned = True, False
+                self._is_answered = True
             except Exception as error:
                 # No reason to stop training: a store that does not answer takes no writes either. Other runs may
                 # be cut off as well, so their silence so far proves nothing.
                 self._watched.clear()
-                self._is_answered = False
-                if not self._warned:
+                if self._is_answered is not False:
                     self._log.warning("could not check whether another run uses this dirpath: %s", error)
-                    self._warned = True
+                self._is_answered = False
             self._looked.set()
             if self._refusal is not None:
                 break
             self._clock.wait(self._stop, pause)
-        if self._is_written and self._is_answered:
+        if self._is_answered:
             # Where that fails, the lease expires.
             with contextlib.suppress(Exception):
                 self._open().delete(self._key)
@@ -169,57 +146,50 @@ class LeaseKeeper:
         Raises:
             StoreError: The durable tier could not be asked.
         """
-        store = self._open()
-        now = self._clock.since_boot()
-        late = self._written is not None and now - self._written > self._timing.lease_ttl_s
-        if self._lease.held and not late:
-            store.put(self._key, self._lease.to_json())
+        beat_s = self._timing.lease_beat_s
+        store, now = self._open(), self._clock.since_boot()
+        is_late = self._written is not None and now - self._written > self._timing.lease_ttl_s
+        store.put(self._key, self._lease.to_json())
+        if self._lease.held and not is_late:
             self._written = now
-            return self._timing.lease_beat_s
+            return beat_s
         others = self._look(store, now)
         self._written = now
-        judged = [(seen, leases.is_alive(seen, self._lease, leases.born, self._timing)) for seen in others.values()]
+        alive = {other: other.is_alive(self._lease, self._timing) for other in others}
+        living = [other for other in others if alive[other] is not False]
         if self._lease.held:
             # A run that holds a lease now took ours for dead; one that only looks will see us alive.
-            taken = [(seen, alive) for seen, alive in judged if alive is not False and seen.lease and seen.lease.held]
-            if taken:
-                self._refuse(taken[0][0], "took over while this run did not renew its lease")
-            return self._timing.lease_beat_s
-        verdict, other = leases.judge(self._lease, judged)
-        if verdict == "refused":
-            assert other is not None
-            self._refuse(other, "is running")
-        elif verdict == "free":
-            for key, (_, alive) in zip(others, judged, strict=True):
-                if alive is False:
-                    store.delete(key)
+            taken = next((other for other in living if other.is_held), None)
+            if taken is not None:
+                self._refuse(taken, "took over while this run did not renew its lease")
+            return beat_s
+        first = next((other for other in living if alive[other] and other.goes_before(self._lease)), None)
+        if first is not None:
+            self._refuse(first, "is running")
+        elif not living:
+            for other in others:
+                store.delete(other.key)
             self._lease = replace(self._lease, held=True)
             store.put(self._key, self._lease.to_json())
-        elif other is not None and other.quiet == 0:
+            return beat_s
+        elif living[-1].quiet == 0:
             self._log.info(
-                "%s has a lease on the same dirpath and namespace; watching whether it is alive",
-                other.lease.who if other.lease else "an unknown process",
+                "%s has a lease on the same dirpath and namespace; watching whether it is alive", living[-1].who
             )
-        return (
-            self._timing.lease_beat_s
-            if verdict == "free"
-            else min(self._timing.lease_poll_s, self._timing.lease_beat_s)
-        )
+        return min(self._timing.lease_poll_s, beat_s)
 
-    def _look(self, store: Store, now: float) -> dict[str, Seen]:
-        """Writes our lease, and gives those of other owners, by their keys."""
-        store.put(self._key, self._lease.to_json())
-        self._is_written = True
-        listed = {info.key: info for info in store.list(self._prefix)}
+    def _look(self, store: Store, now: float) -> list[Other]:
+        """The leases of other owners, ours having been written."""
+        listed = {info.key: info for info in store.list(ids.lease_prefix(self._namespace))}
         mine = listed.pop(self._key, None)
         if mine is None:
             raise StoreUnavailableError(
                 "the lease that was just written is not listed", operation="claim", tier="durable", key=self._key
             )
-        seen = {}
+        others = []
         for key, info in listed.items():
             try:
-                lease = self._content(store, info)
+                lease = Lease.from_json(store.get(key)) if info.size <= _MAX_BYTES else None
             except StoreNotFoundError:
                 continue
             if lease is not None and lease.owner == self._lease.owner:
@@ -227,22 +197,12 @@ class LeaseKeeper:
             last = self._watched.get(key)
             if last is None or last.modified != info.modified:
                 self._watched[key] = last = _Watched(info.modified, now, beats=last is not None)
-            seen[key] = Seen(lease, mine.modified - info.modified, last.beats, now - last.since)
-        return seen
+            others.append(Other(key, lease, mine.modified - info.modified, last.beats, now - last.since))
+        return others
 
-    def _content(self, store: Store, info: ObjectInfo) -> Lease | None:
-        modified, lease = self._read.get(info.key, (None, None))
-        if modified != info.modified or (lease is not None and not lease.held):
-            # A lease that is written twice within a second may keep its time.
-            lease = Lease.from_json(store.get(info.key)) if info.size <= _MAX_BYTES else None
-            self._read[info.key] = (info.modified, lease)
-        return lease
-
-    def _refuse(self, other: Seen, what: str) -> None:
-        lease = other.lease
-        who = f"{lease.who} (launch {lease.owner})" if lease is not None else "a process whose lease can't be read"
+    def _refuse(self, other: Other, what: str) -> None:
         self._refusal = UsageError(
-            f"another run writes to the same dirpath and namespace: {who} {what}",
+            f"another run writes to the same dirpath and namespace: {other.who} {what}",
             operation="claim",
             tier="durable",
             key=f"{self._open().url}, namespace {self._namespace}",

@@ -1,13 +1,10 @@
-"""Who writes to a place on the durable tier, and which of two runs that want to may.
+"""What a lease says, and what a process makes of the leases of others. Pure, but for facts about this process.
 
-Every process that saves to a dirpath and namespace keeps one small object of its own there, its
-lease, and writes it again every ``lease_beat_s``. No process writes to the object of another, so
-nothing has to be exclusive: a process first writes its own lease and then looks at all there are.
-Of two that begin at the same time at least one sees the other, on any store that lists what was
-written; conditional writes, which not every server has, would not make it safer.
-
-What a process makes of the leases that it sees is decided here, by pure functions of what was
-seen; :mod:`lease_keeper` reads and writes.
+Every process that saves to a dirpath and namespace keeps one small object of its own there, its lease, and writes it
+again every ``lease_beat_s``. No process writes to the object of another, so nothing has to be exclusive: a process
+first writes its own lease and then looks at all there are. Of two that begin at the same time at least one sees the
+other, on any store that lists what was written; conditional writes, which not every server has, would not make it
+safer.
 """
 
 from __future__ import annotations
@@ -15,15 +12,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 from tiered_checkpoint_io.clock import Timing
 
 _VERSION = 1
-
-Verdict = Literal["free", "wait", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,75 +63,55 @@ class Lease:
     def of_this_process(cls, owner: str, token: str) -> Lease:
         """The lease of this process, not yet held."""
         boot_id, pid_ns, pid = _boot_id(), _pid_ns(), os.getpid()
-        return cls(owner, token, False, socket.gethostname(), boot_id, pid_ns, pid, born(pid) or 0)
-
-    @property
-    def who(self) -> str:
-        """The process, for people."""
-        return f"process {self.pid} on {self.host}"
+        return cls(owner, token, False, socket.gethostname(), boot_id, pid_ns, pid, _born(pid) or 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A lease of somebody else, as it looks now.
+class Other:
+    """A lease of another launch, as it looks now.
 
     Attributes:
+        key: The object.
         lease: What it says; None where that can't be understood.
         age: Seconds between its last beat and our own, by the store's clock.
         beats: Whether it was written again since we first saw it.
         quiet: For how long it was not, as far as we have seen, seconds.
     """
 
+    key: str
     lease: Lease | None
     age: float
     beats: bool
     quiet: float
 
+    @property
+    def who(self) -> str:
+        """Its process, for people."""
+        if self.lease is None:
+            return "a process whose lease can't be read"
+        return f"process {self.lease.pid} on {self.lease.host} (launch {self.lease.owner})"
 
-def is_alive(seen: Seen, mine: Lease, born: Callable[[int], int | None], timing: Timing) -> bool | None:
-    """Whether the process that holds a lease is alive; None where only time will show.
+    @property
+    def is_held(self) -> bool:
+        """Whether it says that its process has found no other."""
+        return self.lease is not None and self.lease.held
 
-    Args:
-        seen: The lease.
-        mine: Our own.
-        born: When a process of this machine began; None where there is none.
-        timing: How often a lease is renewed, and when it expires.
-    """
-    lease = seen.lease
-    if lease is not None and "" not in (here := (lease.boot_id, lease.pid_ns)) and here == (mine.boot_id, mine.pid_ns):
-        return born(lease.pid) == lease.born
-    # One that is old may be that of a run which the store was away for: it will beat again.
-    beat_s, ttl_s = timing.lease_beat_s, timing.lease_ttl_s
-    if seen.quiet > (2 * beat_s if seen.age > ttl_s else ttl_s):
-        return False
-    return True if seen.beats else None
+    def is_alive(self, mine: Lease, timing: Timing) -> bool | None:
+        """Whether its process is alive; None where only time will show."""
+        lease, here = self.lease, (mine.boot_id, mine.pid_ns)
+        if lease is not None and "" not in here and (lease.boot_id, lease.pid_ns) == here:
+            return _born(lease.pid) == lease.born
+        # One that is old may be that of a run which the store was away for: it will beat again.
+        if self.quiet > (2 * timing.lease_beat_s if self.age > timing.lease_ttl_s else timing.lease_ttl_s):
+            return False
+        return True if self.beats else None
 
-
-def judge(mine: Lease, others: list[tuple[Seen, bool | None]]) -> tuple[Verdict, Seen | None]:
-    """Whether a process that looks may hold its lease.
-
-    It is refused where another run holds one. Of two that look, the one whose owner sorts first waits
-    for the other to withdraw; each sees which it is.
-
-    Args:
-        mine: Our lease.
-        others: Those of other owners, each with what :func:`is_alive` says.
-
-    Returns:
-        The verdict, and whom it is about.
-    """
-    waiting: Seen | None = None
-    for seen, alive in others:
-        if alive is False:
-            continue
-        lease = seen.lease
-        if alive and (lease is None or lease.held or lease.owner < mine.owner):
-            return "refused", seen
-        waiting = seen
-    return ("wait", waiting) if waiting is not None else ("free", None)
+    def goes_before(self, mine: Lease) -> bool:
+        """Whether we have to yield to it, if it is alive: of two that look, the one whose owner sorts last does."""
+        return self.lease is None or self.lease.held or self.lease.owner < mine.owner
 
 
-def born(pid: int) -> int | None:
+def _born(pid: int) -> int | None:
     """When a process of this machine began, in clock ticks since boot; None where there is none, or it is dead."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:

@@ -38,26 +38,18 @@ class NamespaceLock:
         Raises:
             UsageError: A live job of another dirpath and another launch has it.
         """
-        self._held: int | None = None
         mine = {"dirpath": dirpath, "owner": owner, "pid": os.getpid()}
         deadline = clock.monotonic() + clock.timing.namespace_wait_s
+        self._held: int | None = None
         while True:
-            held = None
             try:
-                held = self._lock(root, mine, clock)
-                other = _facts(root)
+                self._held, other = _lock(root, mine, clock)
             except OSError as error:
-                if held is not None:
-                    release(held)
                 # No space, or no descriptor: a save may not need memory.
                 log.warning("could not lock this namespace of node memory; another job in it goes unnoticed: %s", error)
                 return
-            # A damaged file names no job.
-            if held is not None and (not other or dirpath == other.get("dirpath") or owner == other.get("owner")):
-                self._held = held
+            if self._held is not None:
                 return
-            if held is not None:
-                release(held)
             if clock.monotonic() > deadline:
                 break
             # Its process may be about to end.
@@ -71,25 +63,34 @@ class NamespaceLock:
             hint="give each job of a node a namespace of its own",
         )
 
-    @staticmethod
-    def _lock(root: Path, mine: dict[str, Any], clock: Clock) -> int | None:
-        """A shared lock; None while another process writes the file. The first process of a job writes it."""
-        held = try_lock(root / LOCK_FILE)
-        if held is None:
-            return try_lock(root / LOCK_FILE, shared=True)
-        try:
-            write_atomic(root / _FACTS_FILE, json.dumps(mine).encode(), clock)
-            share(held)
-        except BaseException:
-            release(held)
-            raise
-        return held
-
     def close(self) -> None:
         """Releases the lock."""
         if self._held is not None:
             release(self._held)
             self._held = None
+
+
+def _lock(root: Path, mine: dict[str, Any], clock: Clock) -> tuple[int | None, dict[str, Any]]:
+    """A shared lock, or None where another job has it, and that job; the first process of a job writes whose it is."""
+    held = try_lock(root / LOCK_FILE)
+    is_first = held is not None
+    if held is None:
+        held = try_lock(root / LOCK_FILE, shared=True)
+    try:
+        if held is not None and is_first:
+            write_atomic(root / _FACTS_FILE, json.dumps(mine).encode(), clock)
+            share(held)
+        other = _facts(root)
+        # A damaged file names no job.
+        is_mine = not other or any(mine[key] == other.get(key) for key in ("dirpath", "owner"))
+    except BaseException:
+        if held is not None:
+            release(held)
+        raise
+    if held is not None and not is_mine:
+        release(held)
+        held = None
+    return held, other
 
 
 def _facts(root: Path) -> dict[str, Any]:
