@@ -48,7 +48,7 @@ def test_a_cable_that_is_cut_costs_copies_and_nothing_else(ranks, places):
         [save, 1, 0],
         [wait, 0, 30],
         # The copy of step 2 is on its way when the cable is cut.
-        ["cut_while_sending", 0, 3],
+        ["cut_while_sending", 0, 5],
         [save, 2, 0, {"size": _FLOATS}],
         [wait, 0, 60],
         ["mark", 0, "cut"],

@@ -89,20 +89,20 @@ def run_pair(order, counter):
 
 def replicator_of(order, rank, store):
     from tiered_checkpoint_io.clock import SYSTEM
-    from tiered_checkpoint_io.engine.replication.peer_link import Board
-    from tiered_checkpoint_io.engine.replication.replication import Clique, Replicator
+    from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+    from tiered_checkpoint_io.engine.replication.meeting import Replicator
     from tiered_checkpoint_io.logs import get_logger
     from tiered_checkpoint_io.memory.tier import MemoryTier
 
     folder = node(order, rank)
     os.makedirs(folder, exist_ok=True)
     tier = MemoryTier.open(folder, "default")
-    boards = Board(store, "pair", rank, SYSTEM), Board(store, "pair", rank, SYSTEM)
-    clique = Clique.of(rank, [(1,), ()])
-    made = Replicator(
-        tier, clique, boards, get_logger("default"), Counter(), keep_last=KEEP_LAST, timeout_s=float(PATIENCE_S)
+    client = StoreClient(store, "pair", timeout_s=SYSTEM.timing.store_answer_s)
+    config = TieredCheckpointConfig(
+        dirpath=order["dirpath"], memory_keep_last=KEEP_LAST, wait_timeout_s=PATIENCE_S, replication_factor=2
     )
-    tier.on_commit = made.offer
+    made = Replicator(tier, client, rank, [(1,), ()], config, get_logger("default"), Counter(), SYSTEM)
+    tier.on_commit = made.sender.offer
     return tier, made
 
 
@@ -129,7 +129,7 @@ def send(order, counter, store):
             safe = [stored for stored in tier.parts() if stored.save_id == save_id and stored.replicated]
             if safe:
                 counter.tell(done=["safe", number])
-            if safe or (replicator._counts["unreplicated"] and not replicator.pending):
+            if safe or (replicator.sender.counts["unreplicated"] and not replicator.sender.pending):
                 break
             time.sleep(0.005)
     replicator.close(SOON_S)

@@ -19,7 +19,6 @@ from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, close_shared, settings_of
 from tiered_checkpoint_io.adapters.groups import told_to_dcp
 from tiered_checkpoint_io.engine.ranks import coordination
-from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector, Tier
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
@@ -166,8 +165,8 @@ class TieredStorageReader(OverTiers, StorageReader):
             reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config))
             if opened.scattered:
                 assert self._joined is not None
-                with FailTogetherGroup(self._joined) as ranks:
-                    notes = exchange(ranks, opened.files, reader.spans(plan))
+                with self._joined.failing_together():
+                    notes = exchange(self._joined, opened.files, reader.spans(plan))
                 for note in notes:
                     log.error("%s: skipping this copy, trying the next: %s", opened.name, note)
                 opened.rejected.extend(notes)
@@ -224,10 +223,10 @@ class TieredStorageReader(OverTiers, StorageReader):
         root = tier.root if tier is not None else Path("/")
         group = self._group(root)
         try:
-            with FailTogetherGroup(group) as ranks:
-                coordination.agree(ranks, failed)
+            with group.failing_together():
+                coordination.agree(group, failed)
                 assert tier is not None
-                opened = self.opened = open_shards(tiers_of(session, config), self.selector, ranks, self._rejected)
+                opened = self.opened = open_shards(tiers_of(session, config), self.selector, group, self._rejected)
                 metadata = self._parse(opened)
                 opened.expect(_sizes(metadata))
         except BaseException:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
-from tiered_checkpoint_io.engine.ranks.fail_together import FailTogetherGroup
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, restore
@@ -227,10 +226,10 @@ class Checkpointer:
             else coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
         )
         try:
-            with FailTogetherGroup(group) as ranks:
-                coordination.agree(ranks, error)
+            with group.failing_together():
+                coordination.agree(group, error)
                 assert tier is not None
-                return self._restore(ranks, dirpath, selector, read)
+                return self._restore(group, dirpath, selector, read)
         finally:
             group.close()
 

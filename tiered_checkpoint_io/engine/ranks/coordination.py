@@ -1,22 +1,35 @@
-"""How ranks talk while they restore: a few small object collectives, each with a bound."""
+"""How ranks talk while they restore: a few small object collectives, each with a bound.
+
+Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a
+node may take to fetch. Inside ``with group.failing_together()`` it makes one more exchange instead, with its error: the
+others get it in their next exchange, and raise the same. The block itself ends with an exchange, so every rank makes as
+many as any other. Transfers between two ranks are no exchanges: see ``transfer`` for how a rank that fails in one goes
+on to its end.
+"""
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import os
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.views import at
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
 
 
-class Group(Protocol):
+class _Failed(NamedTuple):
+    error: TieredCheckpointError | None
+
+
+class Group(abc.ABC):
     """All ranks that restore together.
 
     Attributes:
@@ -28,31 +41,74 @@ class Group(Protocol):
     rank: int
     world_size: int
     node: str
+    #: Whether the ranks have nothing more to exchange: some rank has failed, or they lost each other.
+    _is_over = False
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """A block in which no rank goes on where another one fails."""
+        self._is_over = False
+        try:
+            yield
+            self.all_gather(None)
+        except Exception as error:
+            if not self._is_over and self.world_size > 1:
+                gathered: list[Any] = []
+                # A rank that is lost to this one learns of it when its connections end.
+                with contextlib.suppress(LostRankError):
+                    gathered = self._all_gather(_Failed(portable(error, self.rank)))
+                # Of several, all raise the same one.
+                raise_first((each.error for each in gathered if isinstance(each, _Failed)), error)
+            raise
 
     def all_gather(self, obj: Any) -> list[Any]:
-        """Each rank's ``obj``, by rank."""
-        ...
+        """Each rank's ``obj``, by rank.
+
+        Raises:
+            LostRankError: The ranks lost each other.
+            TieredCheckpointError: The error of a rank that has failed since the last exchange.
+        """
+        gathered = self._all_gather(obj)
+        failed = [each.error for each in gathered if isinstance(each, _Failed)]
+        if failed:
+            self._is_over = True
+            raise_first(failed)
+        return gathered
 
     def broadcast(self, obj: Any) -> Any:
-        """Rank 0's ``obj``."""
-        ...
+        """Rank 0's ``obj``; raises as :meth:`all_gather`."""
+        # Rank 0 may have failed, and have nothing to broadcast.
+        self.all_gather(None)
+        return self._broadcast(obj)
 
     def gather(self, obj: Any) -> list[Any] | None:
-        """Each rank's ``obj``, by rank, on rank 0; None on the others."""
-        ...
+        """Each rank's ``obj``, by rank, on rank 0, None on the others; raises as :meth:`all_gather`."""
+        # Some rank may have failed, and have nothing to tell.
+        self.all_gather(None)
+        return self._gather(obj)
 
     def send(self, data: memoryview, rank: int) -> None:
         """Sends bytes to a rank, which is receiving as many."""
-        ...
+        raise NotImplementedError
 
     def receive(self, data: bytearray | memoryview, rank: int) -> None:
         """Fills ``data`` with the bytes that a rank sends."""
-        ...
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    @abc.abstractmethod
+    def _all_gather(self, obj: Any) -> list[Any]: ...
+
+    @abc.abstractmethod
+    def _broadcast(self, obj: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def _gather(self, obj: Any) -> list[Any] | None: ...
+
+    def close(self) -> None:  # noqa: B027 — most have nothing to free
+        """Ends what the group has made for itself."""
 
 
-class SingleGroup:
+class SingleGroup(Group):
     """One process alone."""
 
     rank = 0
@@ -61,26 +117,17 @@ class SingleGroup:
     def __init__(self, node: str) -> None:
         self.node = node
 
-    def all_gather(self, obj: Any) -> list[Any]:
+    def _all_gather(self, obj: Any) -> list[Any]:
         return [obj]
 
-    def broadcast(self, obj: Any) -> Any:
+    def _broadcast(self, obj: Any) -> Any:
         return obj
 
-    def gather(self, obj: Any) -> list[Any] | None:
+    def _gather(self, obj: Any) -> list[Any] | None:
         return [obj]
 
-    def send(self, data: memoryview, rank: int) -> None:
-        raise AssertionError(f"a process alone has nobody to send {len(data)} bytes to (rank {rank})")
 
-    def receive(self, data: bytearray | memoryview, rank: int) -> None:
-        raise AssertionError(f"a process alone has nobody to get {len(data)} bytes from (rank {rank})")
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-class GivenGroup:
+class GivenGroup(Group):
     """The ranks of a process group that the caller has; its bounds are the caller's too."""
 
     def __init__(self, node: str, process_group: Any) -> None:
@@ -99,21 +146,6 @@ class GivenGroup:
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
 
-    def all_gather(self, obj: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.world_size
-        self._do(lambda: self._dist.all_gather_object(gathered, obj, group=self._group))
-        return gathered
-
-    def broadcast(self, obj: Any) -> Any:
-        box = [obj]
-        self._do(lambda: self._dist.broadcast_object_list(box, src=self._global(0), group=self._group))
-        return box[0]
-
-    def gather(self, obj: Any) -> list[Any] | None:
-        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        self._do(lambda: self._dist.gather_object(obj, gathered, dst=self._global(0), group=self._group))
-        return gathered
-
     def send(self, data: memoryview, rank: int) -> None:
         import torch
 
@@ -127,8 +159,20 @@ class GivenGroup:
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         self._do(lambda: self._dist.recv(tensor, src=self._global(rank), group=self._group))
 
-    def close(self) -> None:
-        """Leaves the group to the caller."""
+    def _all_gather(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world_size
+        self._do(lambda: self._dist.all_gather_object(gathered, obj, group=self._group))
+        return gathered
+
+    def _broadcast(self, obj: Any) -> Any:
+        box = [obj]
+        self._do(lambda: self._dist.broadcast_object_list(box, src=self._global(0), group=self._group))
+        return box[0]
+
+    def _gather(self, obj: Any) -> list[Any] | None:
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        self._do(lambda: self._dist.gather_object(obj, gathered, dst=self._global(0), group=self._group))
+        return gathered
 
     def _global(self, rank: int) -> int:
         found: int = self._dist.get_global_rank(self._group, rank)
@@ -138,6 +182,7 @@ class GivenGroup:
         try:
             call()
         except RuntimeError as error:
+            self._is_over = True
             # The frames that it went through would keep the group alive, and with it the connections of those who wait.
             traceback.clear_frames(error.__traceback__)
             raise LostRankError(
@@ -171,22 +216,18 @@ class TorchGroup(GivenGroup):
                 operation="load",
                 hint="ranks do it together: call it on the main thread of every rank",
             )
-        self._dist: Any = dist
-        self.node = node
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        # Ranks that are all here may take their time to fetch; a rank that never comes is told
-        # sooner. A group has one bound, hence two groups.
+        # Ranks that are all here may take their time to fetch; a rank that never comes is noticed sooner. A group has
+        # one bound, hence two groups.
         meeting, rendezvous_s = None, clock.timing.rendezvous_s
         try:
             meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s))
             dist.monitored_barrier(meeting, timeout=timedelta(seconds=rendezvous_s))
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            super().__init__(node, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
         except RuntimeError as error:
             raise UsageError(
-                f"not all {self.world_size} ranks came to {what} within {rendezvous_s:.0f} s: {error}",
+                f"not all {dist.get_world_size()} ranks came to {what} within {rendezvous_s:.0f} s: {error}",
                 operation="load",
-                rank=self.rank,
+                rank=dist.get_rank(),
                 hint=f"{what} is a collective call while torch.distributed is initialised: every rank has to make it",
             ) from error
         finally:
@@ -194,7 +235,7 @@ class TorchGroup(GivenGroup):
                 dist.destroy_process_group(meeting)
 
     def close(self) -> None:
-        """Ends its connections: whoever still waits for this rank hears of it at once."""
+        """Ends its connections: ranks that still wait for this one get an error at once."""
         group, self._group = self._group, None
         if group is not None:
             self._dist.destroy_process_group(group)
@@ -221,11 +262,7 @@ def node_of(root: Path) -> str:
 
 
 def agree(group: Group, error: Exception | None) -> None:
-    """Lets all ranks fail together.
-
-    Raises:
-        Exception: On every rank, the error of the lowest rank that brought one.
-    """
+    """Lets all ranks fail together: on every rank, raises the error of the lowest rank that brought one."""
     raise_first(group.all_gather(portable(error, group.rank)), error)
 
 

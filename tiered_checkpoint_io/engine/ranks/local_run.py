@@ -1,26 +1,25 @@
 """What ranks agree on without waiting for each other: the run, and which checkpoint it begins with.
 
-Ranks that save and load local checkpoints make no collective call. Yet all parts of one checkpoint need one
-save id, and ranks must not resume from different ones. For both, the first rank sets a key in the key-value
-store of torch.distributed, and all others get its value: one request, answered at once, and no wait for
-another rank.
+Ranks that save and load local checkpoints make no collective call. Yet all parts of one checkpoint need one save id,
+and ranks must not resume from different ones. For both, the first rank sets a key in the key-value store of
+torch.distributed, and all others get its value: one request, answered at once, and no wait for another rank.
 
-*Save ids.* At its first local save a process learns the id of the run. From it, a save's id follows from
-what each rank knows by itself: the series of the name, the step, and how often the series has gone back to
-a step that it had saved. So
+*Save ids.* At its first local save a process learns the id of the run. From it, a save's id follows from what each rank
+knows by itself: the series of the name, the step, and how often the series has gone back to a step that it had saved.
+So
 
-- after a restart the store is a new one, and so are the run and all ids: parts of two starts never mix,
-  even where both saved the same name at the same step. The run's id tells when it began, and is made behind
-  all that its maker has seen, so that later starts count as newer;
+- after a restart the store is a new one, and so are the run and all ids: parts of two starts never mix, even where both
+  saved the same name at the same step. The run's id tells when it began, and is made behind all that its maker has
+  seen, so that later starts count as newer;
 - a name that is saved again gets another id, because its step does not grow: that is a repeat;
 - a save that fails on one rank, or is skipped, does not put later ones out of step: nothing is counted;
 - process groups that save side by side, in names of their own, are series of their own.
 
 Steps may fall only together: a rank that goes back alone makes parts that no other has a part for.
 
-*Saves that miss a part.* Retention in memory takes a save for complete by what one node holds. A rank that has no
-room there, or whose save fails, sets a key for that save. The others get it at their next save, before they remove
-older ones, and a drain that waits for all parts gives up. Where nothing fails, each save but the first gets one key.
+*Saves that miss a part.* Retention in memory takes a save for complete by what one node holds. A rank that has no room
+there, or whose save fails, sets a key for that save. The others get it at their next save, before they remove older
+ones, and a drain that waits for all parts gives up. Where nothing fails, each save but the first gets one key.
 
 *Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save.
 """
@@ -32,15 +31,13 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.errors import PeerError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-
-if TYPE_CHECKING:
-    from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 
 _PREFIX = "tiered-checkpoint"
 _numbers = itertools.count(1)
@@ -49,7 +46,10 @@ Where = Literal["memory", "durable"]
 
 
 class Run:
-    """One start of a job, as one process takes part in it."""
+    """One start of a job, as one process takes part in it.
+
+    Its methods raise ``UsageError`` where the store does not answer.
+    """
 
     def __init__(self, store: Any) -> None:
         """Takes the store that all ranks share; None for a process alone."""
@@ -72,9 +72,6 @@ class Run:
             series: Which saves belong together, see :func:`ids.series_of`.
             step: The training step; -1 where it is not known.
             new_run_id: Makes the id of a run, where this rank is the first.
-
-        Raises:
-            UsageError: The store does not answer.
         """
         with self._lock:
             if self._run_id is None:
@@ -88,11 +85,7 @@ class Run:
             return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
 
     def tell_missing(self, save_id: str, where: Where) -> None:
-        """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier.
-
-        Raises:
-            UsageError: The store does not answer.
-        """
+        """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
         if where == "memory":
             self._lacking.add(save_id)
         self.first(_missing_key(save_id, where), "-")
@@ -102,14 +95,11 @@ class Run:
 
         Args:
             save_ids: Saves of this run, in order. Of all but the last it is remembered.
-
-        Raises:
-            UsageError: The store does not answer.
         """
         for save_id in save_ids:
             if save_id in self._lacking or save_id in self._settled or self.store is None:
                 continue
-            if self._is_told(_missing_key(save_id, "memory")):
+            if self._get(_missing_key(save_id, "memory")) is not None:
                 self._lacking.add(save_id)
             elif save_id != save_ids[-1]:
                 # Ranks are at most one save apart: each has told by now whether it has its part of this one.
@@ -124,29 +114,23 @@ class Run:
 
     def chosen(self, load: str) -> str | None:
         """What the first rank has chosen to load; None where this one is the first so far."""
-        if self.store is None:
-            return None
-        key = f"{_PREFIX}/{load}"
-        return self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+        return None if self.store is None else self._get(load)
 
     def choose(self, load: str, mine: str) -> str:
         """What all load: ``mine``, or what another rank has chosen before."""
         return self.first(load, mine)
 
     def first(self, key: str, mine: str) -> str:
-        """The value that the first rank gave to ``key``: ``mine``, where that is this one.
-
-        Raises:
-            UsageError: The store does not answer.
-        """
+        """The value that the first rank gave to ``key``: ``mine``, where that is this one."""
         if self.store is None:
             return mine
         first = self._ask(lambda: self.store.compare_set(f"{_PREFIX}/{key}", "", mine))
         assert first is not None
         return first
 
-    def _is_told(self, key: str) -> bool:
-        return self._ask(lambda: b"-" if self.store.check([f"{_PREFIX}/{key}"]) else None) is not None
+    def _get(self, key: str) -> str | None:
+        key = f"{_PREFIX}/{key}"
+        return self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
 
     def _ask(self, question: Callable[[], bytes | None]) -> str | None:
         try:
@@ -172,30 +156,24 @@ class Watch:
             log: Warned once where the store does not answer; no save then counts as given up.
             clock: With the bound of a request, which is made while training runs.
         """
-        self._store = run.store
         self._key = _missing_key(save_id, "durable")
         self._log = log
-        self._timeout_s = clock.timing.store_answer_s
         self._client: StoreClient | None = None
+        if run.store is not None:
+            self._client = StoreClient(run.store, _PREFIX, timeout_s=clock.timing.store_answer_s)
 
     def __call__(self) -> bool:
-        if self._store is None:
-            return False
-        from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-
         try:
-            if self._client is None:
-                self._client = StoreClient(self._store, _PREFIX, timeout_s=self._timeout_s)
-            return self._client.get(self._key) is not None
-        except Exception as error:
-            self._log.warning("could not ask the store of torch.distributed whether a save was given up: %s", error)
-            self._store = None
+            return self._client is not None and self._client.get(self._key) is not None
+        except PeerError as error:
+            self._log.warning("could not ask whether a save was given up: %s", error)
+            self._client = None
             return False
 
     def close(self) -> None:
         """Ends its connection."""
         if self._client is not None:
-            self._client.drop()
+            self._client.close()
 
 
 def _missing_key(save_id: str, where: Where) -> str:

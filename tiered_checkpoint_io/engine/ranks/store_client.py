@@ -1,8 +1,8 @@
-"""A client of the key-value store of torch.distributed whose calls all have a bound.
+"""A client of the key-value store of torch.distributed whose requests all have a bound.
 
 The store answers at once, unless its host can't be reached: then torch's own client waits until the kernel gives the
-connection up, a quarter of an hour later. So a thread of this client makes the calls, and the caller goes on without
-an answer that is late.
+connection up, a quarter of an hour later. So a thread of this client makes the requests, and the caller goes on without
+an answer that is late. That ends the connection; the next request is made over another.
 """
 
 from __future__ import annotations
@@ -10,83 +10,116 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import distributed_c10d
+from tiered_checkpoint_io.errors import PeerError
 
 _T = TypeVar("_T")
-_Request = tuple[Callable[[Any], object], "queue.SimpleQueue[tuple[object, BaseException | None]]"]
+_Requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
 
 
 class StoreClient:
-    """A connection to the store that makes one call after the other."""
+    """A connection to the store, for one request after the other.
+
+    Its methods raise ``PeerError`` where the store can't be asked: the rank that holds it has ended.
+    """
 
     def __init__(self, origin: Any, prefix: str, *, timeout_s: float) -> None:
-        """Begins to connect.
+        """Asks nothing yet.
 
         Args:
             origin: The store. This makes a connection of its own, because a call locks the one it is made over.
             prefix: Of all keys.
-            timeout_s: Bound of the connection and of each call, seconds.
+            timeout_s: Bound of each request, seconds.
         """
+        self._origin = origin
+        self._prefix = prefix
         self._timeout_s = timeout_s
-        #: None until it is connected.
-        self.store: Any = None
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        # A daemon: a call without an answer must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, args=(origin, prefix), name="tiered-store", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        #: Of the connection that is open.
+        self._requests: _Requests | None = None
+        self._thread: threading.Thread | None = None
 
-    def call(self, request: Callable[[Any], _T]) -> _T:
-        """What ``request`` gives; close this client where it raises.
+    def get(self, key: str) -> str | None:
+        """The value of a key; None where it has none."""
+        found: bytes | None = self.ask(lambda store: store.get(key) if store.check([key]) else None)
+        return found.decode() if found is not None else None
 
-        Args:
-            request: Takes the store.
+    def set(self, key: str, value: str = "-") -> None:
+        """Sets a key; not to nothing, which would look like no value."""
+        self.ask(lambda store: store.set(key, value))
 
-        Raises:
-            TimeoutError: There is no answer within the bound.
-            Exception: What the store raises.
-        """
-        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._requests.put((request, answer))
-        try:
-            value, error = answer.get(timeout=self._timeout_s)
-        except queue.Empty:
-            raise TimeoutError(f"no answer within {self._timeout_s:.0f} s") from None
-        if error is not None:
-            raise error
-        found: _T = value
-        return found
+    def swap(self, key: str, expected: str, value: str) -> str:
+        """Sets a key if it has the value that is expected; what it has then."""
+        found: bytes = self.ask(lambda store: store.compare_set(key, expected, value))
+        return found.decode()
 
-    def get(self, key: str) -> bytes | None:
-        """The value of a key; None where it has none. Raises as :meth:`call` does."""
-        return self.call(lambda store: store.get(key) if store.check([key]) else None)
+    def add(self, key: str, count: int = 1) -> int:
+        """Counts, for all ranks together; how many there are by now."""
+        total: int = self.ask(lambda store: store.add(key, count))
+        return total
+
+    def connect(self) -> Any:
+        """A further connection to the store."""
+        return self.ask(lambda _: self._connect())
+
+    def ask(self, request: Callable[[Any], _T]) -> _T:
+        """What ``request`` gives, which takes the store."""
+        with self._lock:
+            try:
+                if self._requests is None:
+                    self._requests = queue.SimpleQueue()
+                    # A daemon: a call without an answer must not keep the process alive.
+                    self._thread = threading.Thread(
+                        target=self._work, args=(self._requests,), name="tiered-store", daemon=True
+                    )
+                    self._thread.start()
+                answer: Future[_T] = Future()
+                self._requests.put((request, answer))
+                return answer.result(self._timeout_s)
+            except Exception as error:
+                # The answer may still come, and would be taken for that of the next request.
+                self._end()
+                late = isinstance(error, LateError)
+                why = f"no answer within {self._timeout_s:.0f} s" if late else str(error).partition("\n")[0]
+                raise PeerError(
+                    f"the store of torch.distributed can't be asked: {why}",
+                    operation="agree",
+                    hint="the rank that holds it has ended, or its host can't be reached",
+                ) from error
 
     def close(self) -> None:
-        """Ends the thread, unless it waits for an answer that does not come."""
-        self._requests.put(None)
-        self._thread.join(self._timeout_s)
+        """Ends the connection, and the thread unless it waits for an answer that does not come."""
+        with self._lock:
+            thread = self._thread
+            self._end()
+        if thread is not None:
+            thread.join(self._timeout_s)
 
-    def drop(self) -> None:
-        """Ends the thread without waiting for it: it may still wait for an answer."""
-        self._requests.put(None)
+    def _end(self) -> None:
+        requests, self._requests, self._thread = self._requests, None, None
+        if requests is not None:
+            requests.put(None)
 
-    def _work(self, origin: Any, prefix: str) -> None:
-        failed: BaseException | None = None
-        try:
-            clone = getattr(origin, "clone", None)
-            store = clone() if clone is not None else origin
-            if clone is not None:
-                store.set_timeout(timedelta(seconds=self._timeout_s))
-            self.store = distributed_c10d.PrefixStore(prefix, store)
-        except BaseException as error:
-            failed = error
-        while (asked := self._requests.get()) is not None:
+    def _work(self, requests: _Requests) -> None:
+        store: Any = None
+        while (asked := requests.get()) is not None:
             request, answer = asked
             try:
-                if failed is not None:
-                    raise failed
-                answer.put((request(self.store), None))
+                if store is None:
+                    store = self._connect()
+                answer.set_result(request(store))
             except BaseException as error:
-                answer.put((None, error))
+                answer.set_exception(error)
+
+    def _connect(self) -> Any:
+        from torch.distributed import distributed_c10d
+
+        store = self._origin
+        if hasattr(store, "clone"):
+            store = store.clone()
+            store.set_timeout(timedelta(seconds=self._timeout_s))
+        return distributed_c10d.PrefixStore(self._prefix, store)

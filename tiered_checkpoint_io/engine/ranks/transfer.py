@@ -115,6 +115,29 @@ def receive_chunk(channel: Channel, entry: FileEntry, chunk: memoryview) -> None
 
 
 # ------------------------------------------------------------------------------------------ parts
+def send_description(channel: Channel, part: Part) -> None:
+    """Says what is to be sent next; in its place, :func:`send_status` says why nothing is."""
+    described = part.to_json()
+    send_status(channel)
+    send_status(channel, str(len(described)))
+    channel.send(memoryview(bytearray(described)))
+
+
+def receive_description(channel: Channel) -> Part:
+    """What the other side has to :func:`send_description`.
+
+    Raises:
+        PeerError: It sends nothing.
+        ManifestError: It is not understood here.
+    """
+    problem = receive_status(channel)
+    if problem:
+        raise PeerError(problem, operation="load", key=channel.name)
+    described = bytearray(int(receive_status(channel)))
+    channel.receive(memoryview(described))
+    return Part.from_json(bytes(described), where=channel.name)
+
+
 def find_part(tier: MemoryTier, save_id: str, rank: int | None = None) -> StoredPart:
     """A part in this node's memory: its own, or a replica that it keeps.
 
@@ -132,18 +155,15 @@ def find_part(tier: MemoryTier, save_id: str, rank: int | None = None) -> Stored
     raise CheckpointNotFoundError("no longer in memory", operation="restore", tier="memory", key=save_id)
 
 
-def send_part(
-    channel: Channel,
-    part: Part,
-    reading: Callable[[], contextlib.AbstractContextManager[Mapping[str, memoryview]]],
-    is_late: Callable[[], bool] | None = None,
-) -> str:
-    """Sends all files of a part; what went wrong, on either side.
+def send_held_part(channel: Channel, tier: MemoryTier, part: Part, is_late: Callable[[], bool] | None = None) -> str:
+    """Sends all files of a part that this node's memory holds; what went wrong, on either side.
+
+    Where bytes were not received as they should be, and are damaged here, the part is quarantined.
 
     Args:
         channel: To the rank that receives it by :func:`receive_part`.
+        tier: This node's memory.
         part: What it is.
-        reading: Opens its files.
         is_late: Whether all of it ought to have been sent by now.
 
     Raises:
@@ -152,46 +172,32 @@ def send_part(
     answer = receive_status(channel)
     if answer:
         return answer
+    stored: StoredPart | None = None
     with contextlib.ExitStack() as held:
-        views: Mapping[str, memoryview] | None = None
+        views: Mapping[str, memoryview] = {}
 
         def read(entry: FileEntry, offset: int, length: int) -> memoryview:
-            nonlocal views
-            if views is None:
-                views = held.enter_context(reading())
+            nonlocal stored, views
+            if stored is None:
+                stored = find_part(tier, part.save_id, part.rank)
+                views = held.enter_context(tier.reading(stored))
             return views[entry.basename][offset : offset + length]
 
+        problem = ""
         for entry, _, (offset, length) in _chunks(part):
             problem = send_chunk(channel, partial(read, entry, offset, length))
             if problem:
-                return problem
+                break
             if is_late is not None and is_late():
                 raise PeerError("not sent in time", operation="replicate", key=channel.name, step=part.content.step)
-        return receive_status(channel)
-
-
-def send_held_part(channel: Channel, tier: MemoryTier, part: Part, is_late: Callable[[], bool] | None = None) -> str:
-    """As :func:`send_part`, of a part that this node's memory holds; quarantines it where it is damaged here."""
-    found: list[StoredPart] = []
-
-    def reading() -> contextlib.AbstractContextManager[Mapping[str, memoryview]]:
-        found.append(find_part(tier, part.save_id, part.rank))
-        return tier.reading(found[0])
-
-    problem = send_part(channel, part, reading, is_late)
-    if problem:
-        for stored in found:
-            with contextlib.suppress(CheckpointNotFoundError, OSError):
-                quarantine_damaged(tier, stored)
+        problem = problem or receive_status(channel)
+    if problem and stored is not None:
+        with contextlib.suppress(CheckpointNotFoundError, OSError):
+            _quarantine_damaged(tier, stored)
     return problem
 
 
-def quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
-    """Quarantines a part where it differs from its hashes.
-
-    Raises:
-        CheckpointNotFoundError: It was removed meanwhile.
-    """
+def _quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
     try:
         with tier.reading(stored) as views:
             for entry in stored.part.content.files:
@@ -272,16 +278,26 @@ def receive_part(channel: Channel, part: Part, place: Place[_T]) -> _T:
         MemoryTierError: There is no room for it, or its place is taken.
     """
     try:
-        damage = _receive_files(channel, part, place)
-        if damage is not None:
-            # All bytes have come, and the other side waits for the outcome.
-            send_status(channel, text_of(damage))
-            raise damage
-        try:
+        with contextlib.ExitStack() as held:
+            with _reporting(channel):
+                views = held.enter_context(place.open())
+            send_status(channel)
+            checks = held.enter_context(contextlib.closing(_Checks()))
+            damage: Exception | None = None
+            for entry, index, (offset, length) in _chunks(part):
+                chunk = views[entry.basename][offset : offset + length]
+                receive_chunk(channel, entry, chunk)
+                try:
+                    checks.add(entry, index, chunk, where=channel.name)
+                except Exception as error:
+                    # The other side has to get rid of the rest all the same, and waits for the outcome.
+                    damage = damage or error
+            with _reporting(channel):
+                problem = damage or checks.problem()
+                if problem is not None:
+                    raise problem
+        with _reporting(channel):
             kept = place.keep()
-        except Exception as error:
-            send_status(channel, text_of(error))
-            raise
     except BaseException:
         place.drop()
         raise
@@ -289,29 +305,14 @@ def receive_part(channel: Channel, part: Part, place: Place[_T]) -> _T:
     return kept
 
 
-def _receive_files(channel: Channel, part: Part, place: Place[object]) -> Exception | None:
-    """What was wrong with the bytes, all of which have come."""
-    with contextlib.ExitStack() as held:
-        try:
-            views = held.enter_context(place.open())
-        except Exception as error:
-            send_status(channel, text_of(error))
-            raise
-        send_status(channel)
-        checks = held.enter_context(contextlib.closing(_Checks()))
-        damage: Exception | None = None
-        for entry, index, (offset, length) in _chunks(part):
-            chunk = views[entry.basename][offset : offset + length]
-            receive_chunk(channel, entry, chunk)
-            try:
-                checks.add(entry, index, chunk, where=channel.name)
-            except Exception as error:
-                # The other side has to get rid of the rest all the same, and waits for the outcome.
-                damage = damage or error
-        try:
-            return damage or checks.problem()
-        except Exception as error:
-            return error
+@contextlib.contextmanager
+def _reporting(channel: Channel) -> Iterator[None]:
+    """Tells the other side, which waits for a status, what fails in the block."""
+    try:
+        yield
+    except Exception as error:
+        send_status(channel, text_of(error))
+        raise
 
 
 def _chunks(part: Part) -> list[tuple[FileEntry, int, tuple[int, int]]]:

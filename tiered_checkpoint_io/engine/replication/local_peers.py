@@ -1,11 +1,11 @@
 """What ranks have for each other when they load local checkpoints: no collective, and no wait but for what is lost.
 
-A node that has lost its memory can't load from it, but a peer keeps copies of its parts. Ranks that load leave word
-on a board (the key-value store of torch.distributed) of what their node's memory holds. A rank whose shard is not
-there asks one whose node has it; a thread of that one answers, and sends the part over a link of the two. Nobody else
-takes part, and whoever has its own shard waits for nobody. The waits of those who lack theirs are bounded:
+A node that has lost its memory can't load from it, but a peer keeps replicas of its parts. Ranks that load write to the
+key-value store of torch.distributed what their node's memory holds. A rank whose shard is not there asks one whose node
+has it; a thread of that one answers, and sends the part over a link of the two. No other rank takes part, and a rank
+that has its own shard waits for none. The waits of those that lack theirs are bounded:
 
-- for word from ranks that have not begun to load, until all have, or ``local_patience_s`` is over;
+- for ranks that have not begun to load, until all have, or ``local_patience_s`` is over;
 - where the whole node holds nothing: for another rank's choice of what to load, while some rank may still choose.
 """
 
@@ -16,16 +16,19 @@ import json
 import threading
 from collections.abc import Callable, Iterable
 
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.ranks.transfer import (
     SlotPlace,
     find_part,
+    receive_description,
     receive_part,
-    receive_status,
+    send_description,
     send_held_part,
     send_status,
     text_of,
 )
-from tiered_checkpoint_io.engine.replication.peer_link import Board, Link, Offer
+from tiered_checkpoint_io.engine.replication.peer_link import Link, request, take_request
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
@@ -36,26 +39,36 @@ class LocalPeers:
     """One rank's end of it, for the life of a session."""
 
     def __init__(
-        self, tier: MemoryTier, board: Board, rank: int, world_size: int, logger: Logger, *, timeout_s: float
+        self,
+        tier: MemoryTier,
+        store: StoreClient,
+        rank: int,
+        world_size: int,
+        logger: Logger,
+        clock: Clock,
+        *,
+        timeout_s: float,
     ) -> None:
         """Takes what does not change; its thread begins with the first load.
 
         Args:
             tier: This node's memory.
-            board: Of the ranks of this start of the job.
+            store: What the ranks of this start of the job share.
             rank: This one.
             world_size: How many there are.
             logger: Where to log.
+            clock: The session's.
             timeout_s: Bound of all that a load waits for, seconds.
         """
         self._tier = tier
-        self._board = board
-        self._clock = board.clock
-        self._timing = board.clock.timing
+        self._store = store
+        self._clock = clock
+        self._timing = clock.timing
         self._rank = rank
         self._world = world_size
         self._log = logger
         self._timeout_s = timeout_s
+        self._message_s = min(timeout_s, clock.timing.message_s)
         self._changed = threading.Condition()
         self._load = ""
         self._served = 0
@@ -64,19 +77,19 @@ class LocalPeers:
 
     # ---------------------------------------------------------------------------------- of a load
     def begin(self, load: str, held: Iterable[tuple[str, int]]) -> None:
-        """Leaves word of what this node's memory holds: save ids and shards; from now on, others may ask for it."""
-        self._board.note(f"{load}/held/{self._rank}", json.dumps(sorted(held)))
+        """Tells what this node's memory holds: save ids and shards; from now on, others may ask for it."""
+        self._store.set(f"{load}/held/{self._rank}", json.dumps(sorted(held)))
         with self._changed:
             self._load = load
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._give_all, name="tiered-give-copies", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="tiered-give-replicas", daemon=True)
             self._thread.start()
 
     def end(self, load: str) -> None:
-        """Leaves word that this rank's load is over, however it ended."""
-        self._board.note(f"{load}/over/{self._rank}", "-")
-        self._board.add(f"{load}/over")
+        """Tells that this rank's load is over, however it ended."""
+        self._store.set(f"{load}/over/{self._rank}")
+        self._store.add(f"{load}/over")
 
     def await_choice(self, load: str, chosen: Callable[[], str | None]) -> str | None:
         """What another rank has chosen to load, waiting for it where one may still choose."""
@@ -86,10 +99,11 @@ class LocalPeers:
             if found is not None:
                 return found
             held = self._held(load)
-            able = [rank for rank, theirs in held.items() if theirs and not self._is_over(load, rank)]
-            if len(held) == self._world and not able:
+            if len(held) == self._world and not any(
+                theirs and self._store.get(f"{load}/over/{rank}") is None for rank, theirs in held.items()
+            ):
                 # One that is over by now may have chosen since we looked.
-                return chosen()
+                break
             self._clock.sleep(self._timing.local_poll_s)
         return chosen()
 
@@ -125,113 +139,85 @@ class LocalPeers:
             self._clock.sleep(self._timing.local_poll_s)
 
     def close(self) -> None:
-        """Ends the thread, once nobody loads any more, or after a few seconds."""
+        """Ends the thread, once no rank loads any more, or after a few seconds."""
         if self._thread is not None:
-            self._end_thread(self._thread)
-        self._board.close()
+            deadline = self._clock.monotonic() + self._timing.local_linger_s
+            with contextlib.suppress(PeerError):
+                while self._clock.monotonic() < deadline and self._thread.is_alive() and not self._all_over(self._load):
+                    self._clock.sleep(self._timing.local_poll_s)
+            with self._changed:
+                self._is_closing = True
+                self._changed.notify_all()
+            self._clock.join(self._thread, self._timing.message_s)
+        self._store.close()
 
-    def _end_thread(self, thread: threading.Thread) -> None:
-        deadline = self._clock.monotonic() + self._timing.local_linger_s
-        with contextlib.suppress(PeerError):
-            while not self._all_over() and self._clock.monotonic() < deadline and thread.is_alive():
-                self._clock.sleep(self._timing.local_poll_s)
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        self._clock.join(thread, self._timing.message_s)
-
-    # ------------------------------------------------------------------------------------- asking
     def _held(self, load: str) -> dict[int, list[list[object]]]:
-        told = {rank: self._board.noted(f"{load}/held/{rank}") for rank in range(self._world)}
+        """What the memory of each rank that has begun the load holds."""
+        told = {rank: self._store.get(f"{load}/held/{rank}") for rank in range(self._world)}
         return {rank: json.loads(each) for rank, each in told.items() if each is not None}
 
-    def _is_over(self, load: str, rank: int) -> bool:
-        return self._board.noted(f"{load}/over/{rank}") is not None
+    def _all_over(self, load: str) -> bool:
+        return self._store.add(f"{load}/over", 0) >= self._world
 
+    # ------------------------------------------------------------------------------------- asking
     def _get(self, source: int, save_id: str, shard: int, is_drained: Callable[[Part], bool]) -> StoredPart:
         started = self._clock.monotonic()
-        key = f"{source}/{self._board.add(f'asked/{source}')}"
-        self._board.note(f"ask/{key}", json.dumps([save_id, shard]))
-        while self._board.noted(f"taken/{key}") is None:
-            if self._clock.monotonic() > started + min(self._timeout_s, self._timing.local_taken_s):
-                raise PeerError("it does not answer", operation="load", rank=source)
-            self._clock.sleep(self._timing.local_poll_s / 4)
-        link = Link(self._board, Offer(key, source, key, 0), sends=False, timeout_s=self._message_s)
-        try:
-            problem = receive_status(link)
-            if problem:
-                raise PeerError(problem, operation="load", rank=source)
-            described = bytearray(int(receive_status(link)))
-            link.receive(memoryview(described))
-            part = Part.from_json(bytes(described), where=f"rank {source}")
+        key = f"ask/{source}/{self._store.add(f'asked/{source}')}"
+        bound_s, poll_s = min(self._timeout_s, self._timing.local_taken_s), self._timing.local_poll_s / 4
+        text = json.dumps([self._rank, save_id, shard])
+        request(self._store, key, text, self._clock, bound_s=bound_s, poll_s=poll_s)
+        link = Link(self._store, key, source, sends=False, timeout_s=self._message_s)
+        with contextlib.closing(link):
+            part = receive_description(link)
             stored = receive_part(link, part, SlotPlace(self._tier, part))
-        finally:
-            link.close()
         if is_drained(part):
             self._tier.mark_drained(stored)
-        size = part.content.size
         self._log.info(
             "Step %d: shard %d of %s is back from rank %d: %s",
             part.content.step,
             shard,
             part.name,
             source,
-            rate(size, self._clock.monotonic() - started),
+            rate(part.content.size, self._clock.monotonic() - started),
         )
         return stored
 
     # ------------------------------------------------------------------------------------- giving
-    def _give_all(self) -> None:
+    def _serve(self) -> None:
         try:
             while not self._is_closing:
-                key = f"{self._rank}/{self._served + 1}"
-                asked = self._board.noted(f"ask/{key}")
-                if asked is not None:
+                key, load = f"ask/{self._rank}/{self._served + 1}", self._load
+                if self._store.get(key) is not None:
                     self._served += 1
-                    self._give(key, *json.loads(asked))
+                    text = take_request(self._store, key)
+                    if text is not None:
+                        self._give(key, *json.loads(text))
                     continue
-                idle = self._all_over()
+                all_over = self._all_over(load)
                 with self._changed:
-                    if not self._is_closing:
-                        # While all train, nobody asks.
-                        if idle and self._all_over():
-                            self._changed.wait()
-                        else:
-                            self._clock.wait(self._changed, self._timing.local_poll_s)
+                    if all_over and load == self._load and not self._is_closing:
+                        # While all train, no rank asks.
+                        self._changed.wait()
+                    elif not self._is_closing:
+                        self._clock.wait(self._changed, self._timing.local_poll_s)
         except PeerError as error:
             # The store is gone with the rank that holds it: the job is at its end.
-            self._log.debug("nobody can ask for copies any more: %s", error)
-        except Exception as error:
-            self._log.error("copies are given to nobody any more: %s", text_of(error))
+            self._log.debug("no rank can ask for replicas any more: %s", error)
 
-    def _all_over(self) -> bool:
-        over = self._board.add(f"{self._load}/over", 0)
-        return over >= self._world
-
-    def _give(self, key: str, save_id: str, shard: int) -> None:
-        """Sends one part; its failure concerns who asked, and is only noted here."""
+    def _give(self, key: str, target: int, save_id: str, shard: int) -> None:
+        """Sends one part; its failure concerns the rank that asked, and is only noted here."""
+        deadline = self._clock.monotonic() + self._timeout_s
         try:
-            self._board.note(f"taken/{key}", "-")
-            link = Link(self._board, Offer(key, self._rank, key, 0), sends=True, timeout_s=self._message_s)
-            try:
+            link = Link(self._store, key, target, sends=True, timeout_s=self._message_s)
+            with contextlib.closing(link):
                 try:
                     part = find_part(self._tier, save_id, shard).part
                 except Exception as error:
                     send_status(link, text_of(error))
                     return
-                described = part.to_json()
-                send_status(link)
-                send_status(link, str(len(described)))
-                link.send(memoryview(bytearray(described)))
-                deadline = self._clock.monotonic() + self._timeout_s
+                send_description(link, part)
                 problem = send_held_part(link, self._tier, part, lambda: self._clock.monotonic() > deadline)
-                if problem:
-                    self._log.error("shard %s of %s was not received: %s", shard, part.name, problem)
-            finally:
-                link.close()
+            if problem:
+                self._log.error("shard %s of %s was not received: %s", shard, part.name, problem)
         except Exception as error:
             self._log.warning("shard %d of save %s was asked for, but not sent: %s", shard, save_id, text_of(error))
-
-    @property
-    def _message_s(self) -> float:
-        return min(self._timeout_s, self._timing.message_s)

@@ -5,20 +5,69 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, node_of, portable, raise_first
+from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, agree, node_of
+from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
-from tiered_checkpoint_io.engine.replication.peer_link import Board
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
-from tiered_checkpoint_io.engine.replication.replication import Clique, Replicator
+from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaReceiver
+from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+
+class Replicator:
+    """Sends the parts of one rank of a group to its peers, and keeps theirs, in the background.
+
+    Attributes:
+        sender: The one half of it.
+    """
+
+    def __init__(
+        self,
+        tier: MemoryTier,
+        store: StoreClient,
+        rank: int,
+        peers: Sequence[tuple[int, ...]],
+        config: TieredCheckpointConfig,
+        logger: Logger,
+        counts: Counter[str],
+        clock: Clock,
+    ) -> None:
+        """Starts both threads; neither takes part in a collective.
+
+        Args:
+            tier: This node's memory.
+            store: What all ranks of the group share.
+            rank: This rank, in the group.
+            peers: The ranks that keep replicas of each rank's parts, by rank.
+            config: For bounds.
+            logger: Where to log.
+            counts: ``replicated`` and ``unreplicated`` parts of this rank.
+            clock: The session's.
+        """
+        self._store = store
+        sources = [other for other, theirs in enumerate(peers) if rank in theirs]
+        keep_last, timeout_s = config.memory_keep_last, float(config.wait_timeout_s)
+        self._receiver = ReplicaReceiver(
+            tier, store, rank, sources, logger, clock, keep_last=keep_last, timeout_s=timeout_s
+        )
+        await_replicas = self._receiver.await_replicas
+        self.sender = ReplicaSender(
+            tier, store, rank, peers[rank], await_replicas, logger, counts, clock, timeout_s=timeout_s
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Sends what is queued, within the bound, takes what is being sent to this rank, and ends both threads."""
+        self.sender.close(timeout_s)
+        self._receiver.close()
+        self._store.close()
 
 
 class Peering:
@@ -35,13 +84,14 @@ class Peering:
         self._config = config
         self._counts = counts
         self._clock = clock
+        #: By which ranks save together, in which start of the job.
         self._replicators: dict[object, Replicator] = {}
         self._local: tuple[object, LocalPeers] | None = None
         #: Who sends what is saved now.
         self._current: Replicator | None = None
 
     def meet(self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any) -> None:
-        """Prepares copies in the memory of peers, once; every rank of the group calls this, on its main thread.
+        """Has the ranks agree on their peers, once, and starts replication; all call this, on their main threads.
 
         Does nothing where ``replication_factor`` is 1, or these ranks have met before.
 
@@ -51,30 +101,72 @@ class Peering:
             process_group: The ranks that save together; all of them where it is None.
 
         Raises:
-            UsageError: There are fewer nodes than copies, or some rank did not come.
-            MemoryTierError: Some rank can't use its memory tier.
+            UsageError: There are fewer nodes than copies, or some rank did not come; on all ranks.
+            MemoryTierError: Some rank can't use its memory tier; on all ranks.
         """
+        import torch.distributed as dist
+
         if self._config.replication_factor == 1:
             return
-        key = key_of(process_group)
+        if not (dist.is_available() and dist.is_initialized()):
+            self._peers_of(["here"])
+        store = dist.distributed_c10d._get_default_store()
+        key = store, tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         if key not in self._replicators:
-            self._replicators[key] = meet(open_tier, self._config, logger, self._counts, process_group, self._clock)
+            self._replicators[key] = self._meet(open_tier, logger, process_group, store)
             if len(self._replicators) == 1:
                 # Threads that call into torch must have ended before the interpreter does.
                 atexit.register(self.close, self._clock.timing.replication_release_s)
         self._current = self._replicators[key]
 
+    def _meet(self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any, store: Any) -> Replicator:
+        import torch.distributed as dist
+
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "replication was set up from a thread",
+                operation="replicate",
+                hint="make the first save, or session.meet_peers(), on the main thread of every rank",
+            )
+        tier, error = None, None
+        try:
+            tier = open_tier()
+        except Exception as caught:
+            # The others wait in the first exchange: they get the error there.
+            error = caught
+        node = node_of(tier.root if tier is not None else Path("/"))
+        group: Group
+        if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
+            timeout_s = float(self._config.wait_timeout_s)
+            group = TorchGroup(node, self._clock, timeout_s=timeout_s, what="the set-up of replication")
+        else:
+            group = GivenGroup(node, process_group)
+        try:
+            with group.failing_together():
+                agree(group, error)
+                assert tier is not None
+                held = {(each.save_id, each.part.rank) for each in tier.replicas.parts()}
+                gathered = group.all_gather((node, held, self._clock.token(8)))
+                peers = self._peers_of([each for each, _, _ in gathered])
+        finally:
+            group.close()
+        # All have the first one's token: it tells this group from all others that used the same store.
+        prefix, answer_s = f"tiered-peers/{gathered[0][2]}", self._clock.timing.store_answer_s
+        client = StoreClient(store, prefix, timeout_s=answer_s)
+        made = Replicator(tier, client, group.rank, peers, self._config, logger, self._counts, self._clock)
+        # Once more the newest part, where a peer has lost it, or never had it.
+        for stored in [each for each in tier.parts() if each.part.rank == group.rank][-1:]:
+            if any((stored.save_id, group.rank) not in gathered[target][1] for target in peers[group.rank]):
+                made.sender.offer(stored)
+        return made
+
+    def _peers_of(self, nodes: Sequence[str]) -> list[tuple[int, ...]]:
+        return peers_of_ranks(nodes, factor=self._config.replication_factor, jump=self._config.replication_jump)
+
     def local(self, tier: MemoryTier, logger: Logger) -> LocalPeers | None:
         """What ranks have for each other when they load local checkpoints; None where there are no copies, or others.
 
         Makes no collective call.
-
-        Args:
-            tier: This node's memory.
-            logger: Where to log.
-
-        Raises:
-            PeerError: The store of torch.distributed does not answer.
         """
         import torch.distributed as dist
 
@@ -82,10 +174,10 @@ class Peering:
             return None
         store = dist.distributed_c10d._get_default_store()
         if self._local is None or self._local[0] is not store:
+            prefix, answer_s = f"tiered-peers/local/{self._config.namespace}", self._clock.timing.store_answer_s
+            client, timeout_s = StoreClient(store, prefix, timeout_s=answer_s), float(self._config.wait_timeout_s)
             rank, world_size = dist.get_rank(), dist.get_world_size()
-            board = Board(store, f"local/{self._config.namespace}", rank, self._clock)
-            timeout_s = float(self._config.wait_timeout_s)
-            peers = LocalPeers(tier, board, rank, world_size, logger, timeout_s=timeout_s)
+            peers = LocalPeers(tier, client, rank, world_size, logger, self._clock, timeout_s=timeout_s)
             self._local = store, peers
             atexit.register(self.close, self._clock.timing.replication_release_s)
         return self._local[1]
@@ -95,7 +187,7 @@ class Peering:
         if self._config.replication_factor == 1:
             return
         if self._current is not None:
-            self._current.offer(stored)
+            self._current.sender.offer(stored)
             return
         self._counts["unreplicated"] += 1
         logger.warning(
@@ -107,7 +199,7 @@ class Peering:
     @property
     def pending(self) -> int:
         """Parts that are still on their way."""
-        return sum(each.pending for each in self._replicators.values())
+        return sum(each.sender.pending for each in self._replicators.values())
 
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, within the bound, and ends; :meth:`meet` may be called again."""
@@ -118,99 +210,3 @@ class Peering:
             local[1].close()
         for each in replicators:
             each.close(timeout_s)
-
-
-def key_of(process_group: Any) -> object:
-    """Identifies the ranks that save together: which they are, in which start of the job."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    return dist.distributed_c10d._get_default_store(), tuple(ranks)
-
-
-def meet(
-    open_tier: Callable[[], MemoryTier],
-    config: TieredCheckpointConfig,
-    logger: Logger,
-    counts: Counter[str],
-    process_group: Any,
-    clock: Clock,
-) -> Replicator:
-    """Has the ranks agree on their peers, and starts replication.
-
-    Args:
-        open_tier: Opens this node's memory.
-        config: For factor, jump and bounds.
-        logger: Where to log.
-        counts: Where to count.
-        process_group: The ranks; all of them where it is None.
-        clock: The session's.
-
-    Raises:
-        UsageError: There are fewer nodes than copies, or some rank did not come; on all ranks.
-        MemoryTierError: Some rank can't use its memory tier; on all ranks.
-    """
-    import torch.distributed as dist
-
-    factor = config.replication_factor
-    if not (dist.is_available() and dist.is_initialized()):
-        peers_of_ranks(["here"], factor=factor, jump=config.replication_jump)
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            "replication was set up from a thread",
-            operation="replicate",
-            hint="make the first save, or session.meet_peers(), on the main thread of every rank",
-        )
-    tier, held, error = None, [], None
-    try:
-        tier = open_tier()
-        held = [(each.save_id, each.part.rank) for each in tier.replicas.parts()]
-    except Exception as caught:
-        # The others wait in the first exchange: they get the error there.
-        error = caught
-    node = node_of(tier.root if tier is not None else Path("/"))
-    group: Group
-    if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
-        group = TorchGroup(node, clock, timeout_s=float(config.wait_timeout_s), what="the set-up of replication")
-    else:
-        group = GivenGroup(node, process_group)
-    try:
-        gathered = group.all_gather((node, held, clock.token(8), portable(error, group.rank)))
-        raise_first((theirs for _, _, _, theirs in gathered), error)
-        nodes = [each for each, _, _, _ in gathered]
-        peers = peers_of_ranks(nodes, factor=factor, jump=config.replication_jump)
-        clique = Clique.of(group.rank, peers)
-        boards: tuple[Board, Board] | None = None
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            token = gathered[0][2]
-            boards = Board(store, token, group.rank, clock), Board(store, token, group.rank, clock)
-        except Exception as caught:
-            error = caught
-        raise_first(group.all_gather(portable(error, group.rank)), error)
-    finally:
-        group.close()
-    assert tier is not None
-    assert boards is not None
-    replicator = Replicator(
-        tier,
-        clique,
-        boards,
-        logger,
-        counts,
-        keep_last=config.memory_keep_last,
-        timeout_s=float(config.wait_timeout_s),
-    )
-    copied = [set(theirs) for _, theirs, _, _ in gathered]
-    _catch_up(tier, replicator, clique, [copied[target] for target in clique.targets])
-    return replicator
-
-
-def _catch_up(tier: MemoryTier, replicator: Replicator, clique: Clique, kept: list[set[tuple[str, int]]]) -> None:
-    """Sends this rank's newest part again where a peer has lost it, or never had it."""
-    mine = [stored for stored in tier.parts() if stored.part.rank == clique.rank]
-    for stored in mine[-1:]:
-        if any((stored.save_id, stored.part.rank) not in held for held in kept):
-            replicator.offer(stored)

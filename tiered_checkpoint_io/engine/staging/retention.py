@@ -162,20 +162,22 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
     Replicas of ranks that send here no longer (the job has other nodes now) go once a newer save is safe.
 
     Args:
-        held: Replicas of one payload format and one durable tier.
+        held: Replicas of one durable tier.
         keep: How many saves stay.
     """
     held = list(held)
     outdated: list[StoredPart] = []
-    for series, rank in {(ids.series_of(each.part.name), each.part.rank) for each in held}:
-        of_series = [each for each in held if ids.series_of(each.part.name) == series]
+    for series, payload, rank in {
+        (ids.series_of(each.part.name), each.part.content.kind, each.part.rank) for each in held
+    }:
+        of_payload = [each for each in held if each.part.content.kind == payload]
+        of_series = [each for each in of_payload if ids.series_of(each.part.name) == series]
         replicas = [each for each in of_series if each.part.rank == rank]
-        first = replicas[0].part
         newest = max(each.save_id for each in replicas)
         if newest < max(_newest_safe(of_series), default=""):
             outdated += replicas
             continue
-        scope = Scope(newest, rank, first.content.kind, first.dirpath, series)
+        scope = Scope(newest, rank, payload, replicas[0].part.dirpath, series)
         outdated += removable(replicas, scope, keep, all_complete(replicas, scope))
     return sorted(outdated, key=lambda each: (each.save_id, each.part.rank))
 

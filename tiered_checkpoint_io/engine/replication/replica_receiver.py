@@ -1,0 +1,196 @@
+"""The receiving end: replicas that this node keeps for others, verified before they are committed.
+
+A part is marked as replicated once *all* parts of its save are on all their peers: only then is the save safe from the
+loss of a node, and only then may the safe one before it go. Each rank counts its part in the store when it is sent, and
+looks there for the saves that it has parts or replicas of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.engine.ranks.transfer import (
+    SlotPlace,
+    receive_description,
+    receive_part,
+    send_status,
+    text_of,
+)
+from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Link, Links, take_request
+from tiered_checkpoint_io.engine.staging.retention import outdated_replicas
+from tiered_checkpoint_io.errors import ManifestError, MemoryFullError, PeerError, TieredCheckpointError
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.manifest import Part
+
+#: Saves of which it is not known yet whether all parts are replicated.
+_MAX_AWAITED = 16
+
+
+class ReplicaReceiver:
+    """Takes what peers offer to this rank, on a thread of its own."""
+
+    def __init__(
+        self,
+        tier: MemoryTier,
+        store: StoreClient,
+        rank: int,
+        sources: Sequence[int],
+        logger: Logger,
+        clock: Clock,
+        *,
+        keep_last: int,
+        timeout_s: float,
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            tier: This node's memory.
+            store: What all ranks of the group share.
+            rank: This rank, in the group.
+            sources: The ranks of whose parts it keeps replicas.
+            logger: Where to log.
+            clock: The session's.
+            keep_last: Of how many saves a peer's replicas are kept.
+            timeout_s: Bound of one message, seconds.
+        """
+        self._tier = tier
+        self._store = store
+        self._rank = rank
+        self._sources = sources
+        self._log = logger
+        self._clock = clock
+        self._keep_last = keep_last
+        self._links = Links(store, sends=False, timeout_s=min(timeout_s, clock.timing.message_s))
+        #: Of each save that is awaited, how many parts it has.
+        self._awaited: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._missed = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tiered-keep-replicas", daemon=True)
+        self._thread.start()
+
+    def await_replicas(self, part: Part) -> None:
+        """Looks from now on whether all parts of a part's save are replicated."""
+        with self._lock:
+            self._awaited[part.save_id] = part.content.parts
+            while len(self._awaited) > _MAX_AWAITED:
+                del self._awaited[next(iter(self._awaited))]
+
+    def close(self) -> None:
+        """Takes what is being sent to this rank, and ends the thread."""
+        self._closing.set()
+        self._clock.join(self._thread, self._clock.timing.replication_linger_s + self._clock.timing.message_s)
+        self._links.close_all()
+
+    def _run(self) -> None:
+        timing, ended_at = self._clock.timing, None
+        while True:
+            is_closing, idle, over, unreachable = self._closing.is_set(), True, False, ""
+            try:
+                for source in self._sources:
+                    key = take_request(self._store, f"offer/{source}/{self._rank}")
+                    if key is not None:
+                        idle = False
+                        self._take(source, key)
+                self._mark_replicated()
+                over = is_closing and all(self._store.get(f"ended/{source}") for source in self._sources)
+            except Exception as error:
+                unreachable = text_of(error)
+            self._report(unreachable)
+            if is_closing:
+                now = self._clock.monotonic()
+                ended_at = ended_at or now
+                if idle and (over or unreachable or now > ended_at + timing.replication_linger_s):
+                    break
+            if idle:
+                pause = timing.offer_retry_s if unreachable else timing.offer_poll_s
+                if is_closing:
+                    self._clock.sleep(pause)
+                else:
+                    self._clock.wait(self._closing, pause)
+        if not unreachable:
+            with contextlib.suppress(PeerError):
+                self._store.set(f"left/{self._rank}")
+
+    def _report(self, unreachable: str) -> None:
+        """Warns once when the store does not answer, and logs once when it does again."""
+        if not unreachable:
+            if self._missed > 1:
+                self._log.info("receiving replicas again")
+            self._missed = 0
+            return
+        self._missed += 1
+        # At the end of a job, the store ends with the rank that hosts it.
+        if self._missed == 2 and not self._closing.is_set():
+            self._log.warning("receiving no replicas for now: %s", unreachable)
+
+    # ------------------------------------------------------------------------------------- receiving
+    def _take(self, source: int, key: str) -> None:
+        """Receives one part. Its source warns of a failure; here it is logged for debugging."""
+        try:
+            self._receive(self._links.open(source, key))
+        except Exception as error:
+            self._log.debug("rank %d's part did not arrive: %s", source, error)
+            self._links.close(source)
+
+    def _receive(self, link: Link) -> None:
+        """Receives one part, where it is wanted.
+
+        Raises:
+            PeerError: The peer is lost, and the link of no use any more.
+        """
+        kept = self._tier.replicas
+        try:
+            part = receive_description(link)
+        except ManifestError as error:
+            send_status(link, str(error))
+            return
+        if kept.is_taken(part.save_id, part.rank) or self._tier.is_taken(part.save_id, part.rank):
+            send_status(link, HAVE)
+            self.await_replicas(part)
+            return
+        try:
+            receive_part(link, part, SlotPlace(kept, part, acquire=lambda size: self._slot(size, part)))
+        except PeerError:
+            raise
+        except TieredCheckpointError as error:
+            # The peer knows of it, and is done with this part: the link is as good as before.
+            self._log.debug("%s's part is not kept: %s", link.name, error)
+            return
+        self.await_replicas(part)
+        self._prune(part, keep=self._keep_last)
+
+    def _slot(self, size: int, part: Part) -> Slot:
+        kept = self._tier.replicas
+        try:
+            return kept.acquire(size)
+        except MemoryFullError:
+            # Keep one replica fewer, unless that is the only one of a complete save.
+            self._prune(part, keep=max(1, self._keep_last - 1))
+            return kept.acquire(size)
+
+    def _prune(self, part: Part, *, keep: int) -> None:
+        kept = self._tier.replicas
+        held = [stored for stored in kept.parts() if stored.part.dirpath == part.dirpath]
+        for stored in outdated_replicas(held, keep=keep):
+            kept.remove(stored)
+
+    def _mark_replicated(self) -> None:
+        """Marks this node's parts and replicas of the saves that are on all peers."""
+        with self._lock:
+            awaited = list(self._awaited.items())
+        for save_id, parts in awaited:
+            if self._store.add(f"copied/{save_id}", 0) < parts:
+                continue
+            for tier in (self._tier, self._tier.replicas):
+                for stored in tier.parts():
+                    if stored.save_id == save_id and not stored.replicated:
+                        tier.mark_replicated(stored)
+            with self._lock:
+                self._awaited.pop(save_id, None)

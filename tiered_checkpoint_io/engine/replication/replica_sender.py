@@ -1,0 +1,191 @@
+"""The sending end: this rank's parts, one after the other, each to all its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.engine.ranks.transfer import send_description, send_held_part
+from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Links, request
+from tiered_checkpoint_io.errors import PeerError
+from tiered_checkpoint_io.logs import Logger, rate
+from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.model.manifest import Part
+
+#: Parts that wait to be sent; of more, the oldest are outdated.
+_MAX_WAITING = 2
+
+
+class _RefusedError(PeerError):
+    """The peer is alive, but could not keep this part."""
+
+
+class ReplicaSender:
+    """Sends this rank's parts to its peers, on a thread of its own.
+
+    A failure costs a warning and a count: the part stays in this node's memory, and training goes on.
+    """
+
+    def __init__(
+        self,
+        tier: MemoryTier,
+        store: StoreClient,
+        rank: int,
+        targets: Sequence[int],
+        on_sent: Callable[[Part], None],
+        logger: Logger,
+        counts: Counter[str],
+        clock: Clock,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            tier: This node's memory.
+            store: What all ranks of the group share.
+            rank: This rank, in the group.
+            targets: The ranks that keep replicas of its parts.
+            on_sent: Called with each part that is on all of them.
+            logger: Where to log.
+            counts: ``replicated`` and ``unreplicated`` parts of this rank.
+            clock: The session's.
+            timeout_s: Bound of one part's way to one peer, seconds.
+        """
+        self._tier = tier
+        self._store = store
+        self._rank = rank
+        self._targets = targets
+        self._on_sent = on_sent
+        self._log = logger
+        self.counts = counts
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._links = Links(store, sends=True, timeout_s=min(timeout_s, clock.timing.message_s))
+        #: How often a link to each peer has failed.
+        self._broken: Counter[int] = Counter()
+        #: Peers that did not answer: the next wait for them is short.
+        self._lost: set[int] = set()
+        self._changed = threading.Condition()
+        self._waiting: deque[StoredPart] = deque()
+        self._is_sending = False
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="tiered-replicate", daemon=True)
+        self._thread.start()
+
+    # ----------------------------------------------------------------------------------- interface
+    def offer(self, stored: StoredPart) -> None:
+        """Takes a part that has just been committed; returns at once."""
+        with self._changed:
+            self._waiting.append(stored)
+            kept, why = _MAX_WAITING, "replaced by newer saves: peers or network are too slow for this save interval"
+            if self._is_closing:
+                kept, why = 0, "replication has ended"
+            outdated = [self._waiting.popleft() for _ in range(len(self._waiting) - kept)]
+            self._changed.notify_all()
+        for each in outdated:
+            self._failed(each, why)
+
+    @property
+    def pending(self) -> int:
+        """Parts that are not on their peers yet, and not given up."""
+        with self._changed:
+            return len(self._waiting) + self._is_sending
+
+    def close(self, timeout_s: float) -> None:
+        """Sends what waits, for so many seconds at most, and ends the thread."""
+        with self._changed:
+            self._clock.wait_for(self._changed, lambda: not self._waiting and not self._is_sending, timeout_s)
+            self._is_closing = True
+            left = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for each in left:
+            self._failed(each, "the process has ended")
+        self._clock.join(self._thread, self._clock.timing.replication_linger_s + self._clock.timing.message_s)
+        self._links.close_all()
+
+    # --------------------------------------------------------------------------------------- sending
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_sending = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if not self._waiting:
+                    break
+                stored = self._waiting.popleft()
+                self._is_sending = True
+            self._send_to_all(stored)
+        with contextlib.suppress(PeerError):
+            self._store.set(f"ended/{self._rank}")
+
+    def _send_to_all(self, stored: StoredPart) -> None:
+        part, started = stored.part, self._clock.monotonic()
+        problems = []
+        for target in self._targets:
+            try:
+                self._send(target, part)
+                self._lost.discard(target)
+            except _RefusedError as error:
+                problems.append(f"rank {target}: {error}")
+            except Exception as error:
+                # The other end closes likewise, and both open another link for the next part.
+                self._links.close(target)
+                self._broken[target] += 1
+                self._lost.add(target)
+                problems.append(f"rank {target}: {error}")
+        if not problems:
+            try:
+                self._store.add(f"copied/{part.save_id}")
+            except PeerError as error:
+                problems.append(str(error))
+        if problems:
+            self._failed(stored, "; ".join(problems))
+            return
+        self.counts["replicated"] += 1
+        self._on_sent(part)
+        self._log.info(
+            "Step %d: replicated %s to %d peer(s): %s",
+            part.content.step,
+            part.name,
+            len(self._targets),
+            rate(part.content.size, self._clock.monotonic() - started),
+        )
+
+    def _send(self, target: int, part: Part) -> None:
+        """Has a peer keep a part.
+
+        Raises:
+            PeerError: It does not; a ``_RefusedError`` where it is alive and could not keep this part.
+        """
+        timing, deadline = self._clock.timing, self._clock.monotonic() + self._timeout_s
+        key = f"{self._rank}/{target}/{self._broken[target]}"
+        request(
+            self._store,
+            f"offer/{self._rank}/{target}",
+            key,
+            self._clock,
+            bound_s=min(self._timeout_s, timing.accept_again_s if target in self._lost else timing.accept_s),
+            poll_s=timing.accept_poll_s,
+            has_left=lambda: self._store.get(f"left/{target}") is not None,
+        )
+        link = self._links.open(target, key)
+        send_description(link, part)
+        problem = send_held_part(link, self._tier, part, lambda: self._clock.monotonic() > deadline)
+        if problem and problem != HAVE:
+            raise _RefusedError(problem, operation="replicate", step=part.content.step)
+
+    def _failed(self, stored: StoredPart, why: str) -> None:
+        self.counts["unreplicated"] += 1
+        self._log.warning(
+            "Step %d: rank %d's part of %s was not replicated, only this node has it: %s",
+            stored.part.content.step,
+            stored.part.rank,
+            stored.part.name,
+            why,
+        )
