@@ -10,8 +10,7 @@ SOON_S = 15.0
 FULL = [
     (1, "memory.tier:MemoryTier.reading", 1),
     (1, "engine.ranks.transfer:find_part", 1),
-    (0, "engine.ranks.transfer:_Checks.add", 1),
-    (0, "engine.ranks.transfer:_Checks.problem", 1),
+    (0, "model.manifest:FileEntry.check_chunk", 1),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
     (2, "engine.restore.restore:NodeFetcher.find", 1),
@@ -21,7 +20,7 @@ FULL = [
 ]
 SHARDED = [
     (1, "memory.tier:MemoryTier.reading", 2),
-    (0, "engine.ranks.transfer:_Checks.add", 2),
+    (0, "model.manifest:FileEntry.check_chunk", 2),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
     (2, "engine.restore.search:look", 1),

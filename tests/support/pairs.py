@@ -91,6 +91,7 @@ def replicator_of(order, rank, store):
     from tiered_checkpoint_io.clock import SYSTEM
     from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
     from tiered_checkpoint_io.engine.replication.meeting import Replicator
+    from tiered_checkpoint_io.engine.replication.peer_link import Member
     from tiered_checkpoint_io.logs import get_logger
     from tiered_checkpoint_io.memory.tier import MemoryTier
 
@@ -101,7 +102,8 @@ def replicator_of(order, rank, store):
     config = TieredCheckpointConfig(
         dirpath=order["dirpath"], memory_keep_last=KEEP_LAST, wait_timeout_s=PATIENCE_S, replication_factor=2
     )
-    made = Replicator(tier, client, rank, [(1,), ()], config, get_logger("default"), Counter(), SYSTEM)
+    member = Member(tier, client, rank, 2, config, get_logger("default"), SYSTEM)
+    made = Replicator(member, [(1,), ()], Counter())
     tier.on_commit = made.sender.offer
     return tier, made
 

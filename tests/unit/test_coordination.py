@@ -7,7 +7,7 @@ import pytest
 from support.restoring import in_ranks
 
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup, agree, current_group, node_of
+from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, current_group, node_of
 from tiered_checkpoint_io.errors import RestoreError, StoreUnavailableError
 
 
@@ -44,7 +44,7 @@ def test_no_error_is_no_error():
 def test_alone_an_error_is_raised_as_it_is(tmp_path):
     error = StoreUnavailableError("no")
     with pytest.raises(StoreUnavailableError) as caught:
-        agree(SingleGroup("n"), error)
+        agree(Group("n"), error)
     assert caught.value is error
     assert "direct cause" not in "".join(traceback.format_exception(caught.value))
 

@@ -26,7 +26,7 @@ from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.aliases import put_alias
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
+from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, reading_order
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import restore
@@ -74,7 +74,7 @@ class World:
 
     def restore(self, selector=LATEST, node="n", store=None):
         """Alone; the restored one and its bytes."""
-        restored = self.restorer(node, store)(selector, SingleGroup(node))
+        restored = self.restorer(node, store)(selector, Group(node))
         return restored, read(restored)
 
     def restore_all(self, nodes, selector=LATEST, stores=None):
@@ -232,7 +232,7 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     into_durable(world.store, "a.ckpt", NEW, 1)
     world.tier(budget_bytes=CHUNK)
-    restored = world.restorer()(LATEST, SingleGroup("n"))
+    restored = world.restorer()(LATEST, Group("n"))
     assert restored.path.parent == tmp_path
     assert read(restored) == NEW
     assert not list(tmp_path.glob("tiered-checkpoint-*"))
@@ -242,7 +242,7 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
 @pytest.mark.parametrize("released", [False, True])
 def test_what_was_mapped_from_a_restored_file_is_never_written_over(world, released):
     path = into_memory(world.tier(), world.store.url, "a.ckpt", NEW, 1)
-    restored = world.restorer()(LATEST, SingleGroup("n"))
+    restored = world.restorer()(LATEST, Group("n"))
     with open(restored.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         file.close()
         if released:

@@ -11,7 +11,7 @@ from support.story import op_id
 
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
-from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
+from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
 from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
@@ -54,7 +54,7 @@ class World:
         return Tiers(self.config, self.tier, lambda: store or self.store, self.store.url, logging.getLogger("test"))
 
     def open(self, group=None, store=None):
-        return open_shards(self.tiers(store), LATEST, group or SingleGroup("n"))
+        return open_shards(self.tiers(store), LATEST, group or Group("n"))
 
 
 class Asked(FaultyStore):
@@ -174,7 +174,7 @@ def test_a_rank_of_a_local_checkpoint_reads_its_own_description_alone(memory_dir
     asked = Asked(world.store)
     fetcher = NodeFetcher(world.tiers(asked), part_rank=2)
     (manifest,) = discover(world.tiers(), LATEST, {}).manifests
-    search = Search(world.tiers(), LATEST, "local", SingleGroup("n"))
+    search = Search(world.tiers(), LATEST, "local", Group("n"))
     candidate = Candidate(manifest.name, manifest.content, durable=manifest.content)
     for _ in range(2):
         fetched = fetcher.fetch(candidate, "durable", search).value

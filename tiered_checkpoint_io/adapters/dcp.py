@@ -312,7 +312,7 @@ def save_full(
     writer.reset(checkpoint_id)
     coordinator = rank_in_group(process_group, coordinator_rank)
     # Told where a rank is by its group alone: the memory tier is the coordinator's business.
-    group: coordination.Group = coordination.SingleGroup("")
+    group: coordination.Group = coordination.Group("")
     if world() is not None:
         group = coordination.GivenGroup("", process_group or world())
     mine = group.rank == coordinator

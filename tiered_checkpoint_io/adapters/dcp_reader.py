@@ -252,7 +252,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             alone, process_group = told_to_dcp("_load_state_dict") or (None, None)
         node = coordination.node_of(root)
         if alone or (process_group is not None and dist.get_world_size(process_group) == 1):
-            return coordination.SingleGroup(node)
+            return coordination.Group(node)
         if process_group is not None:
             return coordination.GivenGroup(node, process_group)
         timeout_s = float(self.settings.config.wait_timeout_s)

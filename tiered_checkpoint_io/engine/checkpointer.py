@@ -221,7 +221,7 @@ class Checkpointer:
         root = tier.root if tier is not None else Path("/")
         timeout_s = float(self.config.wait_timeout_s)
         group = (
-            coordination.SingleGroup(coordination.node_of(root))
+            coordination.Group(coordination.node_of(root))
             if alone
             else coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
         )

@@ -9,7 +9,6 @@ on to its end.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import os
 import socket
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.views import at
+from tiered_checkpoint_io.engine.ranks.views import tensor_of
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
 
 
@@ -29,8 +28,8 @@ class _Failed(NamedTuple):
     error: TieredCheckpointError | None
 
 
-class Group(abc.ABC):
-    """All ranks that restore together.
+class Group:
+    """All ranks that restore together; without a process group, this process alone.
 
     Attributes:
         rank: This process.
@@ -38,11 +37,13 @@ class Group(abc.ABC):
         node: Which node this is; equal for processes that share a memory tier.
     """
 
-    rank: int
-    world_size: int
-    node: str
+    rank = 0
+    world_size = 1
     #: Whether the ranks have nothing more to exchange: some rank has failed, or they lost each other.
     _is_over = False
+
+    def __init__(self, node: str) -> None:
+        self.node = node
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -95,27 +96,8 @@ class Group(abc.ABC):
         """Fills ``data`` with the bytes that a rank sends."""
         raise NotImplementedError
 
-    @abc.abstractmethod
-    def _all_gather(self, obj: Any) -> list[Any]: ...
-
-    @abc.abstractmethod
-    def _broadcast(self, obj: Any) -> Any: ...
-
-    @abc.abstractmethod
-    def _gather(self, obj: Any) -> list[Any] | None: ...
-
-    def close(self) -> None:  # noqa: B027 — most have nothing to free
+    def close(self) -> None:
         """Ends what the group has made for itself."""
-
-
-class SingleGroup(Group):
-    """One process alone."""
-
-    rank = 0
-    world_size = 1
-
-    def __init__(self, node: str) -> None:
-        self.node = node
 
     def _all_gather(self, obj: Any) -> list[Any]:
         return [obj]
@@ -135,29 +117,22 @@ class GivenGroup(Group):
 
         Args:
             node: See :class:`Group`.
-            process_group: Of torch.distributed. Groups of our own would need a rendezvous in which
-                ranks outside it have to take part.
+            process_group: Of torch.distributed. Groups of our own would need a rendezvous in which ranks outside it
+                have to take part.
         """
         import torch.distributed as dist
 
+        super().__init__(node)
         self._dist: Any = dist
         self._group = process_group
-        self.node = node
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
 
     def send(self, data: memoryview, rank: int) -> None:
-        import torch
-
-        # By its address: torch warns of bytes that it must not write to, though it only reads them.
-        tensor = torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8)
-        self._do(lambda: self._dist.send(tensor, dst=self._global(rank), group=self._group))
+        self._do(lambda: self._dist.send(tensor_of(data), dst=self._global(rank), group=self._group))
 
     def receive(self, data: bytearray | memoryview, rank: int) -> None:
-        import torch
-
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        self._do(lambda: self._dist.recv(tensor, src=self._global(rank), group=self._group))
+        self._do(lambda: self._dist.recv(tensor_of(data), src=self._global(rank), group=self._group))
 
     def _all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
@@ -248,7 +223,7 @@ def current_group(root: Path, clock: Clock, *, timeout_s: float) -> Group:
     node = node_of(root)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchGroup(node, clock, timeout_s=timeout_s)
-    return SingleGroup(node)
+    return Group(node)
 
 
 def node_of(root: Path) -> str:

@@ -30,7 +30,7 @@ import itertools
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from tiered_checkpoint_io.clock import Clock
@@ -60,9 +60,6 @@ class Run:
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
         self._loads: Counter[str] = Counter()
-        #: Saves of which it is known whether memory has all parts, and those of them that miss some.
-        self._settled: set[str] = set()
-        self._lacking: set[str] = set()
 
     def save_id(self, namespace: str, series: str, step: int, new_run_id: Callable[[], str]) -> str:
         """The id of a save that begins now; to be called once for each save.
@@ -86,25 +83,14 @@ class Run:
 
     def tell_missing(self, save_id: str, where: Where) -> None:
         """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
-        if where == "memory":
-            self._lacking.add(save_id)
         self.first(_missing_key(save_id, where), "-")
 
-    def lacking(self, save_ids: Sequence[str]) -> set[str]:
+    def lacking(self, save_ids: Iterable[str]) -> set[str]:
         """The saves of which some node's memory has no part; to be asked when a later save begins.
 
-        Args:
-            save_ids: Saves of this run, in order. Of all but the last it is remembered.
+        Ranks are at most one save apart: each has told by then whether it has its part of all but the last of them.
         """
-        for save_id in save_ids:
-            if save_id in self._lacking or save_id in self._settled or self.store is None:
-                continue
-            if self._get(_missing_key(save_id, "memory")) is not None:
-                self._lacking.add(save_id)
-            elif save_id != save_ids[-1]:
-                # Ranks are at most one save apart: each has told by now whether it has its part of this one.
-                self._settled.add(save_id)
-        return self._lacking.intersection(save_ids)
+        return {each for each in save_ids if self._get(_missing_key(each, "memory")) is not None}
 
     def begin_load(self, what: str) -> str:
         """The key of a load that begins now: equal on all ranks that load the same as often."""
@@ -114,7 +100,7 @@ class Run:
 
     def chosen(self, load: str) -> str | None:
         """What the first rank has chosen to load; None where this one is the first so far."""
-        return None if self.store is None else self._get(load)
+        return self._get(load)
 
     def choose(self, load: str, mine: str) -> str:
         """What all load: ``mine``, or what another rank has chosen before."""
@@ -129,6 +115,8 @@ class Run:
         return first
 
     def _get(self, key: str) -> str | None:
+        if self.store is None:
+            return None
         key = f"{_PREFIX}/{key}"
         return self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
 

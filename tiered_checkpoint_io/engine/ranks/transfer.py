@@ -282,20 +282,21 @@ def receive_part(channel: Channel, part: Part, place: Place[_T]) -> _T:
             with _reporting(channel):
                 views = held.enter_context(place.open())
             send_status(channel)
-            checks = held.enter_context(contextlib.closing(_Checks()))
-            damage: Exception | None = None
+            pool = held.enter_context(ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="tiered-check"))
+            checks: list[Future[None]] = []
+            damage: BaseException | None = None
             for entry, index, (offset, length) in _chunks(part):
                 chunk = views[entry.basename][offset : offset + length]
                 receive_chunk(channel, entry, chunk)
                 try:
-                    checks.add(entry, index, chunk, where=channel.name)
+                    checks.append(pool.submit(entry.check_chunk, index, chunk, tier="peer", where=channel.name))
                 except Exception as error:
                     # The other side has to get rid of the rest all the same, and waits for the outcome.
                     damage = damage or error
             with _reporting(channel):
-                problem = damage or checks.problem()
-                if problem is not None:
-                    raise problem
+                damage = damage or next(filter(None, (check.exception() for check in checks)), None)
+                if damage is not None:
+                    raise damage
         with _reporting(channel):
             kept = place.keep()
     except BaseException:
@@ -323,24 +324,3 @@ def _chunks(part: Part) -> list[tuple[FileEntry, int, tuple[int, int]]]:
         for index, (offset, length) in enumerate(entry.chunks)
         if length
     ]
-
-
-class _Checks:
-    """Hashes chunks while others are on their way."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="tiered-check")
-        self._jobs: list[Future[None]] = []
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def add(self, entry: FileEntry, index: int, chunk: memoryview, *, where: str) -> None:
-        """Begins with a chunk."""
-        self._jobs.append(self._pool.submit(entry.check_chunk, index, chunk, tier="peer", where=where))
-
-    def problem(self) -> Exception | None:
-        """Waits for all of them; what was wrong with the first that was."""
-        found = [job.exception() for job in self._jobs]
-        self._jobs.clear()
-        return next((error for error in found if isinstance(error, Exception)), None)

@@ -16,8 +16,6 @@ import json
 import threading
 from collections.abc import Callable, Iterable
 
-from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.ranks.transfer import (
     SlotPlace,
     find_part,
@@ -28,47 +26,27 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
     send_status,
     text_of,
 )
-from tiered_checkpoint_io.engine.replication.peer_link import Link, request, take_request
+from tiered_checkpoint_io.engine.replication.peer_link import Link, Member, request, take_request
 from tiered_checkpoint_io.errors import PeerError
-from tiered_checkpoint_io.logs import Logger, rate
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.logs import rate
+from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model.manifest import Part
 
 
 class LocalPeers:
     """One rank's end of it, for the life of a session."""
 
-    def __init__(
-        self,
-        tier: MemoryTier,
-        store: StoreClient,
-        rank: int,
-        world_size: int,
-        logger: Logger,
-        clock: Clock,
-        *,
-        timeout_s: float,
-    ) -> None:
-        """Takes what does not change; its thread begins with the first load.
-
-        Args:
-            tier: This node's memory.
-            store: What the ranks of this start of the job share.
-            rank: This one.
-            world_size: How many there are.
-            logger: Where to log.
-            clock: The session's.
-            timeout_s: Bound of all that a load waits for, seconds.
-        """
-        self._tier = tier
-        self._store = store
-        self._clock = clock
-        self._timing = clock.timing
-        self._rank = rank
-        self._world = world_size
-        self._log = logger
-        self._timeout_s = timeout_s
-        self._message_s = min(timeout_s, clock.timing.message_s)
+    def __init__(self, member: Member) -> None:
+        """Takes what does not change; its thread begins with the first load."""
+        self._member = member
+        self._tier = member.tier
+        self._store = member.store
+        self._clock = member.clock
+        self._timing = member.clock.timing
+        self._rank = member.rank
+        self._world = member.world_size
+        self._log = member.log
+        self._timeout_s = member.timeout_s
         self._changed = threading.Condition()
         self._load = ""
         self._served = 0
@@ -165,9 +143,8 @@ class LocalPeers:
         key = f"ask/{source}/{self._store.add(f'asked/{source}')}"
         bound_s, poll_s = min(self._timeout_s, self._timing.local_taken_s), self._timing.local_poll_s / 4
         text = json.dumps([self._rank, save_id, shard])
-        request(self._store, key, text, self._clock, bound_s=bound_s, poll_s=poll_s)
-        link = Link(self._store, key, source, sends=False, timeout_s=self._message_s)
-        with contextlib.closing(link):
+        request(self._member, key, text, bound_s=bound_s, poll_s=poll_s)
+        with contextlib.closing(Link(self._member, key, source, sends=False)) as link:
             part = receive_description(link)
             stored = receive_part(link, part, SlotPlace(self._tier, part))
         if is_drained(part):
@@ -208,8 +185,7 @@ class LocalPeers:
         """Sends one part; its failure concerns the rank that asked, and is only noted here."""
         deadline = self._clock.monotonic() + self._timeout_s
         try:
-            link = Link(self._store, key, target, sends=True, timeout_s=self._message_s)
-            with contextlib.closing(link):
+            with contextlib.closing(Link(self._member, key, target, sends=True)) as link:
                 try:
                     part = find_part(self._tier, save_id, shard).part
                 except Exception as error:

@@ -13,6 +13,7 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, agree, node_of
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
+from tiered_checkpoint_io.engine.replication.peer_link import Member
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
 from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaReceiver
 from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
@@ -23,45 +24,23 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
 class Replicator:
-    """Sends the parts of one rank of a group to its peers, and keeps theirs, in the background.
+    """Sends the parts of one rank of a group to its peers, and keeps theirs, on two threads, without collectives.
 
     Attributes:
         sender: The one half of it.
     """
 
-    def __init__(
-        self,
-        tier: MemoryTier,
-        store: StoreClient,
-        rank: int,
-        peers: Sequence[tuple[int, ...]],
-        config: TieredCheckpointConfig,
-        logger: Logger,
-        counts: Counter[str],
-        clock: Clock,
-    ) -> None:
-        """Starts both threads; neither takes part in a collective.
+    def __init__(self, member: Member, peers: Sequence[tuple[int, ...]], counts: Counter[str]) -> None:
+        """Starts the threads.
 
         Args:
-            tier: This node's memory.
-            store: What all ranks of the group share.
-            rank: This rank, in the group.
+            member: This rank.
             peers: The ranks that keep replicas of each rank's parts, by rank.
-            config: For bounds.
-            logger: Where to log.
             counts: ``replicated`` and ``unreplicated`` parts of this rank.
-            clock: The session's.
         """
-        self._store = store
-        sources = [other for other, theirs in enumerate(peers) if rank in theirs]
-        keep_last, timeout_s = config.memory_keep_last, float(config.wait_timeout_s)
-        self._receiver = ReplicaReceiver(
-            tier, store, rank, sources, logger, clock, keep_last=keep_last, timeout_s=timeout_s
-        )
-        await_replicas = self._receiver.await_replicas
-        self.sender = ReplicaSender(
-            tier, store, rank, peers[rank], await_replicas, logger, counts, clock, timeout_s=timeout_s
-        )
+        self._store = member.store
+        self._receiver = ReplicaReceiver(member, [rank for rank, theirs in enumerate(peers) if member.rank in theirs])
+        self.sender = ReplicaSender(member, peers[member.rank], counts, self._receiver.await_replicas)
 
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, within the bound, takes what is being sent to this rank, and ends both threads."""
@@ -151,9 +130,8 @@ class Peering:
         finally:
             group.close()
         # All have the first one's token: it tells this group from all others that used the same store.
-        prefix, answer_s = f"tiered-peers/{gathered[0][2]}", self._clock.timing.store_answer_s
-        client = StoreClient(store, prefix, timeout_s=answer_s)
-        made = Replicator(tier, client, group.rank, peers, self._config, logger, self._counts, self._clock)
+        member = self._member(tier, store, gathered[0][2], group.rank, group.world_size, logger)
+        made = Replicator(member, peers, self._counts)
         # Once more the newest part, where a peer has lost it, or never had it.
         for stored in [each for each in tier.parts() if each.part.rank == group.rank][-1:]:
             if any((stored.save_id, group.rank) not in gathered[target][1] for target in peers[group.rank]):
@@ -162,6 +140,10 @@ class Peering:
 
     def _peers_of(self, nodes: Sequence[str]) -> list[tuple[int, ...]]:
         return peers_of_ranks(nodes, factor=self._config.replication_factor, jump=self._config.replication_jump)
+
+    def _member(self, tier: MemoryTier, store: Any, group: str, rank: int, world_size: int, logger: Logger) -> Member:
+        client = StoreClient(store, f"tiered-peers/{group}", timeout_s=self._clock.timing.store_answer_s)
+        return Member(tier, client, rank, world_size, self._config, logger, self._clock)
 
     def local(self, tier: MemoryTier, logger: Logger) -> LocalPeers | None:
         """What ranks have for each other when they load local checkpoints; None where there are no copies, or others.
@@ -174,10 +156,8 @@ class Peering:
             return None
         store = dist.distributed_c10d._get_default_store()
         if self._local is None or self._local[0] is not store:
-            prefix, answer_s = f"tiered-peers/local/{self._config.namespace}", self._clock.timing.store_answer_s
-            client, timeout_s = StoreClient(store, prefix, timeout_s=answer_s), float(self._config.wait_timeout_s)
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-            peers = LocalPeers(tier, client, rank, world_size, logger, self._clock, timeout_s=timeout_s)
+            where = f"local/{self._config.namespace}"
+            peers = LocalPeers(self._member(tier, store, where, dist.get_rank(), dist.get_world_size(), logger))
             self._local = store, peers
             atexit.register(self.close, self._clock.timing.replication_release_s)
         return self._local[1]

@@ -13,16 +13,19 @@ no collective, and concerns nobody but the two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed import distributed_c10d
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-from tiered_checkpoint_io.engine.ranks.views import at
+from tiered_checkpoint_io.engine.ranks.views import tensor_of
 from tiered_checkpoint_io.errors import PeerError
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: What a peer answers that needs no replica.
 HAVE = "have it already"
@@ -30,23 +33,48 @@ _TAKEN = "taken"
 _WITHDRAWN = "withdrawn"
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """This rank, in a group whose ranks send each other parts.
+
+    Attributes:
+        tier: This node's memory.
+        store: What all ranks of the group share.
+        rank: This one.
+        world_size: How many there are.
+        config: For bounds.
+        log: Where to log.
+        clock: The session's.
+    """
+
+    tier: MemoryTier
+    store: StoreClient
+    rank: int
+    world_size: int
+    config: TieredCheckpointConfig
+    log: Logger
+    clock: Clock
+
+    @property
+    def timeout_s(self) -> float:
+        """Bound of one part's way, seconds."""
+        return float(self.config.wait_timeout_s)
+
+    @property
+    def message_s(self) -> float:
+        """Bound of one message, seconds."""
+        return min(self.timeout_s, self.clock.timing.message_s)
+
+
 def request(
-    store: StoreClient,
-    key: str,
-    text: str,
-    clock: Clock,
-    *,
-    bound_s: float,
-    poll_s: float,
-    has_left: Callable[[], bool] = lambda: False,
+    member: Member, key: str, text: str, *, bound_s: float, poll_s: float, has_left: Callable[[], bool] = lambda: False
 ) -> None:
     """Asks another rank for a transfer, and waits until it is ready for it.
 
     Args:
-        store: Which both share.
+        member: This rank.
         key: Where the other one looks.
         text: What it is to know.
-        clock: For the wait.
         bound_s: Of the wait, seconds.
         poll_s: How often to look, seconds.
         has_left: Whether the other one takes no requests any more.
@@ -54,6 +82,7 @@ def request(
     Raises:
         PeerError: It did not take the request in time, or has left, or the store can't be asked.
     """
+    store, clock = member.store, member.clock
     store.set(key, text)
     deadline = clock.monotonic() + bound_s
     try:
@@ -85,33 +114,30 @@ class Link:
         name: The other rank.
     """
 
-    def __init__(self, store: StoreClient, key: str, peer: int, *, sends: bool, timeout_s: float) -> None:
-        """Opens it; both ranks have to, within the bound.
+    def __init__(self, member: Member, key: str, peer: int, *, sends: bool) -> None:
+        """Opens it; both ranks have to, within the bound of a message.
 
         Args:
-            store: Where the two find each other.
+            member: This rank.
             key: Equal on both.
             peer: The other rank.
             sends: Whether this rank sends.
-            timeout_s: Bound of this, and of each message, seconds.
         """
         self.key = key
         self.name = f"rank {peer}"
         self._other = 1 if sends else 0
         self._group: Any = None
-        meeting = distributed_c10d.PrefixStore(f"link/{key}", store.connect())
-        bound = timedelta(seconds=timeout_s)
+        meeting = distributed_c10d.PrefixStore(f"link/{key}", member.store.connect())
+        bound = timedelta(seconds=member.message_s)
         self._group = self._do(lambda: distributed_c10d.ProcessGroupGloo(meeting, 1 - self._other, 2, bound))
 
     def send(self, data: memoryview) -> None:
         """Sends bytes straight from where they lie."""
-        tensor = torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8)
-        self._do(lambda: self._group.send([tensor], self._other, 0).wait())
+        self._do(lambda: self._group.send([tensor_of(data)], self._other, 0).wait())
 
     def receive(self, data: memoryview) -> None:
         """Fills ``data``."""
-        tensor = torch.frombuffer(at(data, 0, len(data)), dtype=torch.uint8)
-        self._do(lambda: self._group.recv([tensor], self._other, 0).wait())
+        self._do(lambda: self._group.recv([tensor_of(data)], self._other, 0).wait())
 
     def close(self) -> None:
         """Ends it."""
@@ -130,10 +156,9 @@ class Link:
 class Links:
     """This rank's links in one direction, one for each peer, kept until a transfer fails."""
 
-    def __init__(self, store: StoreClient, *, sends: bool, timeout_s: float) -> None:
-        self._store = store
+    def __init__(self, member: Member, *, sends: bool) -> None:
+        self._member = member
         self._sends = sends
-        self._timeout_s = timeout_s
         self._open: dict[int, Link] = {}
 
     def open(self, peer: int, key: str) -> Link:
@@ -141,8 +166,7 @@ class Links:
         link = self._open.get(peer)
         if link is None or link.key != key:
             self.close(peer)
-            link = Link(self._store, key, peer, sends=self._sends, timeout_s=self._timeout_s)
-            self._open[peer] = link
+            link = self._open[peer] = Link(self._member, key, peer, sends=self._sends)
         return link
 
     def close(self, peer: int) -> None:

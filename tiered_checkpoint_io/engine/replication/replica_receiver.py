@@ -11,8 +11,6 @@ import contextlib
 import threading
 from collections.abc import Sequence
 
-from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.ranks.transfer import (
     SlotPlace,
     receive_description,
@@ -20,12 +18,10 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
     send_status,
     text_of,
 )
-from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Link, Links, take_request
+from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Link, Links, Member, take_request
 from tiered_checkpoint_io.engine.staging.retention import outdated_replicas
 from tiered_checkpoint_io.errors import ManifestError, MemoryFullError, PeerError, TieredCheckpointError
-from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.manifest import Part
 
 #: Saves of which it is not known yet whether all parts are replicated.
@@ -35,38 +31,21 @@ _MAX_AWAITED = 16
 class ReplicaReceiver:
     """Takes what peers offer to this rank, on a thread of its own."""
 
-    def __init__(
-        self,
-        tier: MemoryTier,
-        store: StoreClient,
-        rank: int,
-        sources: Sequence[int],
-        logger: Logger,
-        clock: Clock,
-        *,
-        keep_last: int,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, member: Member, sources: Sequence[int]) -> None:
         """Starts the thread.
 
         Args:
-            tier: This node's memory.
-            store: What all ranks of the group share.
-            rank: This rank, in the group.
+            member: This rank.
             sources: The ranks of whose parts it keeps replicas.
-            logger: Where to log.
-            clock: The session's.
-            keep_last: Of how many saves a peer's replicas are kept.
-            timeout_s: Bound of one message, seconds.
         """
-        self._tier = tier
-        self._store = store
-        self._rank = rank
+        self._tier = member.tier
+        self._store = member.store
+        self._rank = member.rank
+        self._log = member.log
+        self._clock = member.clock
+        self._keep_last = member.config.memory_keep_last
         self._sources = sources
-        self._log = logger
-        self._clock = clock
-        self._keep_last = keep_last
-        self._links = Links(store, sends=False, timeout_s=min(timeout_s, clock.timing.message_s))
+        self._links = Links(member, sends=False)
         #: Of each save that is awaited, how many parts it has.
         self._awaited: dict[str, int] = {}
         self._lock = threading.Lock()

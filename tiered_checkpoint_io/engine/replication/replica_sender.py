@@ -7,13 +7,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.ranks.transfer import send_description, send_held_part
-from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Links, request
+from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Links, Member, request
 from tiered_checkpoint_io.errors import PeerError
-from tiered_checkpoint_io.logs import Logger, rate
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.logs import rate
+from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model.manifest import Part
 
 #: Parts that wait to be sent; of more, the oldest are outdated.
@@ -31,41 +29,24 @@ class ReplicaSender:
     """
 
     def __init__(
-        self,
-        tier: MemoryTier,
-        store: StoreClient,
-        rank: int,
-        targets: Sequence[int],
-        on_sent: Callable[[Part], None],
-        logger: Logger,
-        counts: Counter[str],
-        clock: Clock,
-        *,
-        timeout_s: float,
+        self, member: Member, targets: Sequence[int], counts: Counter[str], on_sent: Callable[[Part], None]
     ) -> None:
         """Starts the thread.
 
         Args:
-            tier: This node's memory.
-            store: What all ranks of the group share.
-            rank: This rank, in the group.
+            member: This rank.
             targets: The ranks that keep replicas of its parts.
-            on_sent: Called with each part that is on all of them.
-            logger: Where to log.
-            counts: ``replicated`` and ``unreplicated`` parts of this rank.
-            clock: The session's.
-            timeout_s: Bound of one part's way to one peer, seconds.
+            counts: ``replicated`` and ``unreplicated`` parts.
+            on_sent: Called with each part that is on all targets.
         """
-        self._tier = tier
-        self._store = store
-        self._rank = rank
+        self._member = member
+        self._store = member.store
+        self._clock = member.clock
+        self._log = member.log
         self._targets = targets
-        self._on_sent = on_sent
-        self._log = logger
         self.counts = counts
-        self._clock = clock
-        self._timeout_s = timeout_s
-        self._links = Links(store, sends=True, timeout_s=min(timeout_s, clock.timing.message_s))
+        self._on_sent = on_sent
+        self._links = Links(member, sends=True)
         #: How often a link to each peer has failed.
         self._broken: Counter[int] = Counter()
         #: Peers that did not answer: the next wait for them is short.
@@ -122,7 +103,7 @@ class ReplicaSender:
                 self._is_sending = True
             self._send_to_all(stored)
         with contextlib.suppress(PeerError):
-            self._store.set(f"ended/{self._rank}")
+            self._store.set(f"ended/{self._member.rank}")
 
     def _send_to_all(self, stored: StoredPart) -> None:
         part, started = stored.part, self._clock.monotonic()
@@ -149,12 +130,9 @@ class ReplicaSender:
             return
         self.counts["replicated"] += 1
         self._on_sent(part)
+        amount = rate(part.content.size, self._clock.monotonic() - started)
         self._log.info(
-            "Step %d: replicated %s to %d peer(s): %s",
-            part.content.step,
-            part.name,
-            len(self._targets),
-            rate(part.content.size, self._clock.monotonic() - started),
+            "Step %d: replicated %s to %d peer(s): %s", part.content.step, part.name, len(self._targets), amount
         )
 
     def _send(self, target: int, part: Part) -> None:
@@ -163,29 +141,30 @@ class ReplicaSender:
         Raises:
             PeerError: It does not; a ``_RefusedError`` where it is alive and could not keep this part.
         """
-        timing, deadline = self._clock.timing, self._clock.monotonic() + self._timeout_s
-        key = f"{self._rank}/{target}/{self._broken[target]}"
+        member, timing = self._member, self._clock.timing
+        deadline = self._clock.monotonic() + member.timeout_s
+        key = f"{member.rank}/{target}/{self._broken[target]}"
         request(
-            self._store,
-            f"offer/{self._rank}/{target}",
+            member,
+            f"offer/{member.rank}/{target}",
             key,
-            self._clock,
-            bound_s=min(self._timeout_s, timing.accept_again_s if target in self._lost else timing.accept_s),
+            bound_s=min(member.timeout_s, timing.accept_again_s if target in self._lost else timing.accept_s),
             poll_s=timing.accept_poll_s,
             has_left=lambda: self._store.get(f"left/{target}") is not None,
         )
         link = self._links.open(target, key)
         send_description(link, part)
-        problem = send_held_part(link, self._tier, part, lambda: self._clock.monotonic() > deadline)
+        problem = send_held_part(link, member.tier, part, lambda: self._clock.monotonic() > deadline)
         if problem and problem != HAVE:
             raise _RefusedError(problem, operation="replicate", step=part.content.step)
 
     def _failed(self, stored: StoredPart, why: str) -> None:
         self.counts["unreplicated"] += 1
+        part = stored.part
         self._log.warning(
             "Step %d: rank %d's part of %s was not replicated, only this node has it: %s",
-            stored.part.content.step,
-            stored.part.rank,
-            stored.part.name,
+            part.content.step,
+            part.rank,
+            part.name,
             why,
         )

@@ -14,7 +14,7 @@ import contextlib
 import json
 
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
-from tiered_checkpoint_io.engine.ranks.coordination import SingleGroup
+from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
@@ -50,7 +50,7 @@ class LocalRestorer:
         what = f"{self._tiers.config.namespace}/{self._tiers.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
         self._load = current_run().begin_load(what)
         # No collective, and no wait for other ranks.
-        group, has_peers = SingleGroup("here"), self._peers is not None
+        group, has_peers = Group("here"), self._peers is not None
         search = Search(self._tiers, selector, "local", group, self._place.shard, replicas=has_peers)
         held = [(part.content.save_id, part.rank) for part in search.look() if selector.wants(part.name)]
         if self._peers is not None:
