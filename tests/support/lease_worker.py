@@ -28,7 +28,7 @@ def live(lines):
     machine = told.pop("machine")
     if machine:
         # Nodes share neither this nor the numbers of their processes.
-        leases._boot_id = lambda: machine
+        leases.boot_id = lambda: machine
     clock = quick(**told.pop("times"))
     os.environ.update(told.pop("env"))
     config = TieredCheckpointConfig.from_any(**told)

@@ -15,6 +15,7 @@ import socket
 from dataclasses import asdict, dataclass
 
 from tiered_checkpoint_io.clock import Timing
+from tiered_checkpoint_io.engine.ranks.coordination import boot_id
 
 _VERSION = 1
 
@@ -62,8 +63,8 @@ class Lease:
     @classmethod
     def of_this_process(cls, owner: str, token: str) -> Lease:
         """The lease of this process, not yet held."""
-        boot_id, pid_ns, pid = _boot_id(), _pid_ns(), os.getpid()
-        return cls(owner, token, False, socket.gethostname(), boot_id, pid_ns, pid, _born(pid) or 0)
+        pid = os.getpid()
+        return cls(owner, token, False, socket.gethostname(), boot_id(), _pid_ns(), pid, _born(pid) or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +121,6 @@ def _born(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _pid_ns() -> str:

@@ -229,11 +229,15 @@ def current_group(root: Path, clock: Clock, *, timeout_s: float) -> Group:
 def node_of(root: Path) -> str:
     """Names the node: its host, boot, and memory tier (simulated nodes share the first two)."""
     facts = os.stat(root)
+    return f"{socket.gethostname()}/{boot_id()}/{facts.st_dev}/{facts.st_ino}"
+
+
+def boot_id() -> str:
+    """Which start of which machine this is; "" where that can't be told."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        boot = "?"
-    return f"{socket.gethostname()}/{boot}/{facts.st_dev}/{facts.st_ino}"
+        return ""
 
 
 def agree(group: Group, error: Exception | None) -> None:

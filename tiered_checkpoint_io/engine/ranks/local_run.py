@@ -26,11 +26,12 @@ ones, and a drain that waits for all parts gives up. Where nothing fails, each s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from tiered_checkpoint_io.clock import Clock
@@ -92,6 +93,31 @@ class Run:
         """
         return {each for each in save_ids if self._get(_missing_key(each, "memory")) is not None}
 
+    @contextlib.contextmanager
+    def watching(self, save_id: str, log: Logger, clock: Clock) -> Iterator[Callable[[], bool]]:
+        """Tells in the block whether some part of a save will not come to the durable tier, while training runs.
+
+        Where the store does not answer within a bound, this warns once, and no save counts as given up.
+        """
+        client: StoreClient | None = None
+        if self.store is not None:
+            client = StoreClient(self.store, _PREFIX, timeout_s=clock.timing.store_answer_s)
+
+        def is_given_up() -> bool:
+            nonlocal client
+            try:
+                return client is not None and client.get(_missing_key(save_id, "durable")) is not None
+            except PeerError as error:
+                log.warning("could not ask whether a save was given up: %s", error)
+                client = None
+                return False
+
+        try:
+            yield is_given_up
+        finally:
+            if client is not None:
+                client.close()
+
     def begin_load(self, what: str) -> str:
         """The key of a load that begins now: equal on all ranks that load the same as often."""
         with self._lock:
@@ -130,38 +156,6 @@ class Run:
                 operation="agree",
                 hint="local checkpoints need it to name what ranks save together; is its host alive?",
             ) from error
-
-
-class Watch:
-    """Looks whether some part of a save will not come to the durable tier, beside what the process does otherwise."""
-
-    def __init__(self, run: Run, save_id: str, log: Logger, clock: Clock) -> None:
-        """Asks nothing yet.
-
-        Args:
-            run: Of the save.
-            save_id: Which.
-            log: Warned once where the store does not answer; no save then counts as given up.
-            clock: With the bound of a request, which is made while training runs.
-        """
-        self._key = _missing_key(save_id, "durable")
-        self._log = log
-        self._client: StoreClient | None = None
-        if run.store is not None:
-            self._client = StoreClient(run.store, _PREFIX, timeout_s=clock.timing.store_answer_s)
-
-    def __call__(self) -> bool:
-        try:
-            return self._client is not None and self._client.get(self._key) is not None
-        except PeerError as error:
-            self._log.warning("could not ask whether a save was given up: %s", error)
-            self._client = None
-            return False
-
-    def close(self) -> None:
-        """Ends its connection."""
-        if self._client is not None:
-            self._client.close()
 
 
 def _missing_key(save_id: str, where: Where) -> str:

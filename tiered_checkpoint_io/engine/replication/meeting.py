@@ -31,13 +31,7 @@ class Replicator:
     """
 
     def __init__(self, member: Member, peers: Sequence[tuple[int, ...]], counts: Counter[str]) -> None:
-        """Starts the threads.
-
-        Args:
-            member: This rank.
-            peers: The ranks that keep replicas of each rank's parts, by rank.
-            counts: ``replicated`` and ``unreplicated`` parts of this rank.
-        """
+        """Starts the threads; ``peers`` are the ranks that keep replicas of each rank's parts, by rank."""
         self._store = member.store
         self._receiver = ReplicaReceiver(member, [rank for rank, theirs in enumerate(peers) if member.rank in theirs])
         self.sender = ReplicaSender(member, peers[member.rank], counts, self._receiver.await_replicas)
@@ -53,13 +47,7 @@ class Peering:
     """What one session has to do with peers: for each group of ranks that save together, one replicator."""
 
     def __init__(self, config: TieredCheckpointConfig, counts: Counter[str], clock: Clock) -> None:
-        """Takes what does not change.
-
-        Args:
-            config: For factor, jump and bounds.
-            counts: ``replicated`` and ``unreplicated`` parts.
-            clock: The session's.
-        """
+        """Does nothing yet; ``counts`` is of ``replicated`` and ``unreplicated`` parts."""
         self._config = config
         self._counts = counts
         self._clock = clock

@@ -32,12 +32,7 @@ class ReplicaReceiver:
     """Takes what peers offer to this rank, on a thread of its own."""
 
     def __init__(self, member: Member, sources: Sequence[int]) -> None:
-        """Starts the thread.
-
-        Args:
-            member: This rank.
-            sources: The ranks of whose parts it keeps replicas.
-        """
+        """Starts the thread; ``sources`` are the ranks of whose parts it keeps replicas."""
         self._tier = member.tier
         self._store = member.store
         self._rank = member.rank

@@ -7,12 +7,12 @@ shards are there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.ranks.local_run import Watch, Where, current_run
+from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, uncoordinated
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.session import Session
@@ -118,7 +118,7 @@ def save_local(
 
         def finish() -> None:
             try:
-                part.finish(watching=lambda: contextlib.closing(run.watch()))
+                part.finish(watching=run.watch)
             except Exception:
                 run.report_missing("durable")
                 raise
@@ -175,6 +175,6 @@ class _RunWide:
             )
             return None
 
-    def watch(self) -> Watch:
-        """See :class:`Watch`."""
-        return Watch(self._run, self._facts.save_id, self._session.log, self._session.clock)
+    def watch(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
+        """See :meth:`Run.watching`."""
+        return self._run.watching(self._facts.save_id, self._session.log, self._session.clock)
