@@ -278,25 +278,7 @@ def receive_part(channel: Channel, part: Part, place: Place[_T]) -> _T:
         MemoryTierError: There is no room for it, or its place is taken.
     """
     try:
-        with contextlib.ExitStack() as held:
-            with _reporting(channel):
-                views = held.enter_context(place.open())
-            send_status(channel)
-            pool = held.enter_context(ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="tiered-check"))
-            checks: list[Future[None]] = []
-            damage: BaseException | None = None
-            for entry, index, (offset, length) in _chunks(part):
-                chunk = views[entry.basename][offset : offset + length]
-                receive_chunk(channel, entry, chunk)
-                try:
-                    checks.append(pool.submit(entry.check_chunk, index, chunk, tier="peer", where=channel.name))
-                except Exception as error:
-                    # The other side has to get rid of the rest all the same, and waits for the outcome.
-                    damage = damage or error
-            with _reporting(channel):
-                damage = damage or next(filter(None, (check.exception() for check in checks)), None)
-                if damage is not None:
-                    raise damage
+        _receive_files(channel, part, place)
         with _reporting(channel):
             kept = place.keep()
     except BaseException:
@@ -304,6 +286,28 @@ def receive_part(channel: Channel, part: Part, place: Place[_T]) -> _T:
         raise
     send_status(channel)
     return kept
+
+
+def _receive_files(channel: Channel, part: Part, place: Place[object]) -> None:
+    with contextlib.ExitStack() as held:
+        with _reporting(channel):
+            views = held.enter_context(place.open())
+        send_status(channel)
+        pool = held.enter_context(ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="tiered-check"))
+        checks: list[Future[None]] = []
+        damage: BaseException | None = None
+        for entry, index, (offset, length) in _chunks(part):
+            chunk = views[entry.basename][offset : offset + length]
+            receive_chunk(channel, entry, chunk)
+            try:
+                checks.append(pool.submit(entry.check_chunk, index, chunk, tier="peer", where=channel.name))
+            except Exception as error:
+                # The other side has to get rid of the rest all the same, and waits for the outcome.
+                damage = damage or error
+        with _reporting(channel):
+            damage = damage or next(filter(None, (check.exception() for check in checks)), None)
+            if damage is not None:
+                raise damage
 
 
 @contextlib.contextmanager
