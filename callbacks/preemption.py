@@ -303,7 +303,9 @@ class PreemptionCheckpoint(Callback):
         session.log.at_step(step).warning("%s; %.0f s are left for a last checkpoint", why, notice.left_s(session))
         if step > 0 and not trainer.sanity_checking:
             self._save(trainer, step)
-        if trainer.is_global_zero and self._requeues(trainer):
+        environment = trainer._accelerator_connector.cluster_environment
+        requeues = isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
+        if trainer.is_global_zero and (requeues if self.requeue is None else self.requeue):
             requeue(session.log, session.clock.timing.requeue_s)
         raise Preempted(128 + number)
 
@@ -335,12 +337,6 @@ class PreemptionCheckpoint(Callback):
                     " start on this node, goes on with it (%s)",
                     error,
                 )
-
-    def _requeues(self, trainer: Trainer) -> bool:
-        if self.requeue is not None:
-            return self.requeue
-        environment = trainer._accelerator_connector.cluster_environment
-        return isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
 
     def _end(self) -> None:
         self.notice.remove()

@@ -1,4 +1,4 @@
-"""How ranks talk while they restore: a few small object collectives, each with a bound.
+"""How ranks communicate while they restore: a few small object collectives, each with a bound.
 
 Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a
 node may take to fetch. Inside ``with group.failing_together()`` it makes one more exchange instead, with its error: the
@@ -84,7 +84,7 @@ class Group:
 
     def gather(self, obj: Any) -> list[Any] | None:
         """Each rank's ``obj``, by rank, on rank 0, None on the others; raises as :meth:`all_gather`."""
-        # Some rank may have failed, and have nothing to tell.
+        # Some rank may have failed, and have nothing to send.
         self.all_gather(None)
         return self._gather(obj)
 
@@ -158,7 +158,7 @@ class GivenGroup(Group):
             call()
         except RuntimeError as error:
             self._is_over = True
-            # The frames that it went through would keep the group alive, and with it the connections of those who wait.
+            # The frames that it went through would keep the group alive, and its connections, on which others wait.
             traceback.clear_frames(error.__traceback__)
             raise LostRankError(
                 f"the ranks lost each other while restoring: {error}",
@@ -178,10 +178,10 @@ class TorchGroup(GivenGroup):
             node: See :class:`Group`.
             clock: With the bound of the wait for ranks that are still to come.
             timeout_s: Bound of each later collective: a node may fetch as long, seconds.
-            what: What the ranks come to.
+            what: What the ranks do together, for errors.
 
         Raises:
-            UsageError: Some rank did not come, or this is not the main thread.
+            UsageError: Some rank did not call this in time, or this is not the main thread.
         """
         import torch.distributed as dist
 
@@ -191,7 +191,7 @@ class TorchGroup(GivenGroup):
                 operation="load",
                 hint="ranks do it together: call it on the main thread of every rank",
             )
-        # Ranks that are all here may take their time to fetch; a rank that never comes is noticed sooner. A group has
+        # Ranks that are all here may take their time to fetch; one that never calls this is noticed sooner. A group has
         # one bound, hence two groups.
         meeting, rendezvous_s = None, clock.timing.rendezvous_s
         try:
@@ -241,17 +241,12 @@ def boot_id() -> str:
 
 
 def agree(group: Group, error: Exception | None) -> None:
-    """Lets all ranks fail together: on every rank, raises the error of the lowest rank that brought one."""
+    """Has all ranks fail together: on every rank, raises the error of the lowest rank that has one."""
     raise_first(group.all_gather(portable(error, group.rank)), error)
 
 
 def raise_first(errors: Iterable[Exception | None], own: Exception | None = None) -> None:
-    """Raises the first error that some rank brought, if any did.
-
-    Args:
-        errors: What each rank brought, by rank.
-        own: What this rank brought, which then is the cause that a traceback shows.
-    """
+    """Raises the first error of any rank, if there is one; a traceback then shows this rank's ``own`` as its cause."""
     for theirs in errors:
         if theirs is not None:
             if theirs is own or own is None:
