@@ -58,15 +58,7 @@ class LeaseKeeper:
     """The lease of one process on one dirpath and namespace; claimed from the start on."""
 
     def __init__(self, store: Callable[[], Store], namespace: str, log: Logger, *, owner: str, clock: Clock) -> None:
-        """Asks nothing yet.
-
-        Args:
-            store: Opens the durable tier.
-            namespace: The job's.
-            log: Where to log.
-            owner: See :func:`owner_of_process`.
-            clock: For beats, and for how long others are silent.
-        """
+        """Asks nothing yet; ``store`` opens the durable tier, ``owner`` is that of :func:`owner_of_process`."""
         self._open = store
         self._namespace = namespace
         self._log = log

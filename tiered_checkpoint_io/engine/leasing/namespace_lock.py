@@ -26,14 +26,9 @@ class NamespaceLock:
     """One process' lock on a namespace of its node's memory."""
 
     def __init__(self, root: Path, dirpath: str, owner: str, log: Logger, clock: Clock) -> None:
-        """Locks the namespace, unless another job has it.
+        """Locks the namespace, for the launch ``owner`` with its durable checkpoints at ``dirpath``.
 
-        Args:
-            root: The memory tier's.
-            dirpath: Where the job's durable checkpoints go.
-            owner: Its launch: see :func:`lease_keeper.owner_of_process`.
-            log: Warned where the lock can't be taken for want of space or descriptors: then nothing is held.
-            clock: For the wait for a job that may be about to end.
+        Where the lock can't be taken for want of space or descriptors, this warns, and nothing is held.
 
         Raises:
             UsageError: A live job of another dirpath and another launch has it.

@@ -139,12 +139,7 @@ def receive_description(channel: Channel) -> Part:
 
 
 def find_part(tier: MemoryTier, save_id: str, rank: int | None = None) -> StoredPart:
-    """A part in this node's memory: its own, or a replica that it keeps.
-
-    Args:
-        tier: This node's memory.
-        save_id: Of which save.
-        rank: Whose; any part where it is None.
+    """A part in this node's memory: its own, or a replica that it keeps; of any rank where that is None.
 
     Raises:
         CheckpointNotFoundError: There is none, or no longer.
@@ -156,18 +151,15 @@ def find_part(tier: MemoryTier, save_id: str, rank: int | None = None) -> Stored
 
 
 def send_held_part(channel: Channel, tier: MemoryTier, part: Part, is_late: Callable[[], bool] | None = None) -> str:
-    """Sends all files of a part that this node's memory holds; what went wrong, on either side.
+    """Sends all files of a part that this node's memory holds, to :func:`receive_part`.
 
     Where bytes were not received as they should be, and are damaged here, the part is quarantined.
 
-    Args:
-        channel: To the rank that receives it by :func:`receive_part`.
-        tier: This node's memory.
-        part: What it is.
-        is_late: Whether all of it ought to have been sent by now.
+    Returns:
+        What went wrong, on either side.
 
     Raises:
-        PeerError: It took too long.
+        PeerError: ``is_late`` says that all of it ought to have been sent by now.
     """
     answer = receive_status(channel)
     if answer:
@@ -267,11 +259,6 @@ class SlotPlace:
 
 def receive_part(channel: Channel, part: Part, place: Place[_T]) -> _T:
     """Receives all files of a part, and verifies them.
-
-    Args:
-        channel: From the rank that sends it.
-        part: What comes, with its hashes.
-        place: Where to put it.
 
     Raises:
         CorruptCheckpointError: A chunk differs from its hash, or the other side could not read it.

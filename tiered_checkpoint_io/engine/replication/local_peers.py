@@ -90,11 +90,7 @@ class LocalPeers:
     ) -> tuple[StoredPart | None, list[str]]:
         """Has a part sent from another node's memory to this one's, verified, and made this node's own.
 
-        Args:
-            load: Which load.
-            save_id: Of which save.
-            shard: Whose part.
-            is_drained: Whether the durable tier needs nothing more of it.
+        Nothing is uploaded again where ``is_drained`` says that the durable tier needs nothing more of it.
 
         Returns:
             The part, or None; and what was tried in vain.

@@ -115,14 +115,7 @@ class Link:
     """
 
     def __init__(self, member: Member, key: str, peer: int, *, sends: bool) -> None:
-        """Opens it; both ranks have to, within the bound of a message.
-
-        Args:
-            member: This rank.
-            key: Equal on both.
-            peer: The other rank.
-            sends: Whether this rank sends.
-        """
+        """Opens it; both ranks have to, by the same key and within the bound of a message."""
         self.key = key
         self.name = f"rank {peer}"
         self._other = 1 if sends else 0
