@@ -30,7 +30,6 @@ from tiered_checkpoint_io.engine.replication.peer_link import Link, Member, requ
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.memory.tier import StoredPart
-from tiered_checkpoint_io.model.manifest import Part
 
 
 class LocalPeers:
@@ -85,12 +84,8 @@ class LocalPeers:
             self._clock.sleep(self._timing.local_poll_s)
         return chosen()
 
-    def fetch(
-        self, load: str, save_id: str, shard: int, is_drained: Callable[[Part], bool]
-    ) -> tuple[StoredPart | None, list[str]]:
+    def fetch(self, load: str, save_id: str, shard: int) -> tuple[StoredPart | None, list[str]]:
         """Has a part sent from another node's memory to this one's, verified, and made this node's own.
-
-        Nothing is uploaded again where ``is_drained`` says that the durable tier needs nothing more of it.
 
         Returns:
             The part, or None; and what was tried in vain.
@@ -104,7 +99,7 @@ class LocalPeers:
                     continue
                 tried.add(rank)
                 try:
-                    return self._get(rank, save_id, shard, is_drained), notes
+                    return self._get(rank, save_id, shard), notes
                 except Exception as error:
                     notes.append(f"shard {shard}: peer (rank {rank}): {text_of(error)}")
                     self._log.error("skipping this copy, trying the next: %s", notes[-1])
@@ -134,7 +129,7 @@ class LocalPeers:
         return self._store.add(f"{load}/over", 0) >= self._world
 
     # ------------------------------------------------------------------------------------- asking
-    def _get(self, source: int, save_id: str, shard: int, is_drained: Callable[[Part], bool]) -> StoredPart:
+    def _get(self, source: int, save_id: str, shard: int) -> StoredPart:
         started = self._clock.monotonic()
         key = f"ask/{source}/{self._store.add(f'asked/{source}')}"
         bound_s, poll_s = min(self._timeout_s, self._timing.local_taken_s), self._timing.local_poll_s / 4
@@ -143,8 +138,6 @@ class LocalPeers:
         with contextlib.closing(Link(self._member, key, source, sends=False)) as link:
             part = receive_description(link)
             stored = receive_part(link, part, SlotPlace(self._tier, part))
-        if is_drained(part):
-            self._tier.mark_drained(stored)
         self._log.info(
             "Step %d: shard %d of %s is back from rank %d: %s",
             part.content.step,

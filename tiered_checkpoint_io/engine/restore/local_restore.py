@@ -127,7 +127,7 @@ class LocalRestorer:
         if self._peers is None:
             return None
         # The drain sees whether the durable tier has it, and then uploads nothing.
-        stored, notes = self._peers.fetch(self._load, save_id, self._place.shard, lambda _: False)
+        stored, notes = self._peers.fetch(self._load, save_id, self._place.shard)
         search.reject(notes)
         return fetched_from(stored, "peer") if stored is not None else None
 
