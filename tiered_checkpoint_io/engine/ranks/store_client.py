@@ -21,11 +21,12 @@ _T = TypeVar("_T")
 _Requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
 
 
-class StoreClient:
-    """A connection to the store, for one request after the other.
+class LostStoreError(PeerError):
+    """The store can't be asked: the rank that holds it has ended, or can't be reached."""
 
-    Its methods raise ``PeerError`` where the store can't be asked: the rank that holds it has ended.
-    """
+
+class StoreClient:
+    """A connection to the store; its methods, which threads may share, raise :class:`LostStoreError`."""
 
     def __init__(self, origin: Any, prefix: str, *, timeout_s: float) -> None:
         """Asks nothing yet.
@@ -68,28 +69,25 @@ class StoreClient:
 
     def ask(self, request: Callable[[Any], _T]) -> _T:
         """What ``request`` gives, which takes the store."""
-        with self._lock:
-            try:
-                if self._requests is None:
-                    self._requests = queue.SimpleQueue()
-                    # A daemon: a call without an answer must not keep the process alive.
-                    self._thread = threading.Thread(
-                        target=self._work, args=(self._requests,), name="tiered-store", daemon=True
-                    )
-                    self._thread.start()
-                answer: Future[_T] = Future()
-                self._requests.put((request, answer))
-                return answer.result(self._timeout_s)
-            except Exception as error:
-                # The answer may still come, and would be taken for that of the next request.
-                self._end()
-                late = isinstance(error, LateError)
-                why = f"no answer within {self._timeout_s:.0f} s" if late else str(error).partition("\n")[0]
-                raise PeerError(
-                    f"the store of torch.distributed can't be asked: {why}",
-                    operation="agree",
-                    hint="the rank that holds it has ended, or its host can't be reached",
-                ) from error
+        answer: Future[_T] = Future()
+        requests: _Requests | None = None
+        try:
+            with self._lock:
+                requests = self._open()
+                requests.put((request, answer))
+            return answer.result(self._timeout_s)
+        except Exception as error:
+            answer.cancel()
+            with self._lock:
+                if self._requests is requests:
+                    self._end()
+            late = isinstance(error, LateError)
+            why = f"no answer within {self._timeout_s:.0f} s" if late else str(error).partition("\n")[0]
+            raise LostStoreError(
+                f"the store of torch.distributed can't be asked: {why}",
+                operation="agree",
+                hint="the rank that holds it has ended, or its host can't be reached",
+            ) from error
 
     def close(self) -> None:
         """Ends the connection, and the thread unless it waits for an answer that does not come."""
@@ -98,6 +96,14 @@ class StoreClient:
             self._end()
         if thread is not None:
             thread.join(self._timeout_s)
+
+    def _open(self) -> _Requests:
+        if self._requests is None:
+            self._requests = queue.SimpleQueue()
+            # A daemon: a call without an answer must not keep the process alive.
+            self._thread = threading.Thread(target=self._work, args=(self._requests,), name="tiered-store", daemon=True)
+            self._thread.start()
+        return self._requests
 
     def _end(self) -> None:
         requests, self._requests, self._thread = self._requests, None, None
@@ -108,6 +114,8 @@ class StoreClient:
         store: Any = None
         while (asked := requests.get()) is not None:
             request, answer = asked
+            if not answer.set_running_or_notify_cancel():
+                continue
             try:
                 if store is None:
                     store = self._connect()

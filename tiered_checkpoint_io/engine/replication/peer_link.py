@@ -85,17 +85,13 @@ def request(
     store, clock = member.store, member.clock
     store.set(key, text)
     deadline = clock.monotonic() + bound_s
-    try:
-        while store.get(key) != _TAKEN:
-            if has_left():
-                raise PeerError("the peer has ended", operation="replicate")
-            if clock.monotonic() > deadline:
-                raise PeerError(f"the peer did not answer within {bound_s:.0f} s", operation="replicate")
-            clock.sleep(poll_s)
-    except PeerError:
-        # Where this does not get there either, the next request replaces this one.
-        if store.swap(key, text, _WITHDRAWN) != _TAKEN:
-            raise
+    while store.get(key) != _TAKEN:
+        problem = "the peer has ended" if has_left() else ""
+        if clock.monotonic() > deadline:
+            problem = f"the peer did not answer within {bound_s:.0f} s"
+        if problem and store.swap(key, text, _WITHDRAWN) != _TAKEN:
+            raise PeerError(problem, operation="replicate")
+        clock.sleep(poll_s)
 
 
 def take_request(store: StoreClient, key: str) -> str | None:

@@ -7,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError
 from tiered_checkpoint_io.engine.ranks.transfer import send_description, send_held_part
 from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Links, Member, request
 from tiered_checkpoint_io.errors import PeerError
@@ -54,7 +55,7 @@ class ReplicaSender:
         self._changed = threading.Condition()
         self._waiting: deque[StoredPart] = deque()
         self._is_sending = False
-        self._is_closing = False
+        self._is_closing = self._is_over = False
         self._thread = threading.Thread(target=self._run, name="tiered-replicate", daemon=True)
         self._thread.start()
 
@@ -62,12 +63,13 @@ class ReplicaSender:
     def offer(self, stored: StoredPart) -> None:
         """Takes a part that has just been committed; returns at once."""
         with self._changed:
-            self._waiting.append(stored)
-            kept, why = _MAX_WAITING, "replaced by newer saves: peers or network are too slow for this save interval"
             if self._is_closing:
-                kept, why = 0, "replication has ended"
-            outdated = [self._waiting.popleft() for _ in range(len(self._waiting) - kept)]
-            self._changed.notify_all()
+                outdated, why = [stored], "replication has ended"
+            else:
+                self._waiting.append(stored)
+                outdated = [self._waiting.popleft() for _ in range(len(self._waiting) - _MAX_WAITING)]
+                why = "replaced by newer saves: peers or network are too slow for this save interval"
+                self._changed.notify_all()
         for each in outdated:
             self._failed(each, why)
 
@@ -80,11 +82,13 @@ class ReplicaSender:
     def close(self, timeout_s: float) -> None:
         """Sends what waits, for so many seconds at most, and ends the thread."""
         with self._changed:
-            self._clock.wait_for(self._changed, lambda: not self._waiting and not self._is_sending, timeout_s)
             self._is_closing = True
+            self._changed.notify_all()
+            self._clock.wait_for(
+                self._changed, lambda: self._is_over or not (self._waiting or self._is_sending), timeout_s
+            )
             left = list(self._waiting)
             self._waiting.clear()
-            self._changed.notify_all()
         for each in left:
             self._failed(each, "the process has ended")
         self._clock.join(self._thread, self._clock.timing.replication_linger_s + self._clock.timing.message_s)
@@ -92,22 +96,28 @@ class ReplicaSender:
 
     # --------------------------------------------------------------------------------------- sending
     def _run(self) -> None:
+        is_store_lost = False
         while True:
             with self._changed:
                 self._is_sending = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._waiting or self._is_closing)
-                if not self._waiting:
+                # At the end of a job, the store ends with the rank that hosts it, and nothing more can be sent.
+                self._is_over = is_store_lost or not self._waiting
+                if self._is_over:
+                    self._changed.notify_all()
                     break
                 stored = self._waiting.popleft()
                 self._is_sending = True
-            self._send_to_all(stored)
-        with contextlib.suppress(PeerError):
-            self._store.set(f"ended/{self._member.rank}")
+            is_store_lost = self._send_to_all(stored) and self._is_closing
+        if not is_store_lost:
+            with contextlib.suppress(PeerError):
+                self._store.set(f"ended/{self._member.rank}")
 
-    def _send_to_all(self, stored: StoredPart) -> None:
+    def _send_to_all(self, stored: StoredPart) -> bool:
+        """Sends a part to all peers; whether the store was lost."""
         part, started = stored.part, self._clock.monotonic()
-        problems = []
+        problems, is_store_lost = [], False
         for target in self._targets:
             try:
                 self._send(target, part)
@@ -120,20 +130,25 @@ class ReplicaSender:
                 self._broken[target] += 1
                 self._lost.add(target)
                 problems.append(f"rank {target}: {error}")
+                is_store_lost = isinstance(error, LostStoreError)
+                if is_store_lost:
+                    break
         if not problems:
             try:
                 self._store.add(f"copied/{part.save_id}")
-            except PeerError as error:
+            except LostStoreError as error:
                 problems.append(str(error))
+                is_store_lost = True
         if problems:
             self._failed(stored, "; ".join(problems))
-            return
+            return is_store_lost
         self.counts["replicated"] += 1
         self._on_sent(part)
         amount = rate(part.content.size, self._clock.monotonic() - started)
         self._log.info(
             "Step %d: replicated %s to %d peer(s): %s", part.content.step, part.name, len(self._targets), amount
         )
+        return False
 
     def _send(self, target: int, part: Part) -> None:
         """Has a peer keep a part.
