@@ -19,7 +19,10 @@ def store():
     client = StoreClient(dist.HashStore(), "test", timeout_s=10.0)
     yield client
     client.close()
-    assert not [each for each in threading.enumerate() if each.name == "tiered-store"]
+    for thread in [each for each in threading.enumerate() if each.name == "tiered-store"]:
+        # Of a connection that was given up: it ends by itself.
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def ask(store, *, meanwhile=lambda: None, **options):
