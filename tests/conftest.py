@@ -113,6 +113,17 @@ def kept_by_all(tmp_path_factory):
         kept.still_loads()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def temporary_folder(tmp_path_factory):
+    """The system's temporary folder, where parts are spilled: one of this session."""
+    folder = tmp_path_factory.mktemp("tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        yield folder
+
+
 @pytest.fixture(autouse=True)
 def _no_child_is_left():
     before = set(children(os.getpid()))

@@ -16,6 +16,7 @@ import typer
 
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -30,6 +31,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import get_logger, gib
+from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, StoredPart, namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -92,8 +94,8 @@ def drain(
 def status(root: _Root = None, memory_dir: _MemoryDir = _SHM, namespace: _Namespace = "default") -> None:
     """Shows what lies in node memory and what the drain does."""
     root = _existing(root or namespace_root(memory_dir, namespace))
-    tier, queue = MemoryTier(root), Queue(root)
-    own = [_row(stored, _state(stored)) for stored in reversed(tier.parts())]
+    tier, queue = _tier(root), Queue(root)
+    own = [_row(stored, _state(tier, stored)) for stored in reversed(tier.parts())]
     own += [(str(folder), "?", "?", "?", f"damaged: {error}", "?") for folder, error in tier.damaged()]
     _show("Checkpoints in memory", own, "name", "step", "rank", "size", "state", "on peers too")
     copies = [_row(stored) for stored in reversed(tier.replicas.parts())]
@@ -201,10 +203,13 @@ def clean(
     namespace: _Namespace = "default",
     force: Annotated[bool, typer.Option(help="Also what waits for the durable tier, or is in use.")] = False,
 ) -> None:
-    """Frees the node memory that a namespace takes."""
+    """Deletes a namespace's checkpoints from node memory, and from its spill on the node's disk."""
     root = root or namespace_root(memory_dir, namespace)
+    spill = _tier(root).spill
     if not root.is_dir():
         typer.echo(f"nothing at {root}")
+        if spill is not None and (force or not any(stored.pending for stored in spill.parts())):
+            shutil.rmtree(spill.root)
         return
     if not any((root / folder).is_dir() for folder in FOLDERS):
         raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
@@ -215,6 +220,8 @@ def clean(
             what = "a trainer or drain uses it" if None in locks else f"{pending} operations are not yet durable"
             raise ConfigError(f"{root} was left as it is: {what}", hint="run the drain first, or give --force")
         shutil.rmtree(root)
+        if spill is not None:
+            shutil.rmtree(spill.root)
     finally:
         for lock in locks:
             if lock is not None:
@@ -230,8 +237,18 @@ def _row(stored: StoredPart, *state: str) -> tuple[str, ...]:
     return stored.part.name, str(content.step), str(stored.part.rank), gib(content.size), *state, safe
 
 
-def _state(stored: StoredPart) -> str:
-    return "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only"
+def _state(tier: MemoryTier, stored: StoredPart) -> str:
+    state = "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only"
+    return f"{state} (on disk)" if tier.is_spilled(stored.folder) else state
+
+
+def _tier(root: Path) -> MemoryTier:
+    """The memory tier of a root with its spill, as the last trainer had it."""
+    tier = MemoryTier(root)
+    tier.use_spill(AUTO)
+    with contextlib.suppress(OSError, ConfigError):
+        tier.use_spill(TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text()).spill_dir)
+    return tier
 
 
 def _existing(root: Path) -> Path:
@@ -243,7 +260,7 @@ def _existing(root: Path) -> Path:
 def _undone(root: Path) -> int:
     """How many saves, aliases and deletes wait for the durable tier, but for what only a further save sets free."""
     try:
-        return len(Queue(root).doable(MemoryTier(root)))
+        return len(Queue(root).doable(_tier(root)))
     except FileNotFoundError:
         # Half cleaned away already.
         return 0

@@ -147,14 +147,6 @@ class Timing:
     reap_s: float = 2.0
     left_over_s: float = 60.0
 
-    # ------------------------------------------------------------------------------------------ save
-    #: Where memory has no room for the coordinator's part: the first look for the parts of the others, and the
-    #: longest pause between two; each look is one LIST.
-    first_look_for_parts_s: float = 0.1
-    last_look_for_parts_s: float = 2.0
-    #: Between two looks whether the drain has cancelled an earlier save of the name.
-    cancel_poll_s: float = 0.05
-
 
 @dataclass(frozen=True)
 class Clock:

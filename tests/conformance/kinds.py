@@ -63,7 +63,7 @@ class Job:
         """Saves the state ``number``; by default to both tiers, and waits until it is there."""
         raise NotImplementedError
 
-    def load(self, which):
+    def load(self, which, size=SIZE):
         """The number of the state that a sentinel or name leads to; 0 for a start from scratch."""
         raise NotImplementedError
 
@@ -126,13 +126,16 @@ class Full(Job):
         io = self.io if wait else AsyncCheckpointIO(self.io)
         io.save_checkpoint(state, name or self.name_of(number), storage_options=options)
 
-    def load(self, which):
+    def load(self, which, size=SIZE):
         state = self.io.load_checkpoint(which)
         return only(state["w"]) if self.io.found_nothing is False else 0
 
     @property
     def engine(self):
         return self.io.checkpointer
+
+    def last_save(self):
+        return self.io.checkpointer.session.last_save
 
     def close(self):
         self.io.teardown()
@@ -154,8 +157,8 @@ class Shards(Job):
         save = dcp.save if wait else dcp.async_save
         save(state, checkpoint_id=name or self.name_of(number), storage_writer=writer, kind=self.kind)
 
-    def load(self, which):
-        state = {"w": torch.zeros(SIZE)}
+    def load(self, which, size=SIZE):
+        state = {"w": torch.zeros(size)}
         if which == "tiered:latest":
             dcp.load(state, kind=self.kind, **self.logged)
         elif which.startswith("tiered:"):
@@ -167,6 +170,9 @@ class Shards(Job):
     @property
     def engine(self):
         return Checkpointer(self.base.settings.config, session=self.base.session)
+
+    def last_save(self):
+        return self.base.session.last_save
 
     def wait(self):
         super().wait()

@@ -266,16 +266,66 @@ def test_a_run_that_goes_back_is_newer_than_the_one_before_it(start, memory_dir)
     assert start().load(LATEST) == 3
 
 
-def test_memory_that_is_too_small_is_passed_by(start, tmp_path, memory_dir):
-    with mounted_tmpfs(tmp_path / "small", 4 << 20) as small, warnings.catch_warnings():
+@pytest.fixture
+def small(tmp_path):
+    """A node's memory of 4 MiB, of which the operation log takes 2."""
+    with mounted_tmpfs(tmp_path / "small", 4 << 20) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the memory tier can't hold")
-        job = start(memory_dir=str(small))
-        job.save(1, size=LARGE)
-        job.save(2)
-        job.close()
-    job = start()
-    assert job.load(LATEST) == 2
+        yield str(folder)
+
+
+@pytest.mark.parametrize("spill", ["auto", "named", None])
+def test_a_durable_save_that_memory_has_no_room_for(small, start, memory_dir, tmp_path, spill):
+    (tmp_path / "named").mkdir()
+    options = {"memory_dir": small, "spill_dir": str(tmp_path / "named") if spill == "named" else spill}
+    job = start(**options)
+    job.save(1, wait=False, size=LARGE)
+    save = job.last_save()
+    assert (save.tiers, save.queued, save.spilled) == (
+        ({"durable"}, False, False) if spill is None else ({"memory", "durable"}, True, True)
+    )
+    job.wait()
+    job.save(2, size=LARGE)
     job.close()
+    assert start(**options).load(LATEST, LARGE) == 2
+    # The node is lost, and all that it had.
+    job = start(memory_dir=memory_dir)
+    assert [job.load(which, LARGE) for which in (LATEST, "step_1.ckpt")] == [2, 1]
+
+
+def test_a_spilled_save_that_waits_is_found_by_the_next_start_even_after_a_reboot(small, start, memory_dir):
+    hasty = {"memory_dir": small, "on_save_error": "warn", "wait_timeout_s": 1}
+    job = start(**hasty)
+    with job.without_drain():
+        for number in (1, 2):
+            job.save(number, wait=False, size=LARGE)
+        job = start(**hasty)
+        assert job.load(LATEST, LARGE) == 2
+        job.close()
+    # Memory is gone, and the log with it.
+    with mounted_tmpfs(small, 4 << 20):
+        job = start(memory_dir=small)
+        assert job.load(LATEST, LARGE) == 2
+        job.wait()
+        job.close()
+    job = start(memory_dir=memory_dir)
+    assert [job.load(which, LARGE) for which in (LATEST, "step_1.ckpt")] == [2, 1]
+
+
+@on_a_directory
+def test_a_step_of_memory_alone_that_does_not_fit_is_skipped_unless_a_folder_is_named(small, start, tmp_path):
+    job = start(memory_dir=small)
+    job.save(1, durable=False)
+    with pytest.warns(UserWarning, match="steps of memory alone are skipped") as said:
+        for number in (2, 3):
+            job.save(number, durable=False, size=LARGE)
+    assert len(said) == 1
+    assert job.engine.session.counts["skipped"] == 2
+    assert start(memory_dir=small).load(LATEST) == 1
+    (tmp_path / "named").mkdir()
+    job = start(memory_dir=small, spill_dir=str(tmp_path / "named"))
+    job.save(4, durable=False, size=LARGE)
+    assert start(memory_dir=small, spill_dir=str(tmp_path / "named")).load(LATEST, LARGE) == 4
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Ranks whose node memory has no room for their shards: durable saves block, and are whole all the same."""
+"""Ranks whose node memory has no room for their shards: they are spilled, or else streamed, and whole all the same."""
 
 import contextlib
 
@@ -23,12 +23,13 @@ def small(memory_dir, tmp_path):
         yield lambda node: stack.enter_context(mounted_tmpfs(f"{memory_dir}/{node}", 5 * MIB))
 
 
+@pytest.mark.parametrize("spill", ["auto", None], ids=["spilled", "streamed"])
 @pytest.mark.parametrize(
     "nodes",
     ["a", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("b", "ab"))],
     ids=["coordinator", "other rank", "both"],
 )
-def test_a_durable_save_goes_past_memory_that_is_too_small(ranks, small, tmp_path, nodes):
+def test_a_durable_save_that_memory_has_no_room_for(ranks, small, tmp_path, nodes, spill):
     for node in nodes:
         small(node)
     answers = ranks(
@@ -42,13 +43,15 @@ def test_a_durable_save_goes_past_memory_that_is_too_small(ranks, small, tmp_pat
         ["load", 2, {**LARGE, "step": 2}],
         nodes="ab",
         on_save_error="raise",
+        spill_dir=spill,
     )
-    for answer in answers:
-        said = [step.get("message", "fine") for step in answer]
-        assert [step.get("error") for step in answer] == [None, None, "CheckpointException", None, None, None, None], (
-            said
-        )
-        assert "give it more space" in said[2] or "does not fit" in said[2], "of memory alone, it has nowhere to go"
+    for node, answer in zip("ab", answers, strict=True):
+        assert [step.get("error") for step in answer] == [None] * 7, [step.get("message") for step in answer]
+        # Of memory alone, step 3 has nowhere to go, and is no checkpoint for any rank.
+        held = {name for name, *_ in answer[3]["got"]["parts"]}
+        if node in nodes:
+            assert "step_3" not in held
+            assert ("step_4" in held) == (spill is not None)
         assert answer[3]["got"]["ended"] == "None"
         assert answer[5]["got"]["matches"]
         assert answer[6]["got"]["matches"]
@@ -61,8 +64,9 @@ def test_a_durable_save_goes_past_memory_that_is_too_small(ranks, small, tmp_pat
 @pytest.mark.matrix
 def test_the_wait_for_the_other_ranks_is_bounded(ranks, small, tmp_path):
     small("a")
+    # Spilled, it is the drain that waits.
     nowhere = {1: {"dirpath": str(tmp_path / "elsewhere")}}
-    step = ["save", 1, {"save_to_s3": True, "wait_timeout_s": 5, **LARGE}]
+    step = ["save", 1, {"save_to_s3": True, "wait_timeout_s": 5, "spill_dir": None, **LARGE}]
     answers = ranks(2, step, nodes="ab", of_rank=nowhere)
     for answer in answers:
         assert "the parts of 1 of 2 ranks have not come within 5 s: 1" in answer[0]["message"]

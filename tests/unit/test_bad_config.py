@@ -81,6 +81,8 @@ BAD = [
     ("replication_factor", 2.0, "1 to 64", {}),
     ("replication_jump", 0, "1 to 100000", {}),
     ("replication_jump", "auto", "1 to 100000", {}),
+    ("spill_dir", "spill", "an absolute path on node-local disk", {}),
+    ("spill_dir", 7, "an absolute path on node-local disk", {}),
 ]
 
 

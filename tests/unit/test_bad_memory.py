@@ -23,6 +23,7 @@ MIB = 1 << 20
 #: What containers have for /dev/shm, where nobody says otherwise.
 DOCKERS_DEFAULT = 64 * MIB
 MEMORY_ONLY = {"tiers": ["memory"]}
+SKIPPED = r"steps of memory alone are skipped: .*(give it more space|give memory_dir more space)"
 
 
 @pytest.fixture
@@ -50,18 +51,19 @@ def same(loaded, step):
 
 
 def test_a_tmpfs_of_64_mib(kept_in_small):
-    io = kept_in_small.io()
-    with pytest.warns(UserWarning, match="memory tier can't hold") as caught:
+    # What is spilled counts as well.
+    io = kept_in_small.io(memory_keep_last=5)
+    with pytest.warns(UserWarning, match="memory tier can't hold.* goes through .*/tiered-") as caught:
         io.save_checkpoint(large(2), "2.ckpt")
         io.save_checkpoint(large(3), "3.ckpt")
     assert len(caught) == 1, "said once"
-    with pytest.raises(SaveError, match="does not fit.*memory_allocation_percentage.*give memory_dir more space"):
+    with pytest.warns(UserWarning, match=SKIPPED):
         io.save_checkpoint(large(4), "4.ckpt", storage_options=MEMORY_ONLY)
     assert torch.equal(io.load_checkpoint("2.ckpt")["w"], large(2)["w"])
     io.teardown()
     io = kept_in_small.io()
     assert same(io.load_checkpoint("tiered:latest"), 3)
-    assert io.checkpointer.restored.tier == "durable"
+    assert io.checkpointer.restored.tier == "memory"
     # What fits still goes through memory.
     io.save_checkpoint(state(5), "5.ckpt", storage_options=MEMORY_ONLY)
     assert io.load_checkpoint("tiered:latest")["global_step"] == 5
@@ -73,7 +75,7 @@ def test_a_tmpfs_that_is_full_from_the_start(small, tmp_path):
     with pytest.warns(UserWarning, match="memory tier can't hold.*memory_dir is full") as caught:
         kept = Kept(tmp_path / "kept", small)
     assert len(caught) == 1
-    with pytest.raises(SaveError, match="memory_dir is full: give it more space|does not fit"):
+    with pytest.warns(UserWarning, match=SKIPPED):
         kept.io().save_checkpoint(state(2), "2.ckpt", storage_options=MEMORY_ONLY)
     kept.close()
     tenant.goes()
@@ -106,11 +108,11 @@ def test_a_tmpfs_that_becomes_full_in_mid_save(kept_in_small, small, monkeypatch
 
     monkeypatch.setattr(os, "posix_fallocate", taking)
     monkeypatch.setattr(os, "ftruncate", cutting)
-    with pytest.raises(SaveError, match="memory_dir is full: give it more space"):
+    with pytest.warns(UserWarning, match=SKIPPED):
         io.save_checkpoint(large(3, mib=20), "3.ckpt", storage_options=MEMORY_ONLY)
     turns.clear()
     tenant.goes()
-    with pytest.warns(UserWarning, match="memory tier can't hold.*memory_dir is full"):
+    with pytest.warns(UserWarning, match="memory tier can't hold"):
         io.save_checkpoint(large(4, mib=20), "4.ckpt")
     monkeypatch.undo()
     assert torch.load(Path(io.config.dirpath) / "4.ckpt")["global_step"] == 4
@@ -144,10 +146,9 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
     io = kept.io(memory_keep_last=9)
     io.save_checkpoint(large(2, mib=10), "2.ckpt", storage_options=MEMORY_ONLY)
     left(40)
-    with pytest.raises(SaveError, match="does not fit: .* what is left of the node's memory, allow 4"):
+    with pytest.warns(UserWarning, match=r"skipped: .*does not fit: .* what is left of the node's memory, allow 4"):
         io.save_checkpoint(large(3, mib=60), "3.ckpt", storage_options=MEMORY_ONLY)
-    too_much = r"a copy of 6\d+ bytes does not fit into the memory that is left: 4\d+ "
-    with pytest.raises(SaveError, match=too_much), pytest.warns(UserWarning, match="memory tier can't hold"):
+    with pytest.warns(UserWarning, match="memory tier can't hold.* goes through .*/tiered-"):
         io.save_checkpoint(large(4, mib=60), "4.ckpt")
     # What has its space already takes no more of it.
     io.remove_checkpoint("2.ckpt")

@@ -1,5 +1,6 @@
 """What memory keeps, stated as rules that hold for any content of a node's memory and any evidence."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
@@ -13,6 +14,7 @@ from tiered_checkpoint_io.engine.staging.retention import (
     outdated_replicas,
     removable,
     room_for,
+    spill_room_for,
 )
 from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
@@ -110,6 +112,19 @@ def test_room_is_made_from_the_oldest_never_from_the_newest_and_all_or_nothing(h
         last = order[-1]
         assert sum(each.part.content.size for each in gone) >= missing
         assert sum(each.part.content.size for each in gone if each.save_id != last) < missing, "no more than needed"
+
+
+@given(parts(), st.integers(1, 400))
+def test_room_in_the_spill_is_made_from_what_the_durable_tier_has_even_the_newest(held, missing):
+    drained = [replace(each, part=replace(each.part, durable=True), drained=True) for each in held[::2]]
+    held = sorted([*drained, *held[1::2]], key=lambda each: each.save_id)
+    gone = spill_room_for(missing, held, scope())
+    assert not any(each.pending for each in gone)
+    assert not gone or sum(each.part.content.size for each in gone) >= missing
+    may_go = [each for each in drained if each in held and scope().may_make_room(each)]
+    assert bool(gone) >= (sum(each.part.content.size for each in may_go) >= missing)
+    newest = max((each.save_id for each in held if each.part.dirpath == "d"), default="")
+    assert not [each for each in gone if each.save_id == newest and not each.part.durable and each.part.dirpath == "d"]
 
 
 def test_nothing_held_nothing_removed():

@@ -143,8 +143,8 @@ def async_save(
     That takes hardly longer than copying the tensors once, because they go straight to where the
     upload reads them. Of kind ``sharded``, each rank then hashes its part in the background, at several gigabytes
     a second and thread, and commits it in memory; a process that is killed meanwhile leaves the checkpoint before
-    as the newest. What memory has no room for goes straight to the durable tier, in the background as well, from a
-    copy that this process keeps; the next save waits for that.
+    as the newest. Where neither memory nor ``spill_dir`` has room for it, the call returns once it is on the durable
+    tier.
 
     A failure on the way to the durable tier is shown once: by the future, where it is asked, by
     :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
@@ -169,11 +169,10 @@ def async_save(
             checkpoint_id,
             coordinator_rank=coordinator_rank,
             no_dist=no_dist,
-            background=True,
             **groups,
         )
         if local is not None:
-            saved, sealing, op_id = local.report, local.ending, local.op_id
+            saved, op_id = local.report, local.op_id
     else:
         before, writer.seals_in_background = writer.seals_in_background, True
         try:

@@ -70,7 +70,7 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
 
     Args:
         config: In any of its forms.
-        options: Single keys that replace those of ``config``; None for such as were not given.
+        options: Single keys that replace those of ``config``; None, but for ``spill_dir``, for such as were not given.
 
     Raises:
         ConfigError: A key or value is not allowed.
@@ -82,7 +82,7 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
         config.setdefault("namespace", None)
     raw = {
         **as_mapping(config, "the configuration"),
-        **{key: value for key, value in options.items() if value is not None},
+        **{key: value for key, value in options.items() if value is not None or key == "spill_dir"},
     }
     raw = {_ALIASES.get(key, key): value for key, value in raw.items()}
     extra = {key: raw.pop(key) for key in _EXTRA if key in raw}

@@ -28,14 +28,12 @@ def save_local_state(
     replication_group: Any,
     coordinator_rank: int | None,
     no_dist: bool,
-    background: bool = False,
 ) -> LocalSave | None:
     """Saves what this rank has of a state; with the arguments of ``dcp.save``.
 
-    With ``background``, what memory has no room for goes to the durable tier while training goes on.
-
     Returns:
-        None where another rank saves the same, or where the save failed and ``on_save_error`` is ``warn``.
+        None where another rank saves the same, where the save failed and ``on_save_error`` is ``warn``, or where it is
+        of memory alone and was skipped for want of room.
     """
     show_failures()
     place = place_of(process_group, replication_group, coordinator_rank, alone=no_dist)
@@ -57,7 +55,6 @@ def save_local_state(
             step=located.step,
             durable=settings.is_durable(located.step, writer.save_to_s3),
             wait=writer.waits,
-            background=background and not writer.waits,
             threads=writer.threads,
         )
     except (ConfigError, InvalidNameError, UsageError):

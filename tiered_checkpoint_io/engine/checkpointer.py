@@ -23,6 +23,7 @@ from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
     InvalidNameError,
+    MemoryFullError,
     UsageError,
 )
 from tiered_checkpoint_io.formats.image import plan
@@ -82,7 +83,8 @@ class Checkpointer:
             resumable: Whether training can resume from it; ``tiered:latest`` and ``tiered:last`` pass by what it can't.
 
         Returns:
-            None where the save failed and ``on_save_error`` is ``warn``.
+            None where the save failed and ``on_save_error`` is ``warn``, or where it is of memory alone and was
+            skipped, because there is no room for it.
 
         Raises:
             InvalidNameError: The path is not below dirpath, or not a valid name.
@@ -109,16 +111,20 @@ class Checkpointer:
             image = plan(state)
             part = PartSave(session, admit(session, facts), rank, image, started=started)
             part.capture()
-            part.commit()
+            part.seal()
             # Before the next save's slot is prepared: what goes may be that slot.
             self._retain(part)
-            part.finish()
+            part.prepare_next()
             if wait:
                 part.wait()
         except (InvalidNameError, ConfigError, UsageError):
             raise
         except Exception as error:
-            session.failed(name, position(state, name)[0], error)
+            step = position(state, name)[0]
+            if isinstance(error, MemoryFullError) and "durable" not in wanted and session.is_open:
+                session.skip(name, step, error)
+            else:
+                session.failed(name, step, error)
             return None
         return part.report(waited=wait)
 

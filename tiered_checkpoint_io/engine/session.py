@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -21,8 +22,9 @@ from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
-from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
-from tiered_checkpoint_io.logs import Logger, get_logger, rate
+from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.logs import Logger, get_logger, gib, rate
+from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier, node_budget
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -78,7 +80,7 @@ class Session:
         self._unshown: list[Outcome] = []
         self._lease: LeaseKeeper | None = None
         self._namespace_lock: NamespaceLock | None = None
-        self._warned_small = False
+        self._warned: set[str] = set()
         self._leave_by: float | None = None
 
     # ------------------------------------------------------------------------------------- tiers
@@ -99,11 +101,19 @@ class Session:
             tier = MemoryTier.open(
                 config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin, clock=self.clock
             )
+            tier.use_spill(config.spill_dir)
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
             capturer = Capturer(tier, self._pins)
-            self._opened = Opened(tier, capturer, DrainHandle(tier, config, self.log, clock=self.clock))
+            # Its process may have another temporary directory.
+            found = replace(config, spill_dir=spill_dir_of(config.spill_dir))
+            self._opened = Opened(tier, capturer, DrainHandle(tier, found, self.log, clock=self.clock))
             self._opened.drain.leave_by = self._leave_by
         return self._opened
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the memory tier could be opened."""
+        return self._opened is not None
 
     def durable(self, dirpath: str | None = None) -> Store:
         """The durable tier; another one where a dirpath is given."""
@@ -377,7 +387,10 @@ class Session:
         tier, _, drain = self.open()
         leads = os.environ.get("LOCAL_RANK", str(current_rank())) == "0"
         if leads and any(stored.pending for stored in tier.parts()):
-            drain.start()
+            try:
+                drain.start()
+            except MemoryFullError as full:
+                self.log.warning("queued uploads wait until memory_dir has room for the drain: %s", full)
 
     def surface(self) -> None:
         """Shows failures of the background, each once.
@@ -408,12 +421,40 @@ class Session:
             raise raised[0]
 
     def warn_small(self, reason: Exception) -> None:
-        """Warns, once, that memory can't hold the checkpoints of this job, and of what that means."""
-        if not self._warned_small:
-            self._warned_small = True
-            warnings.warn(
-                f"the memory tier can't hold this checkpoint, so durable saves block training: {reason}", stacklevel=6
-            )
+        """Warns, once, that neither memory nor the spill can hold the checkpoints of this job."""
+        self._warn_once(
+            "small", f"the memory tier can't hold this checkpoint, so durable saves block training: {reason}"
+        )
+
+    def warn_spill(self, size: int) -> None:
+        """Tells, once, that checkpoints go to the spill: a warning, unless the user named the folder."""
+        tier = self.open().tier
+        if tier.spill is None or "spill" in self._warned:
+            return
+        text = (
+            f"the memory tier can't hold this checkpoint of {gib(size)} in {self.config.memory_dir}, so it goes "
+            f"through {tier.spill.root} on the node's disk, which may take {gib(tier.spill.room())} more"
+        )
+        if self.config.spill_dir == AUTO:
+            self._warn_once("spill", f"{text}, and leaves half of what is free to others; see spill_dir")
+        else:
+            self._warned.add("spill")
+            self.log.info("%s", text)
+
+    def skip(self, name: str, step: int, reason: Exception) -> None:
+        """Counts a save of memory alone for which there is no room, with one warning."""
+        self.counts["skipped"] += 1
+        self.log.at_step(step).info("%s is skipped: %s", name, reason)
+        self._warn_once(
+            "skipped",
+            f"the memory tier can't hold this checkpoint, so steps of memory alone are skipped: {reason}; a named "
+            "spill_dir would hold them",
+        )
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=6)
 
     def failed(self, name: str, step: int, error: Exception) -> None:
         """Counts and logs a failure.

@@ -8,8 +8,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import xxhash
@@ -31,6 +32,14 @@ class Segment:
     offset: int
     data: memoryview
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def cut(self, start: int, nbytes: int, offset: int) -> Segment:
+        """Its bytes from ``start`` on, for another place."""
+        return Segment(offset, self.data[start : start + nbytes])
+
 
 @dataclass(frozen=True, slots=True)
 class StorageRegion:
@@ -45,6 +54,10 @@ class StorageRegion:
     def shrunk(self) -> bool:
         """Whether the storage has become too small since the file was planned."""
         return self.storage.nbytes() < self.start + self.nbytes
+
+    def cut(self, start: int, nbytes: int, offset: int) -> StorageRegion:
+        """Its bytes from ``start`` on, for another place."""
+        return StorageRegion(offset, nbytes, self.storage, self.start + start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +85,23 @@ class TensorRegion:
         """Never: torch itself checks a tensor's bounds when it is copied."""
         return False
 
+    def gathered(self) -> StorageRegion:
+        """The same bytes, copied to a storage of their own."""
+        with torch.no_grad():
+            target = torch.empty(self.nbytes // self.tensor.element_size(), dtype=self.tensor.dtype)
+            target.as_strided(self.tensor.shape, self.stride).copy_(self.tensor)
+        return StorageRegion(self.offset, self.nbytes, target.untyped_storage())
+
 
 Region = StorageRegion | TensorRegion
+
+
+class Sliced(Protocol):
+    """A ``memoryview``, or what gives its bytes in pieces as one does."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]: ...
 
 
 def default_threads() -> int:
@@ -196,16 +224,17 @@ class Filling:
         return _Source(region.offset, region.nbytes)
 
 
-def hash_chunks(view: memoryview, threads: int) -> tuple[str, ...]:
-    """The hashes of a filled file's chunks, as :meth:`Filling.run` gives them."""
-    chunks = chunk_ranges(len(view), chunk_size_for(len(view)))
+def hash_chunks(content: Sliced, threads: int) -> tuple[str, ...]:
+    """The hashes of a file's chunks, as :meth:`Filling.run` gives them."""
+    chunks = chunk_ranges(len(content), chunk_size_for(len(content)))
     digests = [""] * len(chunks)
 
     def hash_chunk(number: int) -> None:
         start, length = chunks[number]
         hasher = xxhash.xxh3_128()
-        # Lets go of the interpreter lock, which training needs meanwhile.
-        hasher.update(view[start : start + length])
+        with content[start : start + length] as chunk:
+            # Lets go of the interpreter lock, which training needs meanwhile.
+            hasher.update(chunk)
         digests[number] = hasher.hexdigest()
 
     _Shares(len(chunks), hash_chunk).run(threads)

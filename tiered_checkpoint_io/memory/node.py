@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tiered_checkpoint_io.errors import MemoryFullError
-
 #: Of the memory that this process may use, this part is left to others, up to a bound in bytes.
 _MARGIN_SHARE = 64
 _MAX_MARGIN = 1 << 30
@@ -53,22 +51,6 @@ def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
             cached = _fields(folder / "memory.stat")
             left.append(room + sum(cached.get(name, 0) for name in names.cached))
     return min(left) - margin
-
-
-def refuse_beyond_memory(size: int, *, operation: str) -> None:
-    """Raises where this process can't take so many bytes of its own without being ended for it.
-
-    Raises:
-        MemoryFullError: There is less.
-    """
-    left = memory_left()
-    if size > left:
-        raise MemoryFullError(
-            f"a copy of {size} bytes does not fit into the memory that is left: {max(0, left)}",
-            operation=operation,
-            tier="memory",
-            hint="give the job more memory, or have other processes of the node use less",
-        )
 
 
 class _Names(NamedTuple):

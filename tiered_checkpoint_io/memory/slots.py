@@ -116,7 +116,7 @@ class SlotPool:
         self._folder = folder
         self._room = room
         self._clock = clock
-        self._unmap = unmap
+        self.unmap = unmap
         self._lock = threading.Lock()
         self._free: list[Slot] = []
         self._lent: dict[int, Slot] = {}
@@ -192,14 +192,14 @@ class SlotPool:
                 fcntl.flock(slot.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.unlink(path)
-                slot.close(self._unmap)
+                slot.close(self.unmap)
                 return False
             free_name = os.path.join(self._folder, self._slot_name())
             try:
                 os.rename(path, free_name)
             except FileNotFoundError:
                 # Somebody else cleared the folder away.
-                slot.close(self._unmap)
+                slot.close(self.unmap)
                 return False
             slot.path = free_name
             self._keep_or_discard(slot)
@@ -211,7 +211,7 @@ class SlotPool:
             slot = self._lent.pop(os.stat(path).st_ino, None)
             os.unlink(path)
             if slot is not None:
-                slot.close(self._unmap)
+                slot.close(self.unmap)
 
     def release_free(self) -> None:
         """Gives the space of all free slots back to the node."""
@@ -223,7 +223,7 @@ class SlotPool:
         self.release_free()
         with self._lock:
             for slot in self._lent.values():
-                slot.close(self._unmap)
+                slot.close(self.unmap)
             self._lent.clear()
 
     def _make(self, size: int) -> Slot:
@@ -302,7 +302,7 @@ class SlotPool:
         for inode, slot in list(self._lent.items()):
             if slot.unlinked:
                 del self._lent[inode]
-                slot.close(self._unmap)
+                slot.close(self.unmap)
 
     def _keep_or_discard(self, slot: Slot) -> None:
         if len(self._free) < _MAX_FREE:
@@ -317,7 +317,7 @@ class SlotPool:
     def _discard(self, slot: Slot) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(slot.path)
-        slot.close(self._unmap)
+        slot.close(self.unmap)
 
 
 def clean_dead(folder: str) -> None:

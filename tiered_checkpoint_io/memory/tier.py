@@ -11,6 +11,9 @@
       slots/  trash/  quarantine/  status/
       operations.log  drain.json  *.lock              what trainers and the drain tell each other
 
+What does not fit goes to the *spill*, a root of the same kind on the node's disk. A part stays in the root where it was
+captured, and all that is done with it there; the lists of parts are of both.
+
 No checkpoint's name becomes a folder here, only the last component of its path, as a file.
 """
 
@@ -45,6 +48,7 @@ from tiered_checkpoint_io.memory.parts import (
 from tiered_checkpoint_io.memory.private import private_folder, write_private
 from tiered_checkpoint_io.memory.slots import Slot, SlotPool, clean_dead
 from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE
+from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 
@@ -102,6 +106,9 @@ class MemoryTier:
         self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
         #: Rung when there is something new for the drain.
         self.bell: Callable[[], None] = lambda: None
+        self._spill: MemoryTier | None = None
+        self._spill_root: Path | None = None
+        self._spill_is_shared = False
 
     @classmethod
     def open(
@@ -125,8 +132,7 @@ class MemoryTier:
                 raise MemoryTierError(
                     "memory_dir does not exist", operation="open", tier="memory", key=memory_dir, hint="make it"
                 )
-            for folder in (root.parent, root, *(root / name for name in FOLDERS)):
-                private_folder(folder)
+            _make_folders(root)
             in_memory = is_tmpfs(memory_dir)
             left = memory_left if in_memory else None
             tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock)
@@ -154,14 +160,70 @@ class MemoryTier:
             )
         return self._replicas
 
+    # --------------------------------------------------------------------------------- spill
+    def use_spill(self, configured: str | None) -> None:
+        """Takes where parts go that do not fit: see ``spill_dir`` of the configuration."""
+        spill_dir = spill_dir_of(configured)
+        root = spill_root(spill_dir, self.root) if spill_dir is not None else None
+        if root != self._spill_root:
+            self._spill, self._spill_root, self._spill_is_shared = None, root, configured == AUTO
+
+    @property
+    def spill(self) -> MemoryTier | None:
+        """The spill, once any process of the node has made it."""
+        if self._spill is None and self._spill_root is not None and self._spill_root.is_dir():
+            self.open_spill()
+        return self._spill
+
+    def open_spill(self) -> MemoryTier | None:
+        """The spill, made where it is missing; None where there is none, or, with one warning, it can't be used."""
+        root = self._spill_root
+        if root is None:
+            return None
+        try:
+            # Again each time: what clears temporary folders may have taken some.
+            _make_folders(root)
+            if self._spill is None:
+                spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
+                is_shared = self._spill_is_shared
+                spill._left = lambda: disk_left(root, spill.usage(), is_shared=is_shared)
+                spill.clean()
+                self._spill = spill
+        except OSError as error:
+            self._spill_root = self._spill = None
+            why = error.message if isinstance(error, MemoryTierError) else error.strerror
+            warnings.warn(f"nothing is spilled to {root}: {why}", stacklevel=2)
+        return self._spill
+
+    def is_spilled(self, path: Path | str) -> bool:
+        """Whether a part's folder, or a slot's file, lies in the spill."""
+        return self._spill is not None and Path(path).is_relative_to(self._spill.root)
+
+    def _home(self, path: Path | str) -> MemoryTier:
+        """The root that a path lies in: this one, or the spill."""
+        return self._spill if self._spill is not None and self.is_spilled(path) else self
+
     # ------------------------------------------------------------------------------- looking
+    def _entries(self) -> list[StoredPart | tuple[Path, Exception]]:
+        found = [*self._shelf.scan()]
+        if self.spill is not None:
+            with contextlib.suppress(FileNotFoundError):
+                found += self.spill._entries()
+        return found
+
     def parts(self) -> list[StoredPart]:
         """All committed parts that can be read, in the order of their saves."""
-        return [entry for entry in self._shelf.scan() if isinstance(entry, StoredPart)]
+        found = [entry for entry in self._entries() if isinstance(entry, StoredPart)]
+        return sorted(found, key=lambda stored: (stored.save_id, stored.folder.name))
 
     def damaged(self) -> list[tuple[Path, Exception]]:
         """Folders whose ``part.json`` cannot be read, and why."""
-        return [entry for entry in self._shelf.scan() if not isinstance(entry, StoredPart)]
+        return [entry for entry in self._entries() if not isinstance(entry, StoredPart)]
+
+    def quarantined(self) -> list[Path]:
+        """The folders of parts that were found corrupt."""
+        tiers = [self, self.spill] if self.spill is not None else [self]
+        return sorted(folder for tier in tiers for folder in (tier.root / "quarantine").glob("*"))
 
     def usage(self) -> int:
         """Bytes in use by this namespace on this node, free slots included."""
@@ -193,11 +255,12 @@ class MemoryTier:
 
     def give_back(self, slot: Slot) -> None:
         """Returns a slot that will not be committed."""
-        self._pool.give_back(slot)
+        self._home(slot.path)._pool.give_back(slot)
 
     def is_taken(self, save_id: str, rank: int) -> bool:
         """Whether there is anything at a part's place, readable or not."""
-        return (self._parts / save_id / ids.rank_folder(rank)).exists()
+        tiers = [self, self.spill] if self.spill is not None else [self]
+        return any((tier._parts / save_id / ids.rank_folder(rank)).exists() for tier in tiers)
 
     def commit(
         self,
@@ -222,8 +285,10 @@ class MemoryTier:
             MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
             MemoryTierError: Memory holds it already.
         """
-        folder = self._parts / part.save_id / ids.rank_folder(part.rank)
-        if folder.exists():
+        # A rename does not lead from one file system to another.
+        home = next((self._home(slot.path) for slot in slots.values() if isinstance(slot, Slot)), self)
+        folder = home._parts / part.save_id / ids.rank_folder(part.rank)
+        if self.is_taken(part.save_id, part.rank):
             raise MemoryTierError(
                 "memory already holds this part",
                 operation="commit",
@@ -245,7 +310,7 @@ class MemoryTier:
                     continue
                 os.rename(slot.path, target)
                 slot.path = str(target)
-                self._pool.committed(slot, entry.size)
+                home._pool.committed(slot, entry.size)
             prepare_markers(fresh, drained=drained)
             write_private(fresh / PART_FILE, part.to_json())
         except OSError as error:
@@ -254,7 +319,7 @@ class MemoryTier:
             # The files had their space, their description has none: give all of it back.
             for slot in slots.values():
                 if not isinstance(slot, bytes) and not keep_slots:
-                    self._pool.forget(slot.path)
+                    home._pool.forget(slot.path)
             shutil.rmtree(fresh, ignore_errors=True)
             if isinstance(error, MemoryFullError):
                 raise
@@ -305,7 +370,8 @@ class MemoryTier:
     def remove(self, stored: StoredPart) -> None:
         """Removes a part; its files become free slots where this process filled them."""
         name = f"{self._parts.name}.{stored.save_id}.{stored.folder.name}.{os.getpid()}"
-        trash = self.root / "trash" / name
+        home = self._home(stored.folder)
+        trash = home.root / "trash" / name
         try:
             os.rename(stored.folder, trash)
         except FileNotFoundError:
@@ -317,15 +383,15 @@ class MemoryTier:
             path = str(trash / entry.basename)
             with contextlib.suppress(FileNotFoundError):
                 if pinned:
-                    self._pool.forget(path)
+                    home._pool.forget(path)
                 else:
-                    self._pool.recycle(path)
+                    home._pool.recycle(path)
         shutil.rmtree(trash, ignore_errors=True)
 
     def quarantine(self, folder: Path, reason: str) -> Path:
         """Takes a corrupt part's folder out of use, without deleting it."""
         mark = f"{REPLICAS}." if folder.parent.parent.name == REPLICAS else ""
-        target = self.root / "quarantine" / f"{mark}{folder.parent.name}.{folder.name}"
+        target = self._home(folder).root / "quarantine" / f"{mark}{folder.parent.name}.{folder.name}"
         if target.exists():
             shutil.rmtree(target)
         with contextlib.suppress(FileNotFoundError, MemoryFullError):
@@ -339,8 +405,9 @@ class MemoryTier:
     def close(self) -> None:
         """Gives free slots back to the node; committed parts stay."""
         self._pool.close()
-        if self._replicas is not None:
-            self._replicas.close()
+        for tier in (self._replicas, self._spill):
+            if tier is not None:
+                tier.close()
 
     # ------------------------------------------------------------------------------- reading
     def reading(
@@ -362,3 +429,8 @@ class MemoryTier:
                 shutil.rmtree(doomed, ignore_errors=True)
         for name in (SAVES, REPLICAS):
             clear_half_made(self.root / name, self._clock)
+
+
+def _make_folders(root: Path) -> None:
+    for folder in (root.parent, root, *(root / name for name in FOLDERS)):
+        private_folder(folder)

@@ -43,7 +43,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 #: Objects of these classes can't be read before somebody has them restored, which takes hours.
 _UNREADABLE_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
-_PATHS = ("dirpath", "memory_dir", "log_dir")
+_PATHS = ("dirpath", "memory_dir", "spill_dir", "log_dir")
 _RANGES: dict[str, tuple[int, int]] = {
     "memory_every_n_train_steps": (1, 1 << 40),
     "s3_every_n_train_steps": (1, 1 << 40),
@@ -77,6 +77,8 @@ class TieredCheckpointConfig:
         dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
         namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``.
         memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
+        spill_dir: A folder on node-local disk for what does not fit into memory; ``auto`` for one in the system's
+            temporary directory, and None for none.
         memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none.
         s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves
             that to ModelCheckpoint's other triggers.
@@ -116,6 +118,7 @@ class TieredCheckpointConfig:
     dirpath: str
     namespace: str = "default"
     memory_dir: str = "/dev/shm"  # noqa: S108 - tmpfs by design; its folder is checked before use
+    spill_dir: str | None = "auto"
     memory_every_n_train_steps: int | None = None
     s3_every_n_train_steps: int | None = None
     memory_keep_last: int = 2
@@ -158,6 +161,10 @@ class TieredCheckpointConfig:
             raise ConfigError(f"namespace is {self.namespace!r}", hint=error.hint) from error
         if not isinstance(self.memory_dir, str) or not self.memory_dir.startswith("/"):
             _refuse("memory_dir", self.memory_dir, "an absolute path, such as /dev/shm")
+        if self.spill_dir not in ("auto", None) and (
+            not isinstance(self.spill_dir, str) or not self.spill_dir.startswith("/")
+        ):
+            _refuse("spill_dir", self.spill_dir, "auto, an absolute path on node-local disk, or null")
         for key, (low, high) in _RANGES.items():
             value = getattr(self, key)
             if not (value is None and key in _OPTIONAL):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -17,10 +17,10 @@ from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     Request,
     blocked_by_failures,
-    conflicting_operations,
+    held_back,
     unreplaced,
 )
-from tiered_checkpoint_io.engine.drain.queue import Queue, operations_of
+from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError
@@ -255,20 +255,38 @@ class DrainHandle:
                 raise self._fails(f"{len(left)} operations did not reach the durable tier: {first.error}", first.name)
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
-    def make_way(self, name: str, timeout_s: float) -> None:
+    def make_way(self, name: str, timeout_s: float, next_id: Callable[[], str]) -> None:
         """Waits until the drain does nothing with a name, and will not: the caller is about to write to it directly.
+
+        An earlier save of the name whose other parts have not come is given up.
+
+        Args:
+            name: The checkpoint's name.
+            timeout_s: For how long, seconds.
+            next_id: Makes the id of a request.
 
         Raises:
             DrainError: It still did after ``timeout_s`` seconds, or what it has to do first fails.
         """
+        cancelled: set[str] = set()
         for _ in self._looks(timeout_s):
-            operations, outcomes = operations_of(self._tier.parts(), self.queue.requests()), self.queue.outcomes()
-            first = conflicting_operations(operations, unreplaced(outcomes), self._config.dirpath, name)
+            operations = self.queue.look(self._tier)
+            held = held_back(operations, unreplaced(self.queue.outcomes()))
+            mine = [each for each in operations if name in (each.name, each.target)]
+            # A delete that is held back is of an earlier save, and may stay; but a save that is queued may set it free.
+            may_free = SAVES if any(each in held for each in mine) else ()
+            first = [each for each in operations if (each in mine and each not in held) or each.action in may_free]
             if not first:
                 return
             self._check_drain()
             failed = {each.op_id: outcome for each in operations if (outcome := self._failure(each.op_id))}
-            stuck = failed.keys() | blocked_by_failures(operations, failed)
+            lacking = [each for each in mine if each.op_id in failed and failed[each.op_id].error_type == "DrainError"]
+            for each in lacking:
+                if each.op_id not in cancelled:
+                    cancelled.add(each.op_id)
+                    target = ids.save_id_of_op(each.op_id)
+                    self.submit(Request(next_id(), "cancel", "cancel", self._config.dirpath, target))
+            stuck = (failed.keys() | blocked_by_failures(operations, failed)) - cancelled
             if any(each.op_id in stuck for each in first):
                 error = next(iter(failed.values())).error
                 raise self._fails(f"earlier work on {name} has not reached the durable tier: {error}", name)

@@ -155,27 +155,6 @@ def blocked_by_failures(operations: Iterable[Request], failed: Collection[str]) 
     return {operation.op_id for operation, is_blocked in _in_turn(operations, failed) if is_blocked}
 
 
-def conflicting_operations(
-    operations: Sequence[Request], unreplaced: Iterable[Outcome], dirpath: str, name: str
-) -> list[Request]:
-    """What has to be done before anything may write to a name of the durable tier past the queue.
-
-    A delete that is held back may stay: it is of an earlier save. But a save that is queued may set it free, and it
-    would then go on while the name is written to.
-
-    Args:
-        operations: All that is queued, in order.
-        unreplaced: See :func:`unreplaced`.
-        dirpath: The durable tier.
-        name: The name.
-    """
-    held = held_back(operations, unreplaced)
-    mine = [each for each in operations if each.dirpath == dirpath and name in (each.name, each.target)]
-    is_held = any(each in held for each in mine)
-    may_free = [each for each in operations if is_held and each.dirpath == dirpath and each.action in SAVES]
-    return [each for each in operations if (each in mine and each not in held) or each in may_free]
-
-
 def superseded(operations: Sequence[Request], failed: Collection[str], committed: Request) -> list[Request]:
     """Failed saves that need not be tried again, because a later save is committed.
 

@@ -21,6 +21,7 @@ class SaveReport:
         stall_s: How long the caller waited, seconds.
         tiers: Where it is, or is on its way to.
         queued: Whether it is still on its way to the durable tier.
+        spilled: Whether what the memory tier has of it lies in its spill, on the node's disk.
     """
 
     name: str
@@ -30,6 +31,7 @@ class SaveReport:
     stall_s: float
     tiers: frozenset[str]
     queued: bool = False
+    spilled: bool = False
 
     def line(self, dirpath: str, what: str = "") -> str:
         """What to log of it: where it is by now, and what is still to be done.
@@ -41,7 +43,8 @@ class SaveReport:
         there = [
             tier for tier in ("memory", "durable") if tier in self.tiers and not (tier == "durable" and self.queued)
         ]
-        places = " and ".join("memory" if tier == "memory" else told_as(dirpath) for tier in there)
+        here = "the node's disk" if self.spilled else "memory"
+        places = " and ".join(here if tier == "memory" else told_as(dirpath) for tier in there)
         done = f"saved {what or self.name} to {places}" if places else f"captured {what or self.name}"
         text = f"{done}: {rate(self.size, self.stall_s)}"
         return f"{text}; upload to {told_as(dirpath)} queued" if self.queued else text

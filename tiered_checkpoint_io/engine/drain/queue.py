@@ -133,12 +133,6 @@ class Queue:
             changes |= {_OUTCOME + op_id: None for op_id in kept if ids.save_id_of_op(op_id) < first}
         self._log.write(changes)
 
-    def note_past(self, save_id: str, name: str, step: int, size: int, dirpath: str) -> None:
-        """Notes, where deletes may wait for one, that a save got to the durable tier past the queue."""
-        if unreplaced(self.outcomes()):
-            now = self._clock.wall()
-            self.finish(Outcome(save_id, "save", name, step, "committed", bytes=size, finished=now, dirpath=dirpath))
-
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done, or too long ago."""
         return _parsed(Outcome, self._log.get(_OUTCOME + ids.validate_op_id(op_id)))

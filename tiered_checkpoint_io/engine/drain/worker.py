@@ -6,6 +6,7 @@ It outlives the trainer, takes up what a dead drain left, and imports neither to
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.operations import next_operation, unrepla
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.errors import ConfigError, MemoryFullError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -132,6 +133,8 @@ class Drain:
     def _turn(self, *, once: bool) -> bool:
         """Does what can be done next; whether there is nothing more to stay for."""
         version = self._queue.version()
+        with contextlib.suppress(OSError, ConfigError):
+            self._tier.use_spill(self._stores.config.spill_dir)
         operations = self._queue.look(self._tier)
         self._report.now.pending = len(operations)
         waiting = self._executor.waiting({operation.op_id for operation in operations})

@@ -39,6 +39,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
+from tiered_checkpoint_io.stores.base import Content as Bytes
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
 #: ``sent``: the part is there; ``committed``: its save is; ``replaced``: a later save has taken its name.
@@ -56,7 +57,7 @@ _MAX_INLINE = 3 << 10
 def put_part(
     store: Store,
     part: Part,
-    files: Mapping[str, memoryview],
+    files: Mapping[str, Bytes],
     *,
     journal: UploadJournal | None = None,
     progress: Callable[[int], None] | None = None,
@@ -117,7 +118,7 @@ def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
 def commit(
     store: Store,
     part: Part,
-    files: Mapping[str, memoryview],
+    files: Mapping[str, Bytes],
     rows: Mapping[int, IndexRow] | None = None,
     *,
     journal: UploadJournal | None = None,
@@ -232,17 +233,19 @@ def _uploaded(part: Part) -> list[FileEntry]:
     return [entry for entry in part.content.files if entry.basename != part.content.switch]
 
 
-def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, memoryview]) -> None:
+def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, Bytes]) -> None:
     for entry in entries:
-        for index, (offset, length) in enumerate(entry.chunks):
-            chunk = files[entry.basename][offset : offset + length]
-            entry.check_chunk(index, chunk, tier="memory", where=f"{part.name}, rank {part.rank}")
+        data = files[entry.basename]
+        # Of a live state the hashes were made just now.
+        for index, (offset, length) in enumerate(entry.chunks if isinstance(data, memoryview) else ()):
+            with data[offset : offset + length] as chunk:
+                entry.check_chunk(index, chunk, tier="memory", where=f"{part.name}, rank {part.rank}")
 
 
 def _put_files(
     store: Store,
     part: Part,
-    files: Mapping[str, memoryview],
+    files: Mapping[str, Bytes],
     old: Manifest | None,
     journal: UploadJournal | None,
     progress: Callable[[int], None] | None,

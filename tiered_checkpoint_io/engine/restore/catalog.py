@@ -235,7 +235,7 @@ def look(tiers: Tiers, rank: int) -> NodeCatalog:
             content = replace(part.content, files=tuple(replace(entry, hashes=()) for entry in part.content.files))
             owns = not stored.is_replica
             here.held.append(Held(part.name, part.rank, content, part.commits, owns, stored.replicated))
-    for folder in sorted((tier.root / "quarantine").iterdir()):
+    for folder in tier.quarantined():
         if _may_belong(folder, dirpath):
             here.quarantined.append(f"memory {folder}: quarantined")
     damaged = tiers.damaged()

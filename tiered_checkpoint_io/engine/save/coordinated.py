@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
-from tiered_checkpoint_io.errors import SaveError, StoreError
+from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
 from tiered_checkpoint_io.formats.filling import Segment
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.shard_image import Item, Placed, plan_shard
@@ -187,11 +187,10 @@ class CoordinatedSaver:
             wait: Whether to return only when a durable save is committed there; not with ``background``.
             extra: The name and content of a small file that goes with it; it gets another name where the
                 checkpoint's own is taken.
-            in_memory: Whether all other ranks have their parts in memory.
+            in_memory: Whether all ranks have their parts on their nodes.
 
         Raises:
             SaveError: The save was given up, or did not reach the durable tier while we waited.
-            MemoryFullError: No space for ``metadata``.
         """
         with self._lock:
             captured, self._captured = self._captured, None
@@ -202,23 +201,31 @@ class CoordinatedSaver:
                 key=save_id,
                 hint="wait for one save to end before the next",
             )
-        facts = captured.part.facts
+        part, facts = captured.part, captured.part.facts
+        if not (in_memory or facts.durable):
+            # The rank that has no room for it has said so.
+            part.give_back()
+            return
         captured.small = {METADATA: metadata}
         if extra is not None:
             captured.small[facts.name_beside(extra[0])] = extra[1]
         if captured.background:
+            if part.streams:
+                # The other ranks seal behind the save: to wait for their parts here would be for ever.
+                part.send(captured.small, commits=part.facts.world_size == 1)
             with self._lock:
                 self._captured = captured
-        else:
-            captured.part.seal(captured.small)
-        if in_memory and captured.part.in_memory:
+            self._finished = facts if in_memory else None
+            return
+        try:
+            self._seal(captured)
+        except MemoryFullError as error:
+            self._session.skip(facts.name, facts.step, error)
+            return
+        if in_memory and not part.streams:
             # Otherwise memory does not have all of it, and no older one may go for it.
-            if captured.background:
-                self._finished = facts
-            else:
-                self.is_complete(facts.name, save_id)
-        if not captured.background:
-            self._report(captured, wait=wait)
+            self.is_complete(facts.name, save_id)
+        self._report(captured, wait=wait)
 
     def is_complete(self, name: str, save_id: str) -> None:
         """Takes note that a checkpoint is complete: this process finished it, or a restore has loaded it."""
@@ -242,8 +249,7 @@ class CoordinatedSaver:
         """Captures this rank's items. When it returns, later changes of them are not in the checkpoint.
 
         The part is sealed as well, but for the coordinator's, which :meth:`finish` seals, and for those that
-        :meth:`seal_in_background` does. Where memory has no room for a durable save, the part goes straight to the
-        durable tier, with one warning.
+        :meth:`seal_in_background` does. What this node has no room for is never left to that.
 
         Args:
             facts: From the coordinator.
@@ -253,12 +259,11 @@ class CoordinatedSaver:
             background: Whether the part is hashed and sealed by :meth:`seal_in_background`.
 
         Returns:
-            Where each item lies in the rank's file; and whether that is in memory.
-
-        Raises:
-            MemoryFullError: No room, even after older checkpoints made some; and the save is of memory alone.
+            Where each item lies in the rank's file; and whether this node has it. Without room for a save of memory
+            alone, that is skipped, with one warning.
         """
         self.give_up()
+        self.op_id = None
         image, placed = plan_shard(items)
         if placed and not image.size:
             image = _one_byte()
@@ -266,15 +271,25 @@ class CoordinatedSaver:
         keep = max(1, self._session.config.memory_keep_last - 1)
         # This save makes it one more; memory keeps two at least, because it may fail.
         part.retain(self._session.open().tier.parts(), keep, Evidence(facts.completed), size=image.size)
-        part.capture(retained=facts.completed[-1:], hashed=not background)
-        captured = _Captured(part, background, None if rank == facts.coordinator else {})
-        if captured.small is None or background:
+        try:
+            part.capture(retained=facts.completed[-1:], hashed=not background)
+            is_coordinator = rank == facts.coordinator
+            # The state is there until the save returns, and the coordinator's is sent by :meth:`finish`.
+            captured = _Captured(
+                part, background and (is_coordinator or not part.streams), None if is_coordinator else {}
+            )
+            if captured.small is None or captured.background:
+                with self._lock:
+                    self._captured = captured
+            else:
+                self._seal(captured)
+                self._report(captured)
+        except MemoryFullError as error:
+            self._session.skip(facts.name, facts.step, error)
             with self._lock:
-                self._captured = captured
-        else:
-            part.seal()
-            self._report(captured)
-        return placed, part.in_memory
+                self._captured = _Captured(part, False, None) if rank == facts.coordinator else None
+            return placed, False
+        return placed, not part.streams
 
     def seal_in_background(self) -> None:
         """Hashes and seals, in the background, what was captured for that: see :attr:`sealing`.
@@ -287,9 +302,8 @@ class CoordinatedSaver:
             if captured is None or captured.small is None or not captured.background:
                 return
             self._captured = None
-        part, small = captured.part, captured.small
         self._report(captured)
-        self.sealing = self._session.background.run(part.facts.name, lambda: part.seal(small))
+        self.sealing = self._session.background.run(captured.part.facts.name, lambda: self._seal(captured))
 
     def give_up(self) -> None:
         """Frees what a save left that did not finish: some other rank failed, and DCP has told all."""
@@ -302,13 +316,18 @@ class CoordinatedSaver:
             captured.part.give_back()
 
     # ------------------------------------------------------------------------------------ inside
+    @staticmethod
+    def _seal(captured: _Captured) -> None:
+        captured.part.seal(captured.small)
+        captured.part.prepare_next()
+
     def _report(self, captured: _Captured, *, wait: bool = False) -> None:
         part = captured.part
         self.op_id = part.op_id
         if wait:
             part.wait()
         small = sum(map(len, (captured.small or {}).values()))
-        part.report(small=small, waited=wait, background=captured.background)
+        part.report(small=small, waited=wait)
 
 
 def _one_byte() -> Image:

@@ -1,27 +1,31 @@
 """One rank's part of a save, carried out: capture, seal, wait, report.
 
-The same for all payloads: a planned file is *captured* into a slot of node memory; *sealed*, that is hashed, described
-and renamed into place, from when on the part exists, and where it is durable its upload is queued; and reported. Where
-memory has no room for a durable save, the part is sent straight to the durable tier instead.
+The same for all payloads: a planned file is *captured* into a slot of node memory, or of the spill where that has no
+room; *sealed*, that is hashed, described and renamed into place, from when on the part exists, and where it is durable
+its upload is queued; and reported. Where neither has room, a durable part is streamed to the durable tier by its seal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.save.direct import DirectFile, DirectSlot, Watching, nothing_missing, send
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
+from tiered_checkpoint_io.engine.save.stream import Stream, Watching, nothing_missing
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError
 from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.live import LiveFile
 from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
+from tiered_checkpoint_io.stores import Content
 
 
 @dataclass(slots=True)
@@ -35,10 +39,10 @@ class PartSave:
         image: Its file, planned; None where the rank has none.
         threads: How many copy and hash.
         started: When the save began, by the monotonic clock; now by default.
-        slot: Where the file lies.
+        slot: Where the file lies, until the part exists.
         hashes: Of its chunks; empty where they are still to be made.
-        direct: Its file, where memory has no room for it.
-        part: Its description, once it is sealed.
+        streams: Whether :meth:`seal` sends it from the live state, because this node has no room for it.
+        spilled: Whether it lies in the spill.
     """
 
     session: Session
@@ -49,28 +53,19 @@ class PartSave:
     started: float = 0.0
     slot: Slot | None = None
     hashes: tuple[str, ...] = ()
-    direct: DirectFile | DirectSlot | None = None
-    part: Part | None = None
-    _left_memory: bool = False
+    streams: bool = False
+    spilled: bool = False
+    _stream: Stream | None = None
 
     def __post_init__(self) -> None:
         self.started = self.started or self.session.clock.monotonic()
 
     @property
-    def in_memory(self) -> bool:
-        """Whether memory has, or gets, the part."""
-        return self.direct is None and not self._left_memory
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether the drain uploads it."""
-        return self.facts.durable and self.in_memory
-
-    @property
     def op_id(self) -> str | None:
         """The drain's operation that uploads it; None where none does."""
-        commits = self.rank == self.facts.coordinator
-        return ids.part_op_id(self.facts.save_id, self.rank, commits=commits) if self.is_queued else None
+        if not self.facts.durable or self.streams:
+            return None
+        return ids.part_op_id(self.facts.save_id, self.rank, commits=self.rank == self.facts.coordinator)
 
     # ---------------------------------------------------------------------------------- capture
     def retain(self, held: list[StoredPart], keep: int, evidence: Evidence, *, size: int | None = None) -> None:
@@ -81,60 +76,70 @@ class PartSave:
     def capture(self, *, retained: tuple[str, ...] = (), hashed: bool = True) -> None:
         """Copies the state. When this returns, later changes to the tensors do not affect the checkpoint.
 
+        Unless it :attr:`streams`: then the state must not change before :meth:`seal` returns.
+
         Args:
             retained: Ids of saves that must not make room for it.
             hashed: Whether it is hashed while it is copied, and not by :meth:`seal`.
 
         Raises:
-            MemoryFullError: No room in memory, and the save is of memory alone; or no memory left at all.
+            MemoryFullError: No room, and the save is of memory alone.
         """
         if self.image is None:
             return
-        _, capturer, drain = self.session.open()
-        scope = self.facts.scope(self.rank, self.session.dirpath)
+        session, durable = self.session, self.facts.durable
+        tier, capturer, drain = session.open()
+        scope = self.facts.scope(self.rank, session.dirpath)
         try:
-            if self.facts.durable:
+            if durable:
                 drain.start()
             self.slot, self.hashes = capturer.capture(
-                self.image, scope, retained=retained, threads=self.threads, hashed=hashed
+                self.image,
+                scope,
+                retained=retained,
+                threads=self.threads,
+                hashed=hashed,
+                spills=durable or session.config.spill_dir not in (AUTO, None),
             )
         except MemoryFullError as error:
-            if not self.facts.durable:
+            if not durable:
                 raise
-            self.session.warn_small(error)
-            self.direct = DirectFile(self.image, threads=self.threads)
-            self.hashes = self.direct.hashes
+            session.warn_small(error)
+            self.streams = True
+        else:
+            self.spilled = tier.is_spilled(self.slot.path)
+        try:
+            if self.spilled:
+                session.warn_spill(self.image.size)
+        except BaseException:
+            self.give_back()
+            raise
 
     # ------------------------------------------------------------------------------------- seal
     def seal(self, small: Mapping[str, bytes] | None = None, watching: Watching = nothing_missing) -> None:
-        """Makes the part exist: in memory, or where that has no room, on the durable tier.
+        """Makes the part exist: on this node, or where that has no room, on the durable tier.
 
         Args:
             small: Its other files, by basename.
-            watching: See :func:`send`.
+            watching: See :class:`Stream`.
 
         Raises:
             MemoryFullError: There is no room, and it is not meant for the durable tier.
             SaveError: It did not reach the durable tier, where it had to go there at once.
         """
-        self.commit(small)
-        self.finish(small, watching)
-
-    def commit(self, small: Mapping[str, bytes] | None = None) -> None:
-        """The first half of :meth:`seal`: all but what is sent straight to the durable tier."""
-        tier, _, drain = self.session.open()
         small = small or {}
+        if self.streams:
+            self.send(small, watching)
+            return
+        tier, _, drain = self.session.open()
+        file: dict[str, Slot] = {self.facts.file_name(self.rank): self.slot} if self.slot is not None else {}
         try:
-            self.part = self._describe(small)
-            if self.direct is not None:
-                return
-            slots = {self.facts.file_name(self.rank): self.slot} if self.slot is not None else {}
-            tier.commit(self.part, {**small, **slots}, keep_slots=self.facts.durable)
+            tier.commit(self._describe(small), {**small, **file}, keep_slots=self.facts.durable)
         except MemoryFullError as error:
             if not self.facts.durable:
                 # The tier has given up the slot as well.
                 raise
-            self._leave_memory(error)
+            self._stream_slot(error, small, watching)
             return
         except BaseException:
             self.give_back()
@@ -144,27 +149,10 @@ class PartSave:
             # It may have left while it had nothing to do.
             drain.start()
 
-    def finish(self, small: Mapping[str, bytes] | None = None, watching: Watching = nothing_missing) -> None:
-        """The second half: sends to the durable tier what memory has no room for, or prepares the next save's slot."""
-        if self.in_memory:
-            if self.image is not None:
-                self.session.open().capturer.prepare(self.image.size)
-            return
-        assert self.part is not None
-        try:
-            send(self.session, self.part, self.direct, small or {}, watching)
-        except SaveError:
-            raise
-        except Exception as error:
-            raise SaveError(
-                f"{self._label} did not reach the durable tier, and memory has no room for it: {error}",
-                operation="save",
-                tier="durable",
-                key=ids.join_url(self.session.dirpath, self.facts.name),
-                rank=self.rank,
-                step=self.facts.step,
-                hint="it is lost, and what was saved before is as it was; give memory_dir more space",
-            ) from error
+    def prepare_next(self) -> None:
+        """Makes a slot for the next save in the background, where this one was in memory."""
+        if self.image is not None and not self.streams and not self.spilled:
+            self.session.open().capturer.prepare(self.image.size)
 
     def _describe(self, small: Mapping[str, bytes]) -> Part:
         files = [_small_entry(f"{self.facts.name}/{basename}", data) for basename, data in small.items()]
@@ -178,23 +166,70 @@ class PartSave:
             self.rank, self.session.dirpath, tuple(files), created=self.session.clock.wall(), namespace=config.namespace
         )
 
-    def _leave_memory(self, reason: MemoryFullError) -> None:
-        """Has what lies in memory already sent from there: there is no room for its description."""
+    def send(self, small: Mapping[str, bytes], watching: Watching = nothing_missing, *, commits: bool = True) -> None:
+        """Seals what streams; without ``commits`` all that needs the state, and the next call does the rest."""
+        with self._failing():
+            if self._stream is not None:
+                self._stream.commit({name: memoryview(data) for name, data in small.items()})
+                return
+            live = LiveFile(self.image) if self.image is not None else None
+            if live is not None:
+                self.hashes = live.hashes(self.threads)
+            self._send(live, small, watching, commits=commits)
+
+    def _send(
+        self,
+        file: LiveFile | memoryview | None,
+        small: Mapping[str, bytes],
+        watching: Watching,
+        *,
+        commits: bool = True,
+    ) -> None:
+        files: dict[str, Content] = {name: memoryview(data) for name, data in small.items()}
+        if file is not None:
+            files[self.facts.file_name(self.rank)] = file
+        self._stream = Stream(self.session, self._describe(small), watching)
+        self._stream.send(files)
+        if commits:
+            self._stream.commit(files)
+
+    def _stream_slot(self, full: MemoryFullError, small: Mapping[str, bytes], watching: Watching) -> None:
+        """As :meth:`send`, of what is captured already, but has no room for its description."""
+        self.streams = True
         try:
-            self.session.warn_small(reason)
-        except BaseException:
+            self.session.warn_small(full)
+            with self._failing():
+                if self.slot is None or self.image is None:
+                    self._send(None, small, watching)
+                    return
+                # One by one, so that all views have ended when the slot is given back.
+                with self.slot.view as whole, whole[: self.image.size] as view, view.toreadonly() as data:
+                    self._send(data, small, watching)
+        finally:
             self.give_back()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveError:
             raise
-        self._left_memory = True
-        if self.image is not None and self.slot is not None:
-            self.direct = DirectSlot(self.session.open().tier, self.slot, self.image.size)
+        except Exception as error:
+            raise SaveError(
+                f"{self._label} did not reach the durable tier, and memory has no room for it: {error}",
+                operation="save",
+                tier="durable",
+                key=ids.join_url(self.session.dirpath, self.facts.name),
+                rank=self.rank,
+                step=self.facts.step,
+                hint="it is lost, and what was saved before is as it was; give memory_dir or spill_dir more space",
+            ) from error
 
     def give_back(self) -> None:
         """Frees what it holds."""
-        if self.direct is not None:
-            self.direct.close()
-        elif self.slot is not None:
-            self.session.open().tier.give_back(self.slot)
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            self.session.open().tier.give_back(slot)
 
     # ----------------------------------------------------------------------------------- report
     def wait(self) -> None:
@@ -216,22 +251,20 @@ class PartSave:
                 step=self.facts.step,
             )
 
-    def report(self, *, small: int = 0, waited: bool = False, background: bool = False) -> SaveReport:
+    def report(self, *, small: int = 0, waited: bool = False) -> SaveReport:
         """Counts and logs the save.
 
         Args:
             small: Bytes of its other files.
             waited: Whether the upload has been waited for.
-            background: Whether the rest of it is left to a background task.
         """
         session, facts = self.session, self.facts
         size = (self.image.size if self.image is not None else 0) + small
         stall = self.session.clock.monotonic() - self.started
-        tiers = frozenset(({"durable"} if facts.durable else set()) | ({"memory"} if self.in_memory else set()))
+        tiers = frozenset(({"durable"} if facts.durable else set()) | (set() if self.streams else {"memory"}))
         session.counts["saved"] += 1
-        # What memory has no room for is there by now, unless a background task sends it.
-        queued = facts.durable and not waited and (self.in_memory or background)
-        report = SaveReport(facts.name, facts.step, facts.save_id, size, stall, tiers, queued)
+        queued = self.op_id is not None and not waited
+        report = SaveReport(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled)
         session.last_save = report
         session.log.at_step(facts.step).info(report.line(session.dirpath, self._label))
         return report

@@ -7,17 +7,16 @@ shards are there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
+from tiered_checkpoint_io.engine.ranks.local_run import Watch, Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, uncoordinated
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import complete_here
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import MemoryFullError, UsageError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.tier import StoredPart
 
@@ -44,12 +43,10 @@ class LocalSave:
     Attributes:
         report: Where the part is, or is on its way to.
         op_id: The drain's operation that uploads it; None where none does.
-        ending: The result of sending it straight to the durable tier, where that goes on in the background.
     """
 
     report: SaveReport
     op_id: str | None = None
-    ending: Future[None] | None = None
 
 
 def save_local(
@@ -61,14 +58,13 @@ def save_local(
     step: int,
     durable: bool,
     wait: bool = False,
-    background: bool = False,
     threads: int | None = None,
-) -> LocalSave:
-    """Puts this rank's shard into memory, and queues its upload.
+) -> LocalSave | None:
+    """Captures this rank's shard on its node, and queues its upload.
 
-    Where memory has no room for a durable save, the part goes straight to the durable tier, with one warning. The
-    call then returns once it is there, and of shard 0 once the checkpoint is, for which the parts of all others are
-    waited for, up to ``wait_timeout_s`` in all; or, with ``background``, once it is captured, and the next one waits.
+    Where the node has no room for a durable save, the part is streamed to the durable tier, with one warning. The call
+    then returns once it is there, and of shard 0 once the checkpoint is, for which the parts of all others are waited
+    for, up to ``wait_timeout_s``.
 
     Args:
         session: Both tiers.
@@ -78,12 +74,12 @@ def save_local(
         step: The training step; -1 where it is not known.
         durable: Whether it is to go to the durable tier, where there is room on the way.
         wait: Whether to return only when this rank's part, and of shard 0 all of them, are there.
-        background: Whether what memory has no room for is sent while training goes on.
         threads: How many threads copy.
 
+    Returns:
+        None where it is of memory alone and was skipped, because there is no room for it.
+
     Raises:
-        MemoryFullError: No room, even after older checkpoints made some; and the save is of memory alone, or the
-            node has no memory left at all.
         SaveError: It did not reach the durable tier while we waited.
         UsageError: The run's id could not be learnt; or another live run writes to the same dirpath and
             namespace.
@@ -95,41 +91,30 @@ def save_local(
     held = session.open().tier.parts()
     facts = uncoordinated(session, name, step=step, degree=place.degree, durable=durable, held=held)
     run = _RunWide(session, facts, place.shard)
-    part: PartSave | None = None
     try:
         facts = admit(session, facts, held)
+        if durable and not facts.durable:
+            run.report_missing("durable")
         part = PartSave(session, facts, place.shard, image, threads, started)
         part.capture(retained=_make_room(part, held, run))
-        part.commit()
-    except Exception:
-        if part is not None and part.direct is not None:
-            part.direct.close()
+        if part.streams:
+            # Before the others come to the next save, and remove older ones for this one.
+            run.report_missing("memory")
+        part.seal(watching=lambda: contextlib.closing(run.watch()))
+    except Exception as error:
         run.report_missing("memory")
+        if isinstance(error, MemoryFullError) and not durable:
+            session.skip(name, step, error)
+            return None
         if durable:
             run.report_missing("durable")
         raise
-    if durable and not facts.durable:
-        run.report_missing("durable")
-    ending: Future[None] | None = None
-    if part.in_memory:
-        part.finish()
-    else:
+    if part.streams:
         run.report_missing("memory")
-
-        def finish() -> None:
-            try:
-                part.finish(watching=run.watch)
-            except Exception:
-                run.report_missing("durable")
-                raise
-
-        if background:
-            ending = session.background.run(name, finish)
-        else:
-            finish()
+    part.prepare_next()
     if wait:
         part.wait()
-    return LocalSave(part.report(waited=wait, background=background and ending is not None), part.op_id, ending)
+    return LocalSave(part.report(waited=wait), part.op_id)
 
 
 def _make_room(part: PartSave, held: Collection[StoredPart], run: _RunWide) -> tuple[str, ...]:
@@ -175,6 +160,6 @@ class _RunWide:
             )
             return None
 
-    def watch(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        """See :meth:`Run.watching`."""
-        return self._run.watching(self._facts.save_id, self._session.log, self._session.clock)
+    def watch(self) -> Watch:
+        """See :class:`Watch`."""
+        return Watch(self._run, self._facts.save_id, self._session.log, self._session.clock)

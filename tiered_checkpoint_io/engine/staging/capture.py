@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, cast
 
 import torch
 
-from tiered_checkpoint_io.engine.staging.retention import Evidence, Scope, removable, room_for
+from tiered_checkpoint_io.engine.staging.retention import Evidence, Scope, removable, room_for, spill_room_for
 from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.slots import Slot
@@ -67,6 +67,7 @@ class Capturer:
         retained: Collection[str] = (),
         threads: int | None = None,
         hashed: bool = True,
+        spills: bool = False,
     ) -> tuple[Slot, tuple[str, ...]]:
         """Fills a slot with a planned file.
 
@@ -76,17 +77,20 @@ class Capturer:
             retained: Ids of saves that must not go for it.
             threads: How many threads copy; see :meth:`Image.fill`.
             hashed: Whether to hash it while it is copied.
+            spills: Whether it goes to the spill where memory has no room.
 
         Returns:
             The slot, which is the caller's to commit or to give back, and the hashes of its chunks, or none.
 
         Raises:
-            MemoryFullError: No room even so; all parts in memory are still there.
+            MemoryFullError: No room even so; all that memory need not give up is still there.
         """
         self._finish_preparing()
-        slot = self._acquire(image.size, scope, retained)
+        slot = self._acquire(image.size, scope, retained, spills=spills)
+        # Pages of a file on disk are written back, and not to be pinned.
+        pin = None if self._tier.is_spilled(slot.path) else self._pins.pin
         try:
-            return slot, image.fill(slot.view, threads=threads, pin=self._pins.pin, hashed=hashed)
+            return slot, image.fill(slot.view, threads=threads, pin=pin, hashed=hashed)
         except BaseException:
             self._tier.give_back(slot)
             raise
@@ -101,12 +105,15 @@ class Capturer:
             scope: See :func:`removable`, as for the next two.
             keep: How many stay.
             evidence: What is known.
-            size: The file that needs the room, bytes: nothing goes for one that does not fit even then.
+            size: The file that needs the room, bytes: nothing goes for one that does not fit even then, nor is spilled.
         """
         going = removable(parts, scope, keep, evidence)
-        freed = sum(stored.part.content.size for stored in going)
-        if going and (size is None or freed >= size or freed + self._tier.room() >= size):
-            self._remove(going)
+        here = [stored for stored in going if not self._tier.is_spilled(stored.folder)]
+        freed = sum(stored.part.content.size for stored in here)
+        fits = size is None or freed >= size or self._tier.spill is not None or freed + self._tier.room() >= size
+        if here and not fits:
+            going = [stored for stored in going if stored not in here]
+        self._remove(going)
 
     def prepare(self, size: int) -> None:
         """Makes a slot for the next file of this size, in the background."""
@@ -122,17 +129,32 @@ class Capturer:
             self._preparing.join()
             self._preparing = None
 
-    def _acquire(self, size: int, scope: Scope, retained: Collection[str]) -> Slot:
+    def _acquire(self, size: int, scope: Scope, retained: Collection[str], *, spills: bool) -> Slot:
+        tier, parts = self._tier, self._tier.parts()
+        here = [stored for stored in parts if not tier.is_spilled(stored.folder)]
         try:
-            return self._tier.acquire(size)
+            return self._acquire_from(tier, size, lambda missing: room_for(missing, here, scope, retained))
+        except MemoryFullError as full:
+            spill = tier.open_spill() if spills else None
+            if spill is None:
+                raise
+            there = [stored for stored in parts if stored not in here]
+            try:
+                return self._acquire_from(spill, size, lambda missing: spill_room_for(missing, there, scope, retained))
+            except OSError as no_disk:
+                both = f"{full.message}; and neither in the spill: {getattr(no_disk, 'message', no_disk)}"
+                raise MemoryFullError(both, operation="stage", tier="memory", key=full.key, hint=full.hint) from no_disk
+
+    def _acquire_from(self, tier: MemoryTier, size: int, going_for: Callable[[int], list[StoredPart]]) -> Slot:
+        try:
+            return tier.acquire(size)
         except MemoryFullError:
             # The pool has just given up its free slots, so what is missing is known exactly.
-            missing = max(1, size + _ROUND - self._tier.room())
-            going = room_for(missing, self._tier.parts(), scope, retained)
+            going = going_for(max(1, size + _ROUND - tier.room()))
             if not going:
                 raise
             self._remove(going)
-            return self._tier.acquire(size)
+            return tier.acquire(size)
 
     def _remove(self, parts: Iterable[StoredPart]) -> None:
         for stored in parts:

@@ -156,6 +156,27 @@ def room_for(
     return removed if sum(each.part.content.size for each in removed) >= missing else []
 
 
+def spill_room_for(
+    missing: int, held: Iterable[StoredPart], scope: Scope, retained: Collection[str] = ()
+) -> list[StoredPart]:
+    """As :func:`room_for`, in the spill, where even the newest may go once the durable tier needs nothing more of it.
+
+    Args:
+        missing: Bytes.
+        held: The parts in the spill.
+        scope: Of the save that needs room.
+        retained: Ids of saves that stay, but for such parts.
+    """
+    held = list(held)
+    going = room_for(missing, held, scope, retained)
+    if not going:
+        done = [each for each in held if scope.may_make_room(each) and each.part.durable and not each.pending]
+        for each in done:
+            if sum(other.part.content.size for other in going) < missing:
+                going.append(each)
+    return going if sum(each.part.content.size for each in going) >= missing else []
+
+
 def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPart]:
     """The replicas that a node removes: of each rank's, the newest ``keep`` stay, and its newest of a safe save.
 

@@ -1,0 +1,236 @@
+"""The spill: where it lies, what it may take, who may use it; and the bytes of a state that is never put together."""
+
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from support.bad_input import state
+from support.tenants import mounted_tmpfs
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.formats.live import _HELD, LiveFile
+from tiered_checkpoint_io.formats.shard_image import plan_shard
+from tiered_checkpoint_io.memory import spill, tier
+from tiered_checkpoint_io.memory.spill import disk_left, spill_dir_of, spill_root
+from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
+
+MIB = 1 << 20
+LARGE = 1_500_000
+
+
+@pytest.fixture
+def options(tmp_path):
+    """A job on a node with 4 MiB of memory, for checkpoints of 6 MB."""
+    with mounted_tmpfs(tmp_path / "small", 4 * MIB) as small:
+        yield {"dirpath": str(tmp_path / "durable"), "memory_dir": str(small), "drain": "thread", "wait_timeout_s": 30}
+
+
+@pytest.fixture
+def started(options):
+    running = []
+
+    def start(**more):
+        running.append(TieredCheckpointIO(**{**options, "on_save_error": "raise", **more}))
+        return running[-1]
+
+    yield start
+    for io in running:
+        io.teardown()
+
+
+def session_of(io):
+    return io.checkpointer.session
+
+
+# ------------------------------------------------------------------------------------------- where it is
+def test_what_the_key_means(temporary_folder, monkeypatch):
+    assert spill_dir_of("auto") == str(temporary_folder)
+    assert spill_dir_of("/local/nvme") == "/local/nvme"
+    assert spill_dir_of(None) is None
+    monkeypatch.setattr(spill, "is_tmpfs", lambda path: path == str(temporary_folder))
+    assert spill_dir_of("auto") == "/var/tmp"
+    monkeypatch.setattr(spill, "is_tmpfs", lambda _: True)
+    assert spill_dir_of("auto") is None
+
+
+def test_under_kubernetes_there_is_none_unless_it_is_named(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert spill_dir_of("auto") is None
+    assert spill_dir_of("/scratch") == "/scratch"
+
+
+def test_memory_folders_that_differ_have_a_spill_of_their_own(tmp_path):
+    one, other = (spill_root("/tmp", namespace_root(str(tmp_path / name), "job")) for name in "ab")
+    assert one != other
+    assert one.parent == other.parent == Path(f"/tmp/tiered-{os.getuid()}")
+    assert one.name.startswith("job-")
+
+
+def test_half_of_what_is_free_without_it_stays_free(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    assert disk_left(tmp_path, 0, is_shared=True) == pytest.approx(free / 2, rel=0.05)
+    assert disk_left(tmp_path, free, is_shared=True) <= free * 0.05
+    assert disk_left(tmp_path, free, is_shared=False) == pytest.approx(free, rel=0.05)
+
+
+# ---------------------------------------------------------------------------------------- what is done with it
+def test_it_is_said_once_and_the_folder_is_private(options, started):
+    io = started()
+    with pytest.warns(
+        UserWarning, match=r"can't hold this checkpoint of 5.72 MiB .*/tiered-\d+/default-.*may take"
+    ) as said:
+        for step in (1, 2):
+            io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
+    assert len(said) == 1
+    root = session_of(io).open().tier.spill.root
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (root, root.parent, root / "saves"))
+    assert session_of(io).last_save.spilled
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 2
+
+
+@pytest.mark.parametrize("wrong", ["another user's", "open to others", "a link"])
+def test_a_folder_that_is_not_ours_alone_is_left_alone(wrong, options, started, tmp_path):
+    mine, named = tmp_path / "named" / f"tiered-{os.getuid()}", str(tmp_path / "named")
+    mine.mkdir(0o700, parents=True)
+    if wrong == "another user's":
+        os.chown(mine, 12345, 12345)
+    elif wrong == "open to others":
+        mine.chmod(0o777)
+    else:
+        mine.rmdir()
+        mine.symlink_to(tmp_path)
+    io = started(spill_dir=named)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in (1, 2):
+            io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
+    assert [str(each.message)[:19] for each in said] == ["nothing is spilled ", "the memory tier can"]
+    assert session_of(io).last_save.tiers == {"durable"}
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 2
+    assert not list(tmp_path.glob("**/default-*"))
+
+
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
+def test_what_the_durable_tier_has_makes_room(options, started, tmp_path):
+    with mounted_tmpfs(tmp_path / "disk", 20 * MIB) as disk:
+        io = AsyncCheckpointIO(started(spill_dir=str(disk), memory_keep_last=5, max_pending=9))
+        session = session_of(io)
+        for step in (1, 2, 3, 4):
+            io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
+            io.checkpointer.wait()
+        memory = session.open().tier
+        assert [each.part.name for each in memory.parts()] == ["2.ckpt", "3.ckpt", "4.ckpt"]
+        # Even the newest goes.
+        io.save_checkpoint(state(5, size=3 * LARGE), "5.ckpt")
+        assert session.last_save.spilled
+        assert [each.part.name for each in memory.parts()] == ["5.ckpt"]
+        io.teardown()
+
+
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
+def test_a_damaged_part_is_quarantined_where_it_lies_and_an_incomplete_one_goes(options, started, monkeypatch):
+    io = started()
+    for step in (1, 2):
+        io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
+    memory = session_of(io).open().tier
+    (_, newest) = memory.parts()
+    file = newest.file("2.ckpt")
+    file.write_bytes(b"x" * file.stat().st_size)
+    half = newest.folder.with_name("rank-00001.new")
+    half.mkdir()
+    os.utime(half, (1, 1))
+    io.teardown()
+    io = started()
+    assert io.load_checkpoint("2.ckpt")["global_step"] == 2
+    memory = session_of(io).open().tier
+    assert [folder.is_relative_to(memory.spill.root) for folder in memory.quarantined()] == [True]
+    assert not half.exists()
+
+
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
+def test_what_clears_temporary_folders_may_take_it(options, started):
+    io = started()
+    io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
+    shutil.rmtree(session_of(io).open().tier.spill.root)
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 1
+    io.save_checkpoint(state(2, size=LARGE), "2.ckpt")
+    assert session_of(io).last_save.spilled
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
+def test_the_command_line_shows_it_and_cleans_it(options, started):
+    io = started()
+    io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
+    root = session_of(io).open().tier.spill.root
+    where = ["--memory-dir", options["memory_dir"]]
+    assert "durable (on disk)" in " ".join(CliRunner().invoke(app, ["status", *where]).output.split())
+    io.teardown()
+    assert CliRunner().invoke(app, ["clean", *where]).exit_code == 0
+    assert not root.exists()
+
+
+def test_a_process_with_another_temporary_folder_finds_it(options, started, tmp_path, monkeypatch):
+    io = AsyncCheckpointIO(started(drain="process"))
+    with pytest.warns(UserWarning, match="can't hold"):
+        io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
+    io.checkpointer.wait()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    output = CliRunner().invoke(app, ["status", "--memory-dir", options["memory_dir"]]).output
+    assert "1.ckpt" in output
+
+
+def test_it_is_off_where_it_was_not_made(memory_dir):
+    memory = MemoryTier.open(memory_dir, "default")
+    memory.use_spill("auto")
+    assert memory.spill is None
+    memory.use_spill(None)
+    assert memory.open_spill() is None
+    assert not list(tier.Path(tempfile.gettempdir()).glob(f"tiered-*/{spill_root('/', memory.root).name}"))
+
+
+# ----------------------------------------------------------------------------------------- streamed bytes
+def whole(live):
+    with live[0 : len(live)] as view:
+        return bytes(view)
+
+
+def test_a_live_file_has_the_bytes_and_hashes_of_a_filled_one():
+    scattered = torch.arange(90_000.0).reshape(300, 300)[:, ::3]
+    tensors = [torch.arange(50_000), scattered, torch.tensor(1.5), torch.ones(7).bfloat16(), scattered.t()]
+    for image in (plan({"t": tensors, "text": "x" * 5000}), plan_shard([*tensors, b"bytes"])[0]):
+        buffer = bytearray(image.size)
+        hashes = image.fill(memoryview(buffer))
+        live = LiveFile(image)
+        assert (len(live), whole(live), live.hashes()) == (image.size, bytes(buffer), hashes)
+        pieces = []
+        for start in range(0, image.size, 4097):
+            with live[start : start + 4097] as piece:
+                pieces.append(bytes(piece))
+        assert b"".join(pieces) == bytes(buffer)
+
+
+def test_a_live_file_holds_a_bounded_number_of_bytes(monkeypatch):
+    monkeypatch.setattr("tiered_checkpoint_io.formats.live._HELD", 100)
+    assert _HELD > 100
+    live, got = LiveFile(plan({"w": torch.ones(1000)})), threading.Event()
+
+    def take():
+        with live[100:180]:
+            got.set()
+
+    with live[0:80]:
+        thread = threading.Thread(target=take)
+        thread.start()
+        assert not got.wait(0.2)
+    assert got.wait(5)
+    thread.join()
