@@ -198,7 +198,8 @@ def test_a_sharded_checkpoint_of_the_name_can_not_be_uploaded_for_now(options, p
         with contextlib.suppress(SaveError):
             # What has failed behind the caller's back is shown once, too.
             writer.session.surface()
-        writer.wait()
+        for _ in range(200):
+            time.sleep(0.05 if writer.session.is_pending("step_1") else 0)
         dcp.save({"w": torch.ones(LARGE)}, checkpoint_id="step_1", storage_writer=writer)
         writer.close()
     found = {"w": torch.zeros(LARGE)}

@@ -61,7 +61,7 @@ def test_a_tmpfs_of_64_mib(kept_in_small):
         io.save_checkpoint(large(4), "4.ckpt", storage_options=MEMORY_ONLY)
     assert torch.equal(io.load_checkpoint("2.ckpt")["w"], large(2)["w"])
     io.teardown()
-    io = kept_in_small.io()
+    io = kept_in_small.io(memory_keep_last=5)
     assert same(io.load_checkpoint("tiered:latest"), 3)
     assert io.checkpointer.restored.tier == "memory"
     # What fits still goes through memory.
