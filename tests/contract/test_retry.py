@@ -1,15 +1,18 @@
 """Retry decides by the error alone, is bounded, counts, and can be cut short."""
 
+import contextlib
 import errno
+import gc
 import os
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
 from support.clocks import VirtualClock, quick
 
-from tiered_checkpoint_io.errors import StoreAccessError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreAccessError, StoreError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.retry import Progress, Retry
@@ -156,3 +159,27 @@ class TestFaultyStoreWithoutFaults(StoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         yield FaultyStore(DirectoryStore(str(tmp_path / "root")))
+
+
+def test_what_a_call_and_its_error_hold_is_free_at_once():
+    class Held:
+        pass
+
+    def ask(error):
+        held = Held()
+        seen = weakref.ref(held)
+
+        def call():
+            assert held
+            if error is not None:
+                raise error("x")
+
+        with contextlib.suppress(StoreError):
+            Retry(Metrics())(call)
+        return seen
+
+    gc.disable()
+    try:
+        assert [ask(error)() for error in (None, StoreNotFoundError)] == [None, None]
+    finally:
+        gc.enable()

@@ -34,6 +34,13 @@ class Retry:
         timing = self._clock.timing
         longest = tenacity.wait_exponential(multiplier=timing.retry_first_wait_s, max=timing.retry_max_wait_s)
         deadline: float | None = None
+        last: tenacity.RetryCallState | None = None
+
+        def is_worth_it(state: tenacity.RetryCallState) -> bool:
+            nonlocal last
+            last = state
+            error = state.outcome.exception() if state.outcome is not None else None
+            return isinstance(error, StoreError) and error.retryable
 
         def is_over(_: tenacity.RetryCallState) -> bool:
             nonlocal deadline
@@ -54,12 +61,19 @@ class Retry:
         retrying = tenacity.Retrying(
             stop=is_over,
             wait=lambda state: self._clock.rng.uniform(0, longest(state)),
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, StoreError) and error.retryable),
+            retry=is_worth_it,
             before_sleep=pause,
             sleep=lambda _: None,
             reraise=True,
         )
-        return retrying(call)
+        try:
+            return retrying(call)
+        finally:
+            # It holds the call and its error, whose frames hold it: the mapped files that are in them must not wait for
+            # the collector.
+            if last is not None:
+                last.outcome = None
+            last = None
 
 
 class Progress:
