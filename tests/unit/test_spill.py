@@ -128,7 +128,7 @@ def test_what_the_durable_tier_has_makes_room(options, started, tmp_path):
             io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
             io.checkpointer.wait()
         memory = session.open().tier
-        assert [each.part.name for each in memory.parts()] == ["2.ckpt", "3.ckpt", "4.ckpt"]
+        assert [each.part.name for each in memory.parts()] == ["2.ckpt", "3.ckpt", "4.ckpt"], session.last_save
         # Even the newest goes.
         io.save_checkpoint(state(5, size=3 * LARGE), "5.ckpt")
         assert session.last_save.spilled
