@@ -16,6 +16,7 @@ from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, restore
 from tiered_checkpoint_io.engine.save.facts import admit, alone, position
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session, current_rank
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import Trust
@@ -122,7 +123,7 @@ class Checkpointer:
         except Exception as error:
             step = position(state, name)[0]
             if isinstance(error, MemoryFullError) and "durable" not in wanted and session.is_open:
-                session.skip(name, step, error)
+                skip(session, name, step, error)
             else:
                 session.failed(name, step, error)
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -23,8 +22,8 @@ from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError, TieredCheckpointError
-from tiered_checkpoint_io.logs import Logger, get_logger, gib, rate
-from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of
+from tiered_checkpoint_io.logs import Logger, get_logger, rate
+from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier, node_budget
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -80,7 +79,8 @@ class Session:
         self._unshown: list[Outcome] = []
         self._lease: LeaseKeeper | None = None
         self._namespace_lock: NamespaceLock | None = None
-        self._warned: set[str] = set()
+        #: What was warned of already, see :mod:`engine.save.small`.
+        self.warned: set[str] = set()
         self._leave_by: float | None = None
 
     # ------------------------------------------------------------------------------------- tiers
@@ -419,42 +419,6 @@ class Session:
                 raised.append(first)
         if raised:
             raise raised[0]
-
-    def warn_small(self, reason: Exception) -> None:
-        """Warns, once, that neither memory nor the spill can hold the checkpoints of this job."""
-        self._warn_once(
-            "small", f"the memory tier can't hold this checkpoint, so durable saves block training: {reason}"
-        )
-
-    def warn_spill(self, size: int) -> None:
-        """Tells, once, that checkpoints go to the spill: a warning, unless the user named the folder."""
-        tier = self.open().tier
-        if tier.spill is None or "spill" in self._warned:
-            return
-        text = (
-            f"the memory tier can't hold this checkpoint of {gib(size)} in {self.config.memory_dir}, so it goes "
-            f"through {tier.spill.root} on the node's disk, which may take {gib(tier.spill.room())} more"
-        )
-        if self.config.spill_dir == AUTO:
-            self._warn_once("spill", f"{text}, and leaves half of what is free to others; see spill_dir")
-        else:
-            self._warned.add("spill")
-            self.log.info("%s", text)
-
-    def skip(self, name: str, step: int, reason: Exception) -> None:
-        """Counts a save of memory alone for which there is no room, with one warning."""
-        self.counts["skipped"] += 1
-        self.log.at_step(step).info("%s is skipped: %s", name, reason)
-        self._warn_once(
-            "skipped",
-            f"the memory tier can't hold this checkpoint, so steps of memory alone are skipped: {reason}; a named "
-            "spill_dir would hold them",
-        )
-
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(text, stacklevel=6)
 
     def failed(self, name: str, step: int, error: Exception) -> None:
         """Counts and logs a failure.

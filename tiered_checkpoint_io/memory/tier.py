@@ -84,15 +84,10 @@ class MemoryTier:
         left: Callable[[], int] | None = None,
         clock: Clock = SYSTEM,
     ) -> None:
-        """Takes a root that :meth:`open` has checked.
+        """Takes a root that :meth:`open` has checked, or one to look at.
 
-        Args:
-            root: ``<memory_dir>/tiered-<uid>/<namespace>``.
-            budget_bytes: What all ranks of the node may use together; None for no limit of ours.
-            unmap: See :class:`SlotPool`.
-            folder: ``saves``, or ``replicas``.
-            left: Bytes of memory that the node has left, where the root lies in memory.
-            clock: For waits, names and the age of what dead processes left.
+        ``budget_bytes`` is what all ranks of the node may use together, None for no limit of ours; ``left`` gives the
+        bytes that the node has left for it; ``unmap`` see :class:`SlotPool`; ``folder`` is ``saves``, or ``replicas``.
         """
         self.root = root
         self._parts = root / folder
@@ -274,12 +269,11 @@ class MemoryTier:
         """Commits a filled part, atomically.
 
         Args:
-            part: Its description; each of its files has a slot, or is here as bytes, by its basename.
-            slots: The filled slots, which belong to the tier afterwards; small files just as bytes.
+            part: Its description.
+            slots: By basename, its filled slots, which belong to the tier afterwards, and small files as bytes.
             drained: Whether the durable tier has it already.
             saved: Whether this is a save, of which peers are to get copies, and not what a restore brought.
-            keep_slots: Whether slots that get no description for want of space stay the caller's: to be read,
-                and then to be given back.
+            keep_slots: Whether slots that get no description for want of space stay the caller's.
 
         Raises:
             MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
@@ -335,11 +329,7 @@ class MemoryTier:
         return stored
 
     def adopt(self, copy: StoredPart, *, drained: bool) -> StoredPart:
-        """Makes a copy that this node keeps its own part: the node that had it is lost.
-
-        Args:
-            copy: One of :attr:`replicas`.
-            drained: Whether the durable tier has it already.
+        """Makes one of the :attr:`replicas` this node's own part: the node that had it is lost.
 
         Raises:
             CheckpointNotFoundError: It was removed meanwhile.

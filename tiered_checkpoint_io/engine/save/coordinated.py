@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
@@ -220,7 +221,7 @@ class CoordinatedSaver:
         try:
             self._seal(captured)
         except MemoryFullError as error:
-            self._session.skip(facts.name, facts.step, error)
+            skip(self._session, facts.name, facts.step, error)
             return
         if in_memory and not part.streams:
             # Otherwise memory does not have all of it, and no older one may go for it.
@@ -285,7 +286,7 @@ class CoordinatedSaver:
                 self._seal(captured)
                 self._report(captured)
         except MemoryFullError as error:
-            self._session.skip(facts.name, facts.step, error)
+            skip(self._session, facts.name, facts.step, error)
             with self._lock:
                 self._captured = _Captured(part, False, None) if rank == facts.coordinator else None
             return placed, False

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
+from tiered_checkpoint_io.engine.save.small import warn_streamed
 from tiered_checkpoint_io.engine.session import Session, current_world_size
 from tiered_checkpoint_io.engine.staging.retention import Scope
 from tiered_checkpoint_io.errors import MemoryFullError
@@ -226,7 +227,7 @@ def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) 
         return drain.has_room(session.next_id(), besides=facts.save_id)
     except MemoryFullError as error:
         # Memory has no room for the little that the drain needs: the save goes to the durable tier without it.
-        session.warn_small(error)
+        warn_streamed(session, error)
         return True
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
+from tiered_checkpoint_io.engine.save.small import warn_spilled, warn_streamed
 from tiered_checkpoint_io.engine.save.stream import Stream, Watching, nothing_missing
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
@@ -104,13 +105,13 @@ class PartSave:
         except MemoryFullError as error:
             if not durable:
                 raise
-            session.warn_small(error)
+            warn_streamed(session, error)
             self.streams = True
         else:
             self.spilled = tier.is_spilled(self.slot.path)
         try:
             if self.spilled:
-                session.warn_spill(self.image.size)
+                warn_spilled(session, self.image.size)
         except BaseException:
             self.give_back()
             raise
@@ -197,7 +198,7 @@ class PartSave:
         """As :meth:`send`, of what is captured already, but has no room for its description."""
         self.streams = True
         try:
-            self.session.warn_small(full)
+            warn_streamed(self.session, full)
             with self._failing():
                 if self.slot is None or self.image is None:
                     self._send(None, small, watching)

@@ -14,6 +14,7 @@ from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.local_run import Watch, Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, uncoordinated
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import complete_here
 from tiered_checkpoint_io.errors import MemoryFullError, UsageError
@@ -104,7 +105,7 @@ def save_local(
     except Exception as error:
         run.report_missing("memory")
         if isinstance(error, MemoryFullError) and not durable:
-            session.skip(name, step, error)
+            skip(session, name, step, error)
             return None
         if durable:
             run.report_missing("durable")

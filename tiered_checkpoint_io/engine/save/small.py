@@ -1,0 +1,44 @@
+"""What is said, once each, where node memory has no room for a job's checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.logs import gib
+from tiered_checkpoint_io.memory.spill import AUTO
+
+
+def warn_streamed(session: Session, reason: Exception) -> None:
+    """Warns that neither memory nor the spill can hold a durable save."""
+    _warn(session, f"the memory tier can't hold this checkpoint, so durable saves block training: {reason}", "streamed")
+
+
+def warn_spilled(session: Session, size: int) -> None:
+    """Tells that checkpoints go to the spill: a warning, unless the user named the folder."""
+    tier, config = session.open().tier, session.config
+    if tier.spill is None or "spilled" in session.warned:
+        return
+    text = (
+        f"the memory tier can't hold this checkpoint of {gib(size)} in {config.memory_dir}, so it goes through "
+        f"{tier.spill.root} on the node's disk, which may take {gib(tier.spill.room())} more"
+    )
+    if config.spill_dir == AUTO:
+        _warn(session, f"{text}, and leaves half of what is free to others; see spill_dir", "spilled")
+    else:
+        session.warned.add("spilled")
+        session.log.info("%s", text)
+
+
+def skip(session: Session, name: str, step: int, reason: Exception) -> None:
+    """Counts a save of memory alone for which there is no room, with one warning."""
+    session.counts["skipped"] += 1
+    session.log.at_step(step).info("%s is skipped: %s", name, reason)
+    text = f"the memory tier can't hold this checkpoint, so steps of memory alone are skipped: {reason}"
+    _warn(session, f"{text}; a named spill_dir would hold them", "skipped")
+
+
+def _warn(session: Session, text: str, kind: str) -> None:
+    if kind not in session.warned:
+        session.warned.add(kind)
+        warnings.warn(text, stacklevel=6)
