@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -61,6 +62,12 @@ def private_folder(folder: Path) -> None:
             key=str(folder),
             hint="remove it, or name another memory_dir",
         )
+
+
+def make_folders(root: Path, names: Iterable[str]) -> None:
+    """Makes a root, the folder that it lies in, and those in it; raises as :func:`private_folder` does."""
+    for folder in (root.parent, root, *(root / name for name in names)):
+        private_folder(folder)
 
 
 def write_private(path: Path, data: bytes) -> None:

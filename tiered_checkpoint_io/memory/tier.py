@@ -45,7 +45,7 @@ from tiered_checkpoint_io.memory.parts import (
     prepare_markers,
     reading,
 )
-from tiered_checkpoint_io.memory.private import private_folder, write_private
+from tiered_checkpoint_io.memory.private import make_folders, write_private
 from tiered_checkpoint_io.memory.slots import Slot, SlotPool, clean_dead
 from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE
 from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
@@ -117,9 +117,7 @@ class MemoryTier:
     ) -> MemoryTier:
         """Opens the tier, making its folders, and clears what dead processes left incomplete.
 
-        Raises:
-            MemoryUnsafeError: A folder is not ours, is open to others, or is a symbolic link.
-            MemoryTierError: memory_dir is missing or can't be written.
+        Raises MemoryUnsafeError where a folder is not ours alone, MemoryTierError where it can't be used at all.
         """
         root = namespace_root(memory_dir, namespace)
         try:
@@ -127,7 +125,7 @@ class MemoryTier:
                 raise MemoryTierError(
                     "memory_dir does not exist", operation="open", tier="memory", key=memory_dir, hint="make it"
                 )
-            _make_folders(root)
+            make_folders(root, FOLDERS)
             in_memory = is_tmpfs(memory_dir)
             left = memory_left if in_memory else None
             tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock)
@@ -177,7 +175,7 @@ class MemoryTier:
             return None
         try:
             # Again each time: what clears temporary folders may have taken some.
-            _make_folders(root)
+            make_folders(root, FOLDERS)
             if self._spill is None:
                 spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
                 is_shared = self._spill_is_shared
@@ -190,20 +188,24 @@ class MemoryTier:
             warnings.warn(f"nothing is spilled to {root}: {why}", stacklevel=2)
         return self._spill
 
-    def is_spilled(self, path: Path | str) -> bool:
-        """Whether a part's folder, or a slot's file, lies in the spill."""
-        return self._spill is not None and Path(path).is_relative_to(self._spill.root)
-
     def _home(self, path: Path | str) -> MemoryTier:
         """The root that a path lies in: this one, or the spill."""
-        return self._spill if self._spill is not None and self.is_spilled(path) else self
+        return self._spill if self._spill is not None and Path(path).is_relative_to(self._spill.root) else self
+
+    def is_spilled(self, path: Path | str) -> bool:
+        """Whether a part's folder, or a slot's file, lies in the spill."""
+        return self._home(path) is not self
+
+    @property
+    def _roots(self) -> list[MemoryTier]:
+        return [self, self.spill] if self.spill is not None else [self]
 
     # ------------------------------------------------------------------------------- looking
     def _entries(self) -> list[StoredPart | tuple[Path, Exception]]:
         found = [*self._shelf.scan()]
-        if self.spill is not None:
-            with contextlib.suppress(FileNotFoundError):
-                found += self.spill._entries()
+        with contextlib.suppress(FileNotFoundError):
+            # What clears temporary folders may have taken it.
+            found += self.spill._entries() if self.spill is not None else []
         return found
 
     def parts(self) -> list[StoredPart]:
@@ -217,8 +219,7 @@ class MemoryTier:
 
     def quarantined(self) -> list[Path]:
         """The folders of parts that were found corrupt."""
-        tiers = [self, self.spill] if self.spill is not None else [self]
-        return sorted(folder for tier in tiers for folder in (tier.root / "quarantine").glob("*"))
+        return sorted(folder for tier in self._roots for folder in (tier.root / "quarantine").glob("*"))
 
     def usage(self) -> int:
         """Bytes in use by this namespace on this node, free slots included."""
@@ -245,7 +246,7 @@ class MemoryTier:
         return self._pool.acquire(size)
 
     def prepare(self, size: int) -> None:
-        """Makes a warm free slot, where there is room; see :meth:`SlotPool.prepare`."""
+        """See :meth:`SlotPool.prepare`."""
         self._pool.prepare(size)
 
     def give_back(self, slot: Slot) -> None:
@@ -254,8 +255,7 @@ class MemoryTier:
 
     def is_taken(self, save_id: str, rank: int) -> bool:
         """Whether there is anything at a part's place, readable or not."""
-        tiers = [self, self.spill] if self.spill is not None else [self]
-        return any((tier._parts / save_id / ids.rank_folder(rank)).exists() for tier in tiers)
+        return any((tier._parts / save_id / ids.rank_folder(rank)).exists() for tier in self._roots)
 
     def commit(
         self,
@@ -419,8 +419,3 @@ class MemoryTier:
                 shutil.rmtree(doomed, ignore_errors=True)
         for name in (SAVES, REPLICAS):
             clear_half_made(self.root / name, self._clock)
-
-
-def _make_folders(root: Path) -> None:
-    for folder in (root.parent, root, *(root / name for name in FOLDERS)):
-        private_folder(folder)
