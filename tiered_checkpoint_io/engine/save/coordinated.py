@@ -328,7 +328,7 @@ class CoordinatedSaver:
         if wait:
             part.wait()
         small = sum(map(len, (captured.small or {}).values()))
-        part.report(small=small, waited=wait)
+        part.report(small=small, waited=wait, background=captured.background)
 
 
 def _one_byte() -> Image:

@@ -252,19 +252,20 @@ class PartSave:
                 step=self.facts.step,
             )
 
-    def report(self, *, small: int = 0, waited: bool = False) -> SaveReport:
+    def report(self, *, small: int = 0, waited: bool = False, background: bool = False) -> SaveReport:
         """Counts and logs the save.
 
         Args:
             small: Bytes of its other files.
             waited: Whether the upload has been waited for.
+            background: Whether the rest of it is left to a background task.
         """
         session, facts = self.session, self.facts
         size = (self.image.size if self.image is not None else 0) + small
         stall = self.session.clock.monotonic() - self.started
         tiers = frozenset(({"durable"} if facts.durable else set()) | (set() if self.streams else {"memory"}))
         session.counts["saved"] += 1
-        queued = self.op_id is not None and not waited
+        queued = facts.durable and not waited and (background or not self.streams)
         report = SaveReport(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled)
         session.last_save = report
         session.log.at_step(facts.step).info(report.line(session.dirpath, self._label))
