@@ -7,11 +7,11 @@ shards are there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.ranks.local_run import Watch, Where, current_run
+from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, uncoordinated
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.small import skip
@@ -101,7 +101,7 @@ def save_local(
         if part.streams:
             # Before the others come to the next save, and remove older ones for this one.
             run.report_missing("memory")
-        part.seal(watching=lambda: contextlib.closing(run.watch()))
+        part.seal(watching=run.watch)
     except Exception as error:
         run.report_missing("memory")
         if isinstance(error, MemoryFullError) and not durable:
@@ -161,6 +161,6 @@ class _RunWide:
             )
             return None
 
-    def watch(self) -> Watch:
-        """See :class:`Watch`."""
-        return Watch(self._run, self._facts.save_id, self._session.log, self._session.clock)
+    def watch(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
+        """See :meth:`Run.watching`."""
+        return self._run.watching(self._facts.save_id, self._session.log, self._session.clock)
