@@ -213,7 +213,7 @@ class CoordinatedSaver:
         if captured.background:
             if part.streams:
                 # The other ranks seal behind the save: to wait for their parts here would be for ever.
-                part.send(captured.small, commits=part.facts.world_size == 1)
+                part.send(captured.small, commits=False)
             with self._lock:
                 self._captured = captured
             self._finished = facts if in_memory else None
@@ -274,11 +274,10 @@ class CoordinatedSaver:
         part.retain(self._session.open().tier.parts(), keep, Evidence(facts.completed), size=image.size)
         try:
             part.capture(retained=facts.completed[-1:], hashed=not background)
-            is_coordinator = rank == facts.coordinator
-            # The state is there until the save returns, and the coordinator's is sent by :meth:`finish`.
-            captured = _Captured(
-                part, background and (is_coordinator or not part.streams), None if is_coordinator else {}
-            )
+            small: dict[str, bytes] | None = None if rank == facts.coordinator else {}
+            # What streams is sent before the save returns; at most the coordinator's wait for the others is left.
+            later = background and (not part.streams or (small is None and facts.world_size > 1))
+            captured = _Captured(part, later, small)
             if captured.small is None or captured.background:
                 with self._lock:
                     self._captured = captured
