@@ -153,7 +153,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
             )
         if stage == "fit":
             # Before anything is trained: whether another run writes there.
-            on_rank_0(trainer, io.checkpointer.session.claim)
+            on_rank_0(trainer, io.checkpointer.session.claims.claim)
         self._io = io
         self._ask_exists = True
         if ids.parse_best_url(self.best_model_path) is not None:

@@ -31,8 +31,9 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import get_logger, gib
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.spill import AUTO
-from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, StoredPart, namespace_root
+from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import FileEntry, Manifest

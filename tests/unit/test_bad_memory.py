@@ -16,8 +16,7 @@ from tiered_checkpoint_io.errors import MemoryTierError, MemoryUnsafeError, Save
 from tiered_checkpoint_io.export.items import _scatter
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory import tier as memory
-from tiered_checkpoint_io.memory.node import memory_left, memory_limit
-from tiered_checkpoint_io.memory.tier import is_tmpfs
+from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, memory_limit
 
 MIB = 1 << 20
 #: What containers have for /dev/shm, where nobody says otherwise.

@@ -194,7 +194,7 @@ def test_without_the_store_training_goes_on_and_the_claim_is_made_when_it_is_bac
     options = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": f"http://127.0.0.1:{port}"}
     config = TieredCheckpointConfig.from_any(options)
     ends, made = Checkpointer(config), Checkpointer(config)
-    ends.session.claim(wait_s=0.2)
+    ends.session.claims.claim(wait_s=0.2)
     began = time.monotonic()
     ends.close()
     assert time.monotonic() - began < 2, "nothing is asked of a store that has not answered yet"
@@ -214,7 +214,7 @@ def test_a_process_may_have_several_and_its_children_belong_to_it(runs, tmp_path
     (run,) = runs(str(tmp_path), nodes=[0])
     made = [Checkpointer(TieredCheckpointConfig(dirpath=str(tmp_path), memory_dir=memory_dir)) for _ in range(2)]
     for number, each in enumerate(made):
-        each.session.claim()
+        each.session.claims.claim()
         each.save({"global_step": number}, f"{number}.ckpt")
     assert "another run writes" in run.do("save a.ckpt")
     monkeypatch.setattr(lease_keeper.os, "environ", {**os.environ})

@@ -23,8 +23,9 @@ from tiered_checkpoint_io.errors import (
     MemoryUnsafeError,
 )
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.memory.parts import Shelf
-from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root, node_budget
+from tiered_checkpoint_io.memory.node import node_budget
+from tiered_checkpoint_io.memory.parts import Shelf, reading
+from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
@@ -55,7 +56,7 @@ def save(tier, data, number, **options):
 
 
 def content_of(tier, stored):
-    with tier.reading(stored) as views:
+    with reading(stored) as views:
         return bytes(views[stored.part.content.files[0].basename])
 
 
@@ -136,10 +137,10 @@ def test_a_damaged_part_is_shown_and_can_be_quarantined(tier, damage):
 def test_files_that_are_not_as_their_part_says_are_corrupt(tier):
     stored = save(tier, b"0123456789", 1)
     os.truncate(stored.file("step=1.ckpt"), 5)
-    with pytest.raises(CorruptCheckpointError), tier.reading(stored):
+    with pytest.raises(CorruptCheckpointError), reading(stored):
         pass
     stored.file("step=1.ckpt").unlink()
-    with pytest.raises(CorruptCheckpointError), tier.reading(stored):
+    with pytest.raises(CorruptCheckpointError), reading(stored):
         pass
 
 
@@ -324,7 +325,7 @@ def test_what_is_left_is_what_nobody_uses_in_any_cgroup_above(tmp_path):
 # ---------------------------------------------------------------------------------------- readers
 def test_a_file_that_is_being_read_is_never_written_to_again(tier):
     stored = save(tier, b"old" * 1000, 1)
-    with tier.reading(stored) as views:
+    with reading(stored) as views:
         tier.remove(stored)
         save(tier, b"new" * 1000, 2)
         save(tier, b"new" * 1000, 3)
@@ -333,7 +334,7 @@ def test_a_file_that_is_being_read_is_never_written_to_again(tier):
 
 def test_nor_is_one_whose_mapping_may_outlive_its_reader(tier):
     stored = save(tier, b"old" * 1000, 1)
-    with tier.reading(stored, keep=True):
+    with reading(stored, keep=True):
         kept = mapped_by_others(stored)
     tier.remove(stored)
     save(tier, b"new" * 1000, 2)
@@ -351,7 +352,7 @@ def mapped_by_others(stored):
 def test_what_is_gone_is_not_found(tier, keep):
     stored = save(tier, b"x", 1)
     tier.remove(stored)
-    with pytest.raises(CheckpointNotFoundError), tier.reading(stored, keep=keep):
+    with pytest.raises(CheckpointNotFoundError), reading(stored, keep=keep):
         pass
     tier.remove(stored)
 
@@ -374,7 +375,7 @@ def test_a_part_that_is_removed_while_it_is_being_opened_is_not_found(tier, monk
 
     monkeypatch.setattr(fcntl, "flock", removed_just_before)
     # Where it is not reused it is locked, and that may last.
-    with pytest.raises(CheckpointNotFoundError), tier.reading(stored, keep=keep):
+    with pytest.raises(CheckpointNotFoundError), reading(stored, keep=keep):
         pass
 
 
@@ -417,7 +418,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(tier, tmp_path):
     (tmp_path / "secret").write_bytes(b"y")
     stored.file("step=1.ckpt").unlink()
     stored.file("step=1.ckpt").symlink_to(tmp_path / "secret")
-    with pytest.raises(OSError, match="symbolic links"), tier.reading(stored):
+    with pytest.raises(OSError, match="symbolic links"), reading(stored):
         pass
 
 
@@ -518,7 +519,7 @@ def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
             assert newest - (told[-1] if told else 0) in (0, 1), (deadly, told, newest)
             assert len(parts) >= min(2, newest), (deadly, parts)
             for stored in parts:
-                with tier.reading(stored) as views:
+                with reading(stored) as views:
                     stored.part.content.files[0].check_chunk(0, views["x.ckpt"], tier="memory", where="x")
             assert tier.damaged() == [], deadly
             assert os.listdir(tier.root / "slots") == os.listdir(tier.root / "trash") == [], deadly
@@ -536,7 +537,7 @@ def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
 
 def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, memory_dir, monkeypatch):
     stored = save(tier, b"old" * 1000, 1)
-    with tier.reading(stored, keep=True):
+    with reading(stored, keep=True):
         kept = mapped_by_others(stored)
     real = os.rename
 

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.engine.staging.retention import (
     room_for,
     spill_room_for,
 )
-from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 

@@ -57,7 +57,7 @@ def steps(tier):
 
 def load(tier, stored):
     (entry,) = stored.part.content.files
-    with tier.reading(stored) as views:
+    with reading(stored) as views:
         for index, (offset, length) in enumerate(entry.chunks):
             entry.check_chunk(index, views[entry.basename][offset : offset + length], tier="memory", where="x")
     return torch.load(stored.file(entry.basename), mmap=True, weights_only=True)

@@ -22,9 +22,9 @@ from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, check_positive, close_shared, settings_of
 from tiered_checkpoint_io.adapters.groups import told_to_dcp
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
-from tiered_checkpoint_io.engine.session import current_rank
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
 from tiered_checkpoint_io.formats.shard_image import Item
 from tiered_checkpoint_io.logs import Logger

@@ -11,13 +11,14 @@ from typing import Any, Literal
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
+from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, restore
 from tiered_checkpoint_io.engine.save.facts import admit, alone, position
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.small import skip
-from tiered_checkpoint_io.engine.session import Session, current_rank
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
@@ -29,7 +30,8 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Metric
@@ -101,9 +103,9 @@ class Checkpointer:
         name = ids.name_in(self.dirpath, path)
         session, started = self.session, self.session.clock.monotonic()
         session.surface()
-        session.check_lease()
+        session.claims.check()
         if "durable" in wanted and current_rank() == 0:
-            session.claim()
+            session.claims.claim()
         rated = Metric(*metric) if metric is not None else None
         try:
             session.open()

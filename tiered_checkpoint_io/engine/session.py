@@ -14,8 +14,8 @@ from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport, told_as
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
-from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, launch_rank, owner_of_process
-from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
+from tiered_checkpoint_io.engine.leasing.claims import Claims
+from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
@@ -23,8 +23,9 @@ from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger, rate
+from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.spill import spill_dir_of
-from tiered_checkpoint_io.memory.tier import MemoryTier, node_budget
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
@@ -55,6 +56,7 @@ class Session:
         newest_seen: The newest save id that a restore saw in any tier; new ids sort after it.
         known: Which names the durable tier has.
         background: The end of a save that runs while training goes on.
+        claims: That no other run writes to the same place.
     """
 
     def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None, clock: Clock = SYSTEM) -> None:
@@ -77,8 +79,14 @@ class Session:
         self._asked: Counter[str] = Counter()
         self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
         self._unshown: list[Outcome] = []
-        self._lease: LeaseKeeper | None = None
-        self._namespace_lock: NamespaceLock | None = None
+        self.claims = Claims(
+            config,
+            self.log,
+            clock,
+            root=lambda: self.open().tier.root,
+            store=self.durable,
+            in_time=self._in_time,
+        )
         #: What was warned of already, see :mod:`engine.save.small`.
         self.warned: set[str] = set()
         self._leave_by: float | None = None
@@ -129,17 +137,11 @@ class Session:
         try:
             if self._opened is not None:
                 self._close_tiers()
-            if self._lease is not None:
-                self._lease.show()
+            self.claims.show()
         finally:
             # Others may save here before this session is opened again, and what it saves then is newer.
             self._run_id, self._counter = None, 0
-            if self._lease is not None:
-                self._lease.close(self._in_time(self.clock.timing.lease_close_s))
-                self._lease = None
-            if self._namespace_lock is not None:
-                self._namespace_lock.close()
-                self._namespace_lock = None
+            self.claims.close()
             for store in self._stores.values():
                 self._asked.update(store.metrics.snapshot())
                 store.close()
@@ -174,51 +176,7 @@ class Session:
             self._peering.close(self.clock.timing.replication_release_s)
             capturer.close()
             tier.close()
-        if self._lease is not None:
-            self._lease.close(self._in_time(self.clock.timing.lease_close_s))
-
-    # ------------------------------------------------------------------------------------- lease
-    def claim(self, wait_s: float | None = None) -> None:
-        """Claims the dirpath and namespace for this launch, in the background; repeated, looks how that went.
-
-        A rank other than 0 that torch.distributed does not know yet claims nothing.
-
-        Args:
-            wait_s: How long to wait the first time, seconds, for the first look, which tells nearly all;
-                ``lease_first_look_s`` by default.
-
-        Raises:
-            UsageError: Another live run writes there.
-        """
-        self.check_lease()
-        if self._lease is None:
-            if current_world_size() == 1 and launch_rank() > 0:
-                return
-            owner = owner_of_process(self.clock)
-            self._lease = LeaseKeeper(self.durable, self.config.namespace, self.log, owner=owner, clock=self.clock)
-            self._lease.start()
-            self._lease.check(self._in_time(self.clock.timing.lease_first_look_s if wait_s is None else wait_s))
-        self._lease.check()
-
-    def check_lease(self) -> None:
-        """Looks how the claim went, where one was made; and, once, whose the memory of this namespace is.
-
-        Raises:
-            UsageError: Another live run writes to the same dirpath and namespace, or, on this node, another live job
-                to the same namespace.
-        """
-        if self._namespace_lock is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):
-            self._namespace_lock = self._lock_namespace()
-        if self._lease is not None:
-            self._lease.check()
-
-    def _lock_namespace(self) -> NamespaceLock | None:
-        try:
-            root, owner = self.open().tier.root, owner_of_process(self.clock)
-        except (OSError, TieredCheckpointError):
-            # The save that follows fails of the same, and reports it.
-            return None
-        return NamespaceLock(root, self.dirpath, owner, self.log, self.clock)
+        self.claims.release_lease()
 
     # ------------------------------------------------------------------------------------- peers
     def meet_peers(self, process_group: Any = None) -> None:
@@ -437,17 +395,3 @@ class Session:
                 key=self.dirpath,
                 step=step if step >= 0 else None,
             ) from error
-
-
-def current_rank() -> int:
-    """This process's rank; 0 without torch.distributed."""
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def current_world_size() -> int:
-    """The number of ranks; 1 without torch.distributed."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

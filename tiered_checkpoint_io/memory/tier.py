@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
-from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, node_budget
+from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left
 from tiered_checkpoint_io.memory.parts import (
     DRAINED,
     NEW,
@@ -43,7 +43,6 @@ from tiered_checkpoint_io.memory.parts import (
     gone,
     mark,
     prepare_markers,
-    reading,
 )
 from tiered_checkpoint_io.memory.private import make_folders, write_private
 from tiered_checkpoint_io.memory.slots import Slot, SlotPool, clean_dead
@@ -51,17 +50,6 @@ from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE
 from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
-
-__all__ = [
-    "FOLDERS",
-    "PART_FILE",
-    "REPLICAS",
-    "MemoryTier",
-    "StoredPart",
-    "is_tmpfs",
-    "namespace_root",
-    "node_budget",
-]
 
 FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "status")
 
@@ -96,9 +84,9 @@ class MemoryTier:
         self._left = left
         self._clock = clock
         self._replicas: MemoryTier | None = None
+        self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
         #: Called with each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
-        self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
         #: Rung when there is something new for the drain.
         self.bell: Callable[[], None] = lambda: None
         self._spill: MemoryTier | None = None
@@ -117,14 +105,13 @@ class MemoryTier:
     ) -> MemoryTier:
         """Opens the tier, making its folders, and clears what dead processes left incomplete.
 
-        Raises MemoryUnsafeError where a folder is not ours alone, MemoryTierError where it can't be used at all.
+        Raises MemoryUnsafeError where a folder is not ours alone, MemoryTierError where it can't be used.
         """
         root = namespace_root(memory_dir, namespace)
         try:
             if not os.path.isdir(memory_dir):
-                raise MemoryTierError(
-                    "memory_dir does not exist", operation="open", tier="memory", key=memory_dir, hint="make it"
-                )
+                text = "memory_dir does not exist"
+                raise MemoryTierError(text, operation="open", tier="memory", key=memory_dir, hint="make it")
             make_folders(root, FOLDERS)
             in_memory = is_tmpfs(memory_dir)
             left = memory_left if in_memory else None
@@ -134,9 +121,8 @@ class MemoryTier:
             raise
         except OSError as error:
             kind = MemoryFullError if error.errno in NO_SPACE else MemoryTierError
-            raise kind(
-                f"memory_dir cannot be used: {error.strerror}", operation="open", tier="memory", key=str(root)
-            ) from error
+            text = f"memory_dir cannot be used: {error.strerror}"
+            raise kind(text, operation="open", tier="memory", key=str(root)) from error
         if not in_memory:
             warnings.warn(
                 f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk",
@@ -398,13 +384,6 @@ class MemoryTier:
         for tier in (self._replicas, self._spill):
             if tier is not None:
                 tier.close()
-
-    # ------------------------------------------------------------------------------- reading
-    def reading(
-        self, stored: StoredPart, *, keep: bool = False
-    ) -> contextlib.AbstractContextManager[dict[str, memoryview]]:
-        """Maps a part's files for reading; see :func:`reading`."""
-        return reading(stored, keep=keep)
 
     # ------------------------------------------------------------------------------ clearing
     def clean(self) -> None:

@@ -29,8 +29,9 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, rate
+from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.space import is_scarcity
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
@@ -154,7 +155,7 @@ class Executor:
         part, rows = stored.part, None
         is_alone, timeout_s = part.content.parts == 1, self.stores.config.wait_timeout_s
         store, journal = self.stores.get(part.dirpath), self.queue.journal(stored.op_id)
-        with self.report.uploading(part.name, part.content.size), self.tier.reading(stored) as views:
+        with self.report.uploading(part.name, part.content.size), reading(stored) as views:
             if not is_alone:
                 fate = commit.put_part(store, part, views, journal=journal, progress=self._progress, clock=self.clock)
                 if fate == "replaced" or not part.commits:

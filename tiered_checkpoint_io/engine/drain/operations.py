@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from tiered_checkpoint_io.model import ids
 
 if TYPE_CHECKING:
-    from tiered_checkpoint_io.memory.tier import StoredPart
+    from tiered_checkpoint_io.memory.parts import StoredPart
 
 Action = Literal["save", "part", "alias", "delete", "cancel", "unknown"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.

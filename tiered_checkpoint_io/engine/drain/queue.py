@@ -18,7 +18,8 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
 from tiered_checkpoint_io.engine.drain.operations import Action, Outcome, Request, held_back, in_order, unreplaced
 from tiered_checkpoint_io.errors import InvalidNameError, MemoryFullError
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 
 LOG_FILE = "operations.log"

@@ -23,8 +23,9 @@ from tiered_checkpoint_io.errors import (
     PeerError,
     TieredCheckpointError,
 )
+from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -172,7 +173,7 @@ def send_held_part(channel: Channel, tier: MemoryTier, part: Part, is_late: Call
             nonlocal stored, views
             if stored is None:
                 stored = find_part(tier, part.save_id, part.rank)
-                views = held.enter_context(tier.reading(stored))
+                views = held.enter_context(reading(stored))
             return views[entry.basename][offset : offset + length]
 
         problem = ""
@@ -191,7 +192,7 @@ def send_held_part(channel: Channel, tier: MemoryTier, part: Part, is_late: Call
 
 def _quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
     try:
-        with tier.reading(stored) as views:
+        with reading(stored) as views:
             for entry in stored.part.content.files:
                 verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
     except CorruptCheckpointError as error:

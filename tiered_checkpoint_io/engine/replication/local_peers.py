@@ -29,7 +29,7 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
 from tiered_checkpoint_io.engine.replication.peer_link import Link, Member, request, take_request
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import rate
-from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart
 
 
 class LocalPeers:

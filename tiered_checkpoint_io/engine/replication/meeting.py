@@ -19,7 +19,8 @@ from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaRece
 from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 

@@ -12,7 +12,7 @@ from tiered_checkpoint_io.engine.ranks.transfer import send_description, send_he
 from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Links, Member, request
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import rate
-from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model.manifest import Part
 
 #: Parts that wait to be sent; of more, the oldest are outdated.

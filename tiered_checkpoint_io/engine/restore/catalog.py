@@ -23,7 +23,8 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.tier import PART_FILE, MemoryTier, StoredPart
+from tiered_checkpoint_io.memory.parts import PART_FILE, StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifest, Part

@@ -22,8 +22,8 @@ from tiered_checkpoint_io.engine.restore.part_moves import carry, spread
 from tiered_checkpoint_io.engine.restore.search import Found, Outcome, Search
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
 from tiered_checkpoint_io.logs import gib, rate
+from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 
@@ -100,7 +100,7 @@ class NodeFetcher:
         stored = self.find(save_id)
         (entry,) = stored.part.content.files
         try:
-            with self.tiers.memory.reading(stored) as views:
+            with reading(stored) as views:
                 chunks.verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
         except CorruptCheckpointError as error:
             self.tiers.quarantine(stored, error)
@@ -161,7 +161,7 @@ class NodeFetcher:
             seconds=self.tiers.clock.monotonic() - self._started,
         )
         if part.save_id and not fetched.temporary:
-            restored._held.enter_context(self.tiers.memory.reading(self.find(part.save_id), keep=keep))
+            restored._held.enter_context(reading(self.find(part.save_id), keep=keep))
         restored._held.callback(fetched.drop)
         return restored
 

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError
-from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 
@@ -69,7 +69,7 @@ class ShardFiles:
 
     def _hold(self, stored: StoredPart) -> None:
         try:
-            views = self._exits.enter_context(self._tiers.memory.reading(stored))
+            views = self._exits.enter_context(reading(stored))
         except CorruptCheckpointError as error:
             self._tiers.quarantine(stored, error)
         except CheckpointNotFoundError as error:

@@ -136,9 +136,9 @@ class CoordinatedSaver:
             UsageError: Another live run writes to the same dirpath and namespace.
         """
         session = self._session
-        session.check_lease()
+        session.claims.check()
         if durable:
-            session.claim()
+            session.claims.claim()
         session.open()
         if self._agreeing is not None:
             self.is_complete(self._agreeing.name, self._agreeing.save_id)

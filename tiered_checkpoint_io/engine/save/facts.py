@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
+from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.save.small import warn_streamed
-from tiered_checkpoint_io.engine.session import Session, current_world_size
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Scope
 from tiered_checkpoint_io.errors import MemoryFullError
-from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Kind, Metric, Part

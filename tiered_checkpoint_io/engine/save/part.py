@@ -20,9 +20,9 @@ from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.live import LiveFile
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.spill import AUTO
-from tiered_checkpoint_io.memory.tier import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.model.manifest import FileEntry, Part

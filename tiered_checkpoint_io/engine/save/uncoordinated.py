@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import complete_here
 from tiered_checkpoint_io.errors import MemoryFullError, UsageError
 from tiered_checkpoint_io.formats.image import Image
-from tiered_checkpoint_io.memory.tier import StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ def save_local(
             namespace.
     """
     started = session.clock.monotonic()
-    session.check_lease()
+    session.claims.check()
     if durable and place.shard == 0:
-        session.claim()
+        session.claims.claim()
     held = session.open().tier.parts()
     facts = uncoordinated(session, name, step=step, degree=place.degree, durable=durable, held=held)
     run = _RunWide(session, facts, place.shard)

@@ -11,8 +11,9 @@ import torch
 from tiered_checkpoint_io.engine.staging.retention import Evidence, Scope, removable, room_for, spill_room_for
 from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.tier import MemoryTier, StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Slots are rounded up to this many bytes.
 _ROUND = 2 << 20

@@ -1,0 +1,108 @@
+"""What a process claims for its launch: a dirpath and namespace of the durable tier, and the namespace on this node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, launch_rank, owner_of_process
+from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
+from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
+from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import Store
+
+
+class Claims:
+    """The lease and the namespace lock of one process, each taken when it is first needed."""
+
+    def __init__(
+        self,
+        config: TieredCheckpointConfig,
+        log: Logger,
+        clock: Clock,
+        *,
+        root: Callable[[], Path],
+        store: Callable[[], Store],
+        in_time: Callable[[float], float],
+    ) -> None:
+        """Claims nothing yet.
+
+        Args:
+            config: The job's.
+            log: Where to log.
+            clock: For all waits.
+            root: Opens the memory tier; its root.
+            store: Opens the durable tier.
+            in_time: What a process that has to end soon may wait of some seconds.
+        """
+        self._config = config
+        self._log = log
+        self._clock = clock
+        self._root = root
+        self._store = store
+        self._in_time = in_time
+        self._lease: LeaseKeeper | None = None
+        self._namespace: NamespaceLock | None = None
+
+    def claim(self, wait_s: float | None = None) -> None:
+        """Claims the dirpath and namespace for this launch, in the background; repeated, looks how that went.
+
+        A rank other than 0 that torch.distributed does not know yet claims nothing.
+
+        Args:
+            wait_s: How long to wait the first time, seconds, for the first look, which tells nearly all;
+                ``lease_first_look_s`` by default.
+
+        Raises:
+            UsageError: Another live run writes there.
+        """
+        self.check()
+        if self._lease is None:
+            if current_world_size() == 1 and launch_rank() > 0:
+                return
+            owner, namespace = owner_of_process(self._clock), self._config.namespace
+            self._lease = LeaseKeeper(self._store, namespace, self._log, owner=owner, clock=self._clock)
+            self._lease.start()
+            self._lease.check(self._in_time(self._clock.timing.lease_first_look_s if wait_s is None else wait_s))
+        self._lease.check()
+
+    def check(self) -> None:
+        """Looks how the claim went, where one was made; and, once, whose the memory of this namespace is.
+
+        Raises:
+            UsageError: Another live run writes to the same dirpath and namespace, or, on this node, another live job
+                to the same namespace.
+        """
+        if self._namespace is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):
+            self._namespace = self._lock_namespace()
+        if self._lease is not None:
+            self._lease.check()
+
+    def show(self) -> None:
+        """As :meth:`check`, where an error of the lease was not raised yet."""
+        if self._lease is not None:
+            self._lease.show()
+
+    def release_lease(self) -> None:
+        """Gives the lease back, within ``lease_close_s`` seconds."""
+        if self._lease is not None:
+            self._lease.close(self._in_time(self._clock.timing.lease_close_s))
+            self._lease = None
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.release_lease()
+        if self._namespace is not None:
+            self._namespace.close()
+            self._namespace = None
+
+    def _lock_namespace(self) -> NamespaceLock | None:
+        try:
+            root, owner = self._root(), owner_of_process(self._clock)
+        except (OSError, TieredCheckpointError):
+            # The save that follows fails of the same, and reports it.
+            return None
+        return NamespaceLock(root, self._config.dirpath, owner, self._log, self._clock)
