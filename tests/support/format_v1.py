@@ -15,6 +15,11 @@ PLACE = "/tiered-format-v1"
 _SEAL, _END = b',\n "digest": "', b'"\n}'
 
 
+def part_key(name, save_id, rank):
+    """Where releases that wrote format 1 put the description of a part until its save was committed."""
+    return f".tiered/parts/{name}/{save_id}/rank-{rank:05d}.json"
+
+
 def moved(document, old, new):
     """A document that names another dirpath, sealed again."""
     text, _, digest = document.rpartition(_SEAL)

@@ -12,8 +12,8 @@ from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS
-from tiered_checkpoint_io.errors import MemoryTierError, MemoryUnsafeError, SaveError
-from tiered_checkpoint_io.export.items import _scatter
+from tiered_checkpoint_io.errors import ExportError, MemoryTierError, MemoryUnsafeError, SaveError
+from tiered_checkpoint_io.export.files import _new_file
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory import tier as memory
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, memory_limit
@@ -198,12 +198,11 @@ def test_a_tenant_that_comes_and_goes_all_the_time(small, tmp_path):
 
 
 def test_an_export_to_a_full_file_system_is_an_error(small):
-    """Where slices are put together in a mapped file, that file has to have its space before it is written to."""
+    """What is put together in a mapped file has to have its space before it is written to."""
     Tenant(small).fills(leave=MIB)
-    with open(small / "target", "w+b") as target:
-        target.truncate(8 * MIB)
-        with pytest.raises(OSError, match="No space left"):
-            _scatter(memoryview(bytes(4 * MIB)), (1024, 4096), (0, 0), (1024, 8192), 1, target.fileno(), 0)
+    with pytest.raises(ExportError, match="No space left"), _new_file(small / "target", 8 * MIB):
+        pass
+    assert not (small / "target").exists()
 
 
 def test_a_folder_on_disk_works_with_a_warning(tmp_path):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.format_v1 import part_key
 from support.sharded import FlatStore, entry_of, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.durable import aliases, commit
@@ -204,7 +205,7 @@ def test_parts_that_the_drain_of_an_earlier_release_sent_are_found(tmp_path):
     raw = json.loads(store.get(key))
     new = {"parts", "coordinator", "switch", "resumable", "namespace", "digest"}
     store.put(
-        ids.part_key("a", ids.save_id(RUN, 1), 1), json.dumps({k: v for k, v in raw.items() if k not in new}).encode()
+        part_key("a", ids.save_id(RUN, 1), 1), json.dumps({k: v for k, v in raw.items() if k not in new}).encode()
     )
     store.delete(key)
     part, data = make_part("a", 1, 0)

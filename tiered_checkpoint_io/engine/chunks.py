@@ -6,24 +6,19 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.hashing import chunk_size_for
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store
 
 #: xxh3 at full speed saturates memory with few threads.
 _HASH_THREADS = 4
-#: Requests for small objects in flight at once.
-_REQUESTS = 8
 
 Span = tuple[int, int]
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 def unverified(key: str, size: int) -> FileEntry:
@@ -128,27 +123,3 @@ def temporary_file(size: int) -> Iterator[tuple[Path, memoryview]]:
             key=name,
             hint="give memory_dir, or the folder for temporary files, more space",
         ) from error
-
-
-def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], at_once: int = _REQUESTS) -> list[_R]:
-    """``work`` on each item, a few at a time; what it gave, in order. The first failure ends what has not begun."""
-    todo, results, failed = list(items), dict[int, _R](), list[BaseException]()
-    if len(todo) < 2:
-        return [work(item) for item in todo]
-
-    def one(index: int) -> None:
-        try:
-            if not failed:
-                results[index] = work(todo[index])
-        except BaseException as error:
-            failed.append(error)
-
-    with ThreadPoolExecutor(max(1, min(at_once, len(todo))), thread_name_prefix="tiered-requests") as pool:
-        try:
-            list(pool.map(one, range(len(todo))))
-        except BaseException as interrupt:
-            failed.append(interrupt)
-            raise
-    if failed:
-        raise failed[0]
-    return [results[index] for index in range(len(todo))]

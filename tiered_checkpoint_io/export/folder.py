@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from collections.abc import Iterable
 
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
+from tiered_checkpoint_io.engine.chunks import fetch_chunk, unverified
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
-from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.base import Store, too_short
 
 #: Verified chunks that are kept: pieces of neighbouring tensors lie in the same ones.
 _KEPT_CHUNKS = 4
@@ -18,18 +19,13 @@ class Folder:
     """A checkpoint's folder; each chunk whose hash is known is compared with it."""
 
     def __init__(self, store: Store, name: str, files: Iterable[FileEntry] | None = None) -> None:
-        """Takes what it reads.
-
-        Args:
-            store: The durable tier.
-            name: The folder, relative to the tier's root; empty for the root itself.
-            files: Its files, with the hashes of their chunks; None for a folder that others wrote.
-        """
+        """Takes the folder, relative to the tier's root, and its files; None for a folder that others wrote."""
         self.where = ids.join_url(store.url, name) if name else store.url
         self._store = store
         self._prefix = name + "/" if name else ""
-        self._files = None if files is None else {entry.path: entry for entry in files}
-        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._of_others = files is None
+        self._files = {entry.path: entry for entry in files or ()}
+        self._chunk = functools.lru_cache(_KEPT_CHUNKS)(self._read_chunk)
 
     def size(self, path: str) -> int:
         """The size of a file, bytes.
@@ -37,9 +33,7 @@ class Folder:
         Raises:
             FileNotFoundError: There is no such file.
         """
-        if self._files is None:
-            return self._store.size(self._prefix + path)
-        return self._entry(path).size
+        return self._entry(self._prefix + path).size
 
     def read(self, path: str, offset: int, length: int) -> memoryview:
         """Bytes of a file.
@@ -48,50 +42,26 @@ class Folder:
             FileNotFoundError: There is no such file.
             CorruptCheckpointError: It ends earlier, or is not what was written.
         """
-        if self._files is None:
-            return self._fetch(self._prefix + path, offset, length)
-        entry = self._entry(path)
+        entry = self._entry(self._prefix + path)
         if offset + length > entry.size:
-            raise CorruptCheckpointError(
-                f"{path!r} ends at byte {entry.size}; {offset + length} were expected",
-                operation="read",
-                tier="durable",
-                key=self.where,
-            )
-        first, within = divmod(offset, entry.chunk_size)
-        if within + length <= entry.chunk_size:
-            return self._chunk(entry, first)[within : within + length]
-        data = memoryview(bytearray(length))
-        done = 0
-        while done < length:
-            index, within = divmod(offset + done, entry.chunk_size)
-            piece = self._chunk(entry, index)[within : within + length - done]
-            data[done : done + len(piece)] = piece
-            done += len(piece)
-        return data
+            raise too_short(entry.path, entry.size, offset + length)
+        data = bytearray()
+        while missing := length - len(data):
+            index, within = divmod(offset + len(data), entry.chunk_size)
+            data += self._chunk(entry.path, index)[within : within + missing]
+        return memoryview(data)
 
-    def _entry(self, path: str) -> FileEntry:
-        entry = (self._files or {}).get(self._prefix + path)
-        if entry is None:
+    def _entry(self, key: str) -> FileEntry:
+        if self._of_others and key not in self._files:
+            self._files[key] = unverified(key, self._store.size(key))
+        if key not in self._files:
             raise CheckpointNotFoundError(
-                f"the checkpoint has no file {path!r}", operation="read", tier="durable", key=self.where
+                f"the checkpoint has no file {key!r}", operation="read", tier="durable", key=self.where
             )
-        return entry
+        return self._files[key]
 
-    def _chunk(self, entry: FileEntry, index: int) -> memoryview:
-        key = entry.path, index
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        while len(self._kept) >= _KEPT_CHUNKS:
-            self._kept.popitem(last=False)
-        data = self._fetch(entry.path, *entry.chunks[index])
-        entry.check_chunk(index, data, tier="durable", where=ids.join_url(self._store.url, entry.path))
-        self._kept[key] = data
-        return data
-
-    def _fetch(self, key: str, offset: int, length: int) -> memoryview:
-        data = memoryview(bytearray(length))
-        if length:
-            self._store.read_into(key, offset, data)
-        return data
+    def _read_chunk(self, key: str, index: int) -> memoryview:
+        entry = self._entry(key)
+        chunk = memoryview(bytearray(entry.chunks[index][1]))
+        fetch_chunk(self._store, entry, index, chunk)
+        return chunk

@@ -1,43 +1,57 @@
-"""Tensors of a sharded checkpoint, streamed from their items into a file, a few megabytes at a time."""
+"""Tensors of a sharded checkpoint, streamed from their items into a mapped file, a few megabytes at a time."""
 
 from __future__ import annotations
 
 import io
 import math
 import mmap
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from fsspec.spec import AbstractBufferedFile
+from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, UsageError
 from tiered_checkpoint_io.export.folder import Folder
+from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
+from tiered_checkpoint_io.model.manifest import METADATA
 
-#: Bytes that are read, or mapped for writing, at once.
+#: Bytes that are read and written at once.
 _WINDOW = 32 << 20
 _READ_AHEAD = 64 << 10
 
+#: Reads bytes of a block of elements, as if they lay contiguous: from where on, and how many.
+_Read = Callable[[int, int], memoryview]
+
 
 class Items:
-    """What a sharded checkpoint holds, by its fully qualified names."""
+    """What a folder of torch.distributed.checkpoint holds, by its fully qualified names."""
 
-    def __init__(self, folder: Folder, metadata: Metadata) -> None:
+    def __init__(self, folder: Folder) -> None:
+        """Reads ``.metadata``.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CorruptCheckpointError: It is damaged.
+        """
+        data = folder.read(METADATA, 0, folder.size(METADATA))
+        metadata = parse_metadata(data, tier="durable", where=f"{folder.where}/{METADATA}")
         self._folder = folder
         self._places = metadata.storage_data or {}
         #: By name; what are not tensors are objects that torch.save wrote.
         self.entries = metadata.state_dict_metadata
+        self.tensors = {name: entry for name, entry in self.entries.items() if isinstance(entry, TensorStorageMetadata)}
         #: The path of each name in the nested state; None where the state was flat.
         self.paths: dict[str, tuple[str | int, ...]] | None = metadata.planner_data or None
 
-    def tensor(self, name: str) -> TensorStorageMetadata | None:
-        """What is known of a tensor; None where the name is another object's."""
-        entry = self.entries[name]
-        return entry if isinstance(entry, TensorStorageMetadata) else None
+    def nbytes(self, name: str) -> int:
+        """Bytes of a tensor's elements."""
+        entry = self.tensors[name]
+        return math.prod(entry.size) * entry.properties.dtype.itemsize
 
     def value(self, name: str, *, weights_only: bool) -> Any:
         """An object that is no tensor.
@@ -59,58 +73,50 @@ class Items:
                 hint="if it holds objects of yours and you trust it, set weights_only to false",
             ) from error
 
-    def copy(self, name: str, target: int, base: int) -> None:
-        """Writes a tensor's elements, contiguous, into a file.
-
-        Args:
-            name: Of the tensor.
-            target: Descriptor of the file, open for reading and writing, and large enough.
-            base: Where in it the elements begin.
+    def copy(self, name: str, target: mmap.mmap, base: int) -> None:
+        """Writes a tensor's elements, contiguous, into a mapped file, from byte ``base`` on.
 
         Raises:
             CorruptCheckpointError: What is stored is not what ``.metadata`` says.
             UsageError: The items were transformed by an extension of DCP.
         """
-        entry = self.tensor(name)
-        assert entry is not None
-        size = tuple(entry.size)
+        entry = self.tensors[name]
+        size, dtype = tuple(entry.size), entry.properties.dtype
+        if not math.prod(size):
+            return
+        whole = np.frombuffer(target, np.uint8, self.nbytes(name), base).reshape(*size, dtype.itemsize)
         covered = 0
         for chunk in entry.chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            if len(sizes) != len(size) or any(
-                low < 0 or count < 0 or low + count > whole
-                for low, count, whole in zip(offsets, sizes, size, strict=True)
-            ):
+            sizes = tuple(chunk.sizes)
+            bounds = zip(chunk.offsets, sizes, size, strict=False)
+            block = whole[tuple(slice(low, low + count) for low, count, _ in bounds)]
+            if block.shape[:-1] != sizes or min(chunk.offsets, default=0) < 0:
                 raise self._corrupt(f"a chunk of {name!r} lies outside of it")
             covered += math.prod(sizes)
             if math.prod(sizes):
-                read = self._elements(name, MetadataIndex(name, chunk.offsets), sizes, entry.properties.dtype)
-                _copy_block(read, 0, sizes, offsets, size, entry.properties.dtype.itemsize, target, base)
+                read = self._elements(name, MetadataIndex(name, chunk.offsets), sizes, dtype)
+                # Written pages count as the process's own for no longer than that.
+                _copy(read, 0, block, lambda: target.madvise(mmap.MADV_DONTNEED))
         if covered != math.prod(size):
             raise self._corrupt(f"the chunks of {name!r} hold {covered} of its {math.prod(size)} elements")
 
     # ------------------------------------------------------------------------------------- inside
-    def _elements(
-        self, name: str, index: MetadataIndex, sizes: tuple[int, ...], dtype: torch.dtype
-    ) -> Callable[[int, int], memoryview]:
-        """Reads bytes of a chunk's elements, as if they lay contiguous."""
+    def _elements(self, name: str, index: MetadataIndex, sizes: tuple[int, ...], dtype: torch.dtype) -> _Read:
         path, offset, length = self._place(index)
         if length > _WINDOW:
             with FakeTensorMode():
                 # Reads the item's directory and its pickle, but no elements.
-                found: Any = self._load(name, _Item(self._folder, path, offset, length))
+                found: Any = self._load(name, _Item(self._folder, path, offset, length), sizes, dtype)
                 data_offset = getattr(found.untyped_storage(), "_checkpoint_offset", None)
                 at = found.storage_offset() * dtype.itemsize
-            self._check(name, found, sizes, dtype)
             if data_offset is not None and found.is_contiguous():
                 begin = offset + int(data_offset) + at
                 return lambda start, count: self._folder.read(path, begin + start, count)
-        found = self._load(name, io.BytesIO(self._folder.read(path, offset, length)))
-        self._check(name, found, sizes, dtype)
+        found = self._load(name, io.BytesIO(self._folder.read(path, offset, length)), sizes, dtype)
         data = memoryview(found.contiguous().reshape(-1).view(torch.uint8).numpy())
         return lambda start, count: data[start : start + count]
 
-    def _load(self, name: str, file: Any) -> torch.Tensor:
+    def _load(self, name: str, file: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
             found = torch.load(file, map_location="cpu", weights_only=True)
         except CorruptCheckpointError:
@@ -119,13 +125,11 @@ class Items:
             raise self._corrupt(f"the item of {name!r} can't be read: {error}") from error
         if not isinstance(found, torch.Tensor):
             raise self._corrupt(f"the item of {name!r} is no tensor")
-        return found
-
-    def _check(self, name: str, found: torch.Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         if tuple(found.size()) != sizes or found.dtype != dtype:
             raise self._corrupt(
                 f"the item of {name!r} has shape {tuple(found.size())}, {found.dtype}; expected {sizes}, {dtype}"
             )
+        return found
 
     def _place(self, index: MetadataIndex) -> tuple[str, int, int]:
         info = self._places.get(index)
@@ -155,56 +159,15 @@ class _Item(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types
         return bytes(self._folder.read(self.path, self._offset + start, end - start))
 
 
-def _copy_block(
-    read: Callable[[int, int], memoryview],
-    start: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    whole: Sequence[int],
-    itemsize: int,
-    target: int,
-    base: int,
-) -> None:
-    """Copies a block of ``sizes`` at ``offsets`` of an array of shape ``whole``, which begins at ``base``.
-
-    ``read`` gives bytes of the block itself; its first is at ``start``.
-    """
-    if not sizes:
-        sizes, offsets, whole = (1,), (0,), (1,)
-    from_row, to_row = math.prod(sizes[1:]) * itemsize, math.prod(whole[1:]) * itemsize
-    base += offsets[0] * to_row
-    if to_row > _WINDOW and len(sizes) > 1:
-        for row in range(sizes[0]):
-            _copy_block(
-                read, start + row * from_row, sizes[1:], offsets[1:], whole[1:], itemsize, target, base + row * to_row
-            )
+def _copy(read: _Read, start: int, block: NDArray[np.uint8], written: Callable[[], object]) -> None:
+    """Fills a block of an array, a window at a time; its first byte is at ``start`` of what ``read`` gives."""
+    row = math.prod(block.shape[1:])
+    if block.ndim > 2 and row > _WINDOW:
+        for number, inner in enumerate(block):
+            _copy(read, start + number * row, inner, written)
         return
-    step = max(1, _WINDOW // to_row)
-    for row in range(0, sizes[0], step):
-        count = min(step, sizes[0] - row)
-        data = read(start + row * from_row, count * from_row)
-        _scatter(
-            data, (count, *sizes[1:]), (0, *offsets[1:]), (count, *whole[1:]), itemsize, target, base + row * to_row
-        )
-
-
-def _scatter(
-    data: memoryview,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    whole: Sequence[int],
-    itemsize: int,
-    target: int,
-    base: int,
-) -> None:
-    # A mapping for as long as this takes: its pages count as resident no longer than that.
-    skipped = base % mmap.ALLOCATIONGRANULARITY
-    length = math.prod(whole) * itemsize
-    # A mapped page without space would end the process when it is touched.
-    os.posix_fallocate(target, base, length)
-    with mmap.mmap(target, skipped + length, offset=base - skipped) as mapping:
-        window = np.frombuffer(mapping, dtype=np.uint8, offset=skipped, count=length).reshape(*whole, itemsize)
-        place = tuple(slice(low, low + count) for low, count in zip(offsets, sizes, strict=True))
-        window[place] = np.frombuffer(data, dtype=np.uint8).reshape(*sizes, itemsize)
-        # The mapping can't be closed while an array refers to it.
-        del window
+    rows = max(1, _WINDOW // row)
+    for first in range(0, len(block), rows):
+        piece = block[first : first + rows]
+        piece[...] = np.frombuffer(read(start + first * row, piece.nbytes), np.uint8).reshape(piece.shape)
+        written()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import os
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -15,13 +13,13 @@ from typing import Any, Protocol, cast
 import torch
 import xxhash
 
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
 
 #: Copied and then hashed at once: small enough that what was just written is still in the cache of
 #: the core that hashes it, large enough that the interpreter's cost for a piece does not show.
 _PIECE = 512 << 10
-#: Copied at once from a device that has no asynchronous copies.
-_DEVICE_PIECE = 64 << 20
 _MAX_THREADS = 8
 
 
@@ -50,11 +48,6 @@ class StorageRegion:
     storage: torch.UntypedStorage
     start: int = 0
 
-    @property
-    def shrunk(self) -> bool:
-        """Whether the storage has become too small since the file was planned."""
-        return self.storage.nbytes() < self.start + self.nbytes
-
     def cut(self, start: int, nbytes: int, offset: int) -> StorageRegion:
         """Its bytes from ``start`` on, for another place."""
         return StorageRegion(offset, nbytes, self.storage, self.start + start)
@@ -62,28 +55,18 @@ class StorageRegion:
 
 @dataclass(frozen=True, slots=True)
 class TensorRegion:
-    """Where in the file the elements of a tensor belong that lie scattered in their storage.
+    """Where in the file the elements of a tensor belong that lie scattered in their storage."""
 
-    Attributes:
-        offset: A multiple of the elements' size.
-        nbytes: Bytes in the file.
-        tensor: The elements.
-        stride: How they lie in the file, in elements.
-    """
-
+    #: A multiple of the elements' size.
     offset: int
     nbytes: int
     tensor: torch.Tensor
+    #: How the elements lie in the file.
     stride: tuple[int, ...]
 
     @property
     def storage(self) -> torch.UntypedStorage:
         return self.tensor.untyped_storage()
-
-    @property
-    def shrunk(self) -> bool:
-        """Never: torch itself checks a tensor's bounds when it is copied."""
-        return False
 
     def gathered(self) -> StorageRegion:
         """The same bytes, copied to a storage of their own."""
@@ -134,18 +117,25 @@ class Filling:
         self._base = ctypes.addressof(self._anchor)
         self._sources = [_Source(segment.offset, len(segment.data), data=segment.data) for segment in segments]
         self._ends: list[int] = []
-        self._chunks = chunk_ranges(len(view), chunk_size_for(len(view)))
-        self._digests = [""] * len(self._chunks)
 
-    def add(self, regions: tuple[Region, ...]) -> None:
-        """Begins the copies from devices, and notes where the others come from."""
-        for region in regions:
-            self._sources.append(self._source(region))
-        self._sources.sort(key=lambda source: source.offset)
-        self._ends = [source.offset + source.nbytes for source in self._sources]
+    def run(self, regions: tuple[Region, ...], threads: int) -> tuple[str, ...]:
+        """Copies everything; gives the hashes of the chunks, or nothing where they are made later.
 
-    def close(self) -> None:
-        """Returns once no copy is under way and no reference to the buffer is left."""
+        When it returns, no copy is under way, and no reference to the buffer is left.
+        """
+        try:
+            for region in regions:
+                # Begins the copies from devices.
+                self._sources.append(self._source(region))
+            self._sources.sort(key=lambda source: source.offset)
+            self._ends = [source.offset + source.nbytes for source in self._sources]
+            chunks = chunk_ranges(len(self._view), chunk_size_for(len(self._view)))
+            digests = in_parallel(self._fill_chunk, chunks, threads)
+            return tuple(digests) if self._hashed else ()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         try:
             for source in self._sources:
                 if source.wait is not None:
@@ -155,19 +145,14 @@ class Filling:
             del self._anchor
             self._view.release()
 
-    def run(self, threads: int) -> tuple[str, ...]:
-        """Copies everything; gives the hashes of the chunks, or nothing where they are made later."""
-        _Shares(len(self._chunks), self._fill_chunk).run(threads)
-        return tuple(self._digests) if self._hashed else ()
-
-    def _fill_chunk(self, number: int) -> None:
+    def _fill_chunk(self, chunk: tuple[int, int]) -> str:
         """Copies one chunk, and hashes it.
 
         What is hashed is the destination: it holds the skeleton and many small tensors as one
         run of bytes, and it is what a reader will see. Hashing the source instead saves a twentieth
         of the time for large tensors, and cannot be done for those on a device.
         """
-        start, length = self._chunks[number]
+        start, length = chunk
         hasher = xxhash.xxh3_128()
         index = bisect.bisect_right(self._ends, start)
         sources, view, base = self._sources, self._view, self._base
@@ -189,12 +174,18 @@ class Filling:
                 index += 1
             if self._hashed:
                 hasher.update(view[piece:end])
-        self._digests[number] = hasher.hexdigest()
+        return hasher.hexdigest()
 
     def _source(self, region: Region) -> _Source:
         if isinstance(region, TensorRegion):
             return self._gather(region)
         storage = region.storage
+        if storage.nbytes() < region.start + region.nbytes:
+            raise UsageError(
+                "a tensor was resized between planning and capturing a checkpoint",
+                operation="capture",
+                hint="do not change the state while it is being saved",
+            )
         if storage.device.type == "cpu":
             return _Source(region.offset, region.nbytes, address=storage.data_ptr() + region.start)
         with torch.no_grad():
@@ -209,9 +200,7 @@ class Filling:
                     done = cast("Any", torch.cuda).Event()
                     done.record()
                 return _Source(region.offset, region.nbytes, wait=done.synchronize)
-            for start in range(0, region.nbytes, _DEVICE_PIECE):
-                end = min(start + _DEVICE_PIECE, region.nbytes)
-                target[start:end].copy_(content[start:end])
+            target.copy_(content)
         return _Source(region.offset, region.nbytes)
 
     def _gather(self, region: TensorRegion) -> _Source:
@@ -226,69 +215,13 @@ class Filling:
 
 def hash_chunks(content: Sliced, threads: int) -> tuple[str, ...]:
     """The hashes of a file's chunks, as :meth:`Filling.run` gives them."""
-    chunks = chunk_ranges(len(content), chunk_size_for(len(content)))
-    digests = [""] * len(chunks)
 
-    def hash_chunk(number: int) -> None:
-        start, length = chunks[number]
+    def hash_chunk(chunk: tuple[int, int]) -> str:
+        start, length = chunk
         hasher = xxhash.xxh3_128()
-        with content[start : start + length] as chunk:
+        with content[start : start + length] as data:
             # Lets go of the interpreter lock, which training needs meanwhile.
-            hasher.update(chunk)
-        digests[number] = hasher.hexdigest()
+            hasher.update(data)
+        return hasher.hexdigest()
 
-    _Shares(len(chunks), hash_chunk).run(threads)
-    return tuple(digests)
-
-
-class _Shares:
-    """Numbered pieces of work that threads take one by one, until all is done or one has failed."""
-
-    def __init__(self, count: int, work: Callable[[int], None]) -> None:
-        self._count = count
-        self._work = work
-        self._next: Iterator[int] = iter(range(count))
-        self._lock = threading.Lock()
-        self._failed = False
-
-    def run(self, threads: int) -> None:
-        """Works with the caller's thread and ``threads - 1`` more; raises what one of them raised."""
-        count = min(threads, self._count) - 1
-        helpers = _submit(self._take, count) if count > 0 else []
-        try:
-            self._take()
-        finally:
-            errors = [helper.exception() for helper in helpers]
-        for error in errors:
-            if error is not None:
-                raise error
-
-    def _take(self) -> None:
-        while True:
-            with self._lock:
-                number = None if self._failed else next(self._next, None)
-            if number is None:
-                return
-            try:
-                self._work(number)
-            except BaseException:
-                self._failed = True
-                raise
-
-
-_pools: dict[int, tuple[int, ThreadPoolExecutor]] = {}
-_pools_lock = threading.Lock()
-
-
-def _submit(work: Callable[[], None], count: int) -> list[Future[None]]:
-    """Runs ``work`` in ``count`` threads, which stay: starting them takes as long as a chunk."""
-    with _pools_lock:
-        # A forked child has the parent's dictionary, but not its threads.
-        size, pool = _pools.get(os.getpid(), (0, None))
-        if pool is None or size < count:
-            if pool is not None:
-                pool.shutdown(wait=False)
-            pool = ThreadPoolExecutor(count, thread_name_prefix="checkpoint-copy")
-            _pools.clear()
-            _pools[os.getpid()] = (count, pool)
-        return [pool.submit(work) for _ in range(count)]
+    return tuple(in_parallel(hash_chunk, chunk_ranges(len(content), chunk_size_for(len(content))), threads))

@@ -17,18 +17,17 @@ The zip directory holds no checksums of the tensors' records: they are not known
 
 from __future__ import annotations
 
-import mmap
+import io
 import os
 import pickle
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.filling import Filling, Region, Segment, StorageRegion, default_threads, hash_chunks
 from tiered_checkpoint_io.model.hashing import chunk_size_for
 
@@ -38,25 +37,21 @@ class _CannotPlanError(Exception):
 
 
 # ------------------------------------------------------------------------------------------- image
+@dataclass(frozen=True, eq=False)
 class Image:
     """A planned file.
 
     It refers to the state's own storages, and shows what they hold when it is filled in, not when
     it was planned: fill it before anything may change them. It keeps them alive.
-
-    Attributes:
-        size: The file's size in bytes.
-        planned: Whether tensors' bytes are copied straight from their storages; False where
-            ``torch.save`` had to write the whole file beforehand.
-        segments: The bytes that are no tensor's.
-        regions: Where the tensors' bytes belong.
     """
 
-    def __init__(self, size: int, segments: tuple[Segment, ...], regions: tuple[Region, ...], *, planned: bool) -> None:
-        self.size = size
-        self.planned = planned
-        self.segments = segments
-        self.regions = regions
+    size: int
+    segments: tuple[Segment, ...]
+    regions: tuple[Region, ...]
+    _: KW_ONLY
+    #: Whether tensors' bytes are copied straight from their storages; False where ``torch.save`` had to write the whole
+    #: file beforehand.
+    planned: bool = True
 
     @property
     def chunk_size(self) -> int:
@@ -75,8 +70,7 @@ class Image:
 
         Args:
             view: Where to: writable, contiguous, at least ``size`` bytes. What lies behind is left.
-            threads: How many threads copy; by default as many as this process's share of the
-                node's cores.
+            threads: By default as many as this process's share of the node's cores.
             pin: Called with the buffer before bytes are copied from a CUDA device, so that its
                 owner can register it as pinned memory.
             hashed: Whether to hash it on the way; see :meth:`hashes` for later.
@@ -90,22 +84,10 @@ class Image:
         target = view.cast("B") if view.format != "B" or view.ndim != 1 else view
         if len(target) < self.size:
             raise ValueError(f"the buffer has {len(target)} bytes, the image {self.size}")
-        for region in self.regions:
-            if region.shrunk:
-                raise UsageError(
-                    "a tensor was resized between planning and capturing a checkpoint",
-                    operation="capture",
-                    hint="do not change the state while it is being saved",
-                )
         target = target[: self.size]
         if pin is not None and any(region.storage.is_cuda for region in self.regions):
             pin(target)
-        filling = Filling(target, self.segments, hashed=hashed)
-        try:
-            filling.add(self.regions)
-            return filling.run(threads or default_threads())
-        finally:
-            filling.close()
+        return Filling(target, self.segments, hashed=hashed).run(self.regions, threads or default_threads())
 
     def hashes(self, view: memoryview, *, threads: int | None = None) -> tuple[str, ...]:
         """The hashes of the file that was written to ``view``, as :meth:`fill` gives them.
@@ -149,22 +131,14 @@ def _plan_by_layout(state: object) -> Image:
     if any(storage.device.type == "meta" for storage in found):
         raise _CannotPlanError("a storage has no data")
     regions = tuple(StorageRegion(*hole, storage) for hole, storage in zip(holes, found, strict=True))
-    return Image(recorder.position, recorder.segments(), regions, planned=True)
+    return Image(recorder.position, recorder.segments(), regions)
 
 
 def _plan_by_saving(state: object) -> Image:
-    # An unnamed file in memory rather than a BytesIO: it grows without being copied, and it is
-    # not part of the process's own heap.
-    with ExitStack() as files:
-        if hasattr(os, "memfd_create"):
-            file: BinaryIO = files.enter_context(os.fdopen(os.memfd_create("checkpoint", os.MFD_CLOEXEC), "w+b"))
-        else:
-            file = cast("BinaryIO", files.enter_context(tempfile.TemporaryFile()))
-        torch.save(state, file)
-        file.flush()
-        size = os.fstat(file.fileno()).st_size
-        data = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
-    return Image(size, (Segment(0, data),), (), planned=False)
+    file = io.BytesIO()
+    torch.save(state, file)
+    data = file.getbuffer()
+    return Image(len(data), (Segment(0, data),), (), planned=False)
 
 
 def _capturing_pickler(storages: dict[str, torch.UntypedStorage], without_data: ExitStack) -> type[pickle.Pickler]:

@@ -12,7 +12,8 @@ memory can be used in place. What lies between items is zero, and no reader look
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +27,7 @@ _MAX_SKELETONS = 4096
 Item = torch.Tensor | bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """Where an item lies in the file, bytes."""
 
     offset: int
@@ -36,16 +36,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """All of a single tensor's ``torch.save`` file but its elements.
+    """All of a single tensor's ``torch.save`` file but its elements."""
 
-    Attributes:
-        length: Bytes of the file.
-        segments: What surrounds the elements; the last one goes on to the next item's beginning.
-        data_offset: Where the elements lie in it.
-        data_nbytes: How many bytes they are.
-    """
-
+    #: Bytes of the file.
     length: int
+    #: What surrounds the elements; the last one goes on to the next item's beginning.
     segments: tuple[Segment, ...]
     data_offset: int
     data_nbytes: int
@@ -57,15 +52,10 @@ class Skeleton:
 
 
 def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
-    """Plans the file that holds ``items`` in their order.
+    """Plans the file that holds ``items`` in their order; gives it, and where each item lies.
 
-    Args:
-        items: Tensors on any device, of which just the elements go to the file (not the rest of a
-            storage that they are a view of), and raw bytes. They must not change until the image
-            is filled.
-
-    Returns:
-        The file, and where each item lies.
+    Of tensors, on any device, just the elements go to the file, not the rest of a storage that they are a view of. The
+    items must not change until the image is filled.
 
     Raises:
         Exception: Whatever ``torch.save`` raises for a tensor that it can't save.
@@ -76,69 +66,54 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
     position = 0
     for item in items:
         if isinstance(item, torch.Tensor):
-            length = _place_tensor(item.detach(), position, segments, regions)
+            skeleton = _lay_out(item.detach(), position, regions)
         else:
             data = memoryview(item)
-            length = len(data)
-            segments.append(Segment(position, data))
-            _pad(position + length, segments)
-        placed.append(Placed(position, length))
-        position = _aligned(position + length)
-    return Image(position, tuple(segments), tuple(regions), planned=True), placed
+            skeleton = Skeleton(len(data), _padded((Segment(0, data),), len(data)), 0, 0)
+        segments += [Segment(position + segment.offset, segment.data) for segment in skeleton.segments]
+        placed.append(Placed(position, skeleton.length))
+        position = _aligned(position + skeleton.length)
+    return Image(position, tuple(segments), tuple(regions)), placed
 
 
 def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Skeleton:
-    """The skeleton of a tensor's file.
-
-    Args:
-        dtype: Of the elements.
-        shape: Of the tensor.
-        stride: How the elements lie, without gaps; row by row by default.
-    """
-    if stride is None:
-        stride = _contiguous(shape)
+    """The skeleton of the file of a tensor without gaps between its elements; they lie row by row by default."""
     key = (dtype, shape, stride)
     known = _skeletons.get(key)
     if known is None:
         if len(_skeletons) >= _MAX_SKELETONS:
             _skeletons.clear()
-        known = _skeletons[key] = _make(dtype, shape, stride)
+        # The pages of the stand-in are never touched, so that its size costs nothing.
+        plain = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
+        known = _skeletons[key] = _skeleton(plan(plain))
     return known
 
 
-_skeletons: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], Skeleton] = {}
+_skeletons: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None], Skeleton] = {}
 
 
-def _make(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Skeleton:
-    # The pages of the stand-in are never touched, so that its size costs nothing.
-    image = plan(torch.empty_strided(shape, stride, dtype=dtype))
-    last = image.segments[-1]
-    padded = bytes(last.data) + bytes(_aligned(image.size) - image.size)
-    segments = (*image.segments[:-1], Segment(last.offset, memoryview(padded)))
+def _skeleton(image: Image) -> Skeleton:
+    data_offset, data_nbytes = image.size, 0
     if image.regions:
-        return Skeleton(image.size, segments, image.regions[0].offset, image.regions[0].nbytes)
-    return Skeleton(image.size, segments, image.size, 0)
+        data_offset, data_nbytes = image.regions[0].offset, image.regions[0].nbytes
+    return Skeleton(image.size, _padded(image.segments, image.size), data_offset, data_nbytes)
 
 
-def _place_tensor(tensor: torch.Tensor, position: int, segments: list[Segment], regions: list[Region]) -> int:
+def _lay_out(tensor: torch.Tensor, position: int, regions: list[Region]) -> Skeleton:
+    """Adds where the elements of a tensor belong, whose file begins at ``position``, and gives the rest of that."""
     if _is_awkward(tensor):
-        return _place_image(_alone(tensor), position, segments, regions)
-    shape, gathered = tuple(tensor.shape), False
-    if tensor.is_contiguous():
-        stride = _contiguous(shape)
-    else:
-        stride = torch.empty_like(tensor, device="meta").stride()
-        gathered = stride != tensor.stride()
-    skeleton = skeleton_of(tensor.dtype, shape, stride)
-    segments += [Segment(position + segment.offset, segment.data) for segment in skeleton.segments]
-    if skeleton.data_nbytes:
-        offset = position + skeleton.data_offset
-        if gathered:
-            regions.append(TensorRegion(offset, skeleton.data_nbytes, tensor, stride))
-        else:
-            start = int(tensor.storage_offset()) * tensor.element_size()
-            regions.append(StorageRegion(offset, skeleton.data_nbytes, tensor.untyped_storage(), start))
-    return skeleton.length
+        image = plan(_alone(tensor))
+        regions += [replace(region, offset=position + region.offset) for region in image.regions]
+        return _skeleton(image)
+    stride = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+    skeleton = skeleton_of(tensor.dtype, tuple(tensor.shape), stride)
+    offset, nbytes = position + skeleton.data_offset, skeleton.data_nbytes
+    if nbytes and stride is not None and stride != tensor.stride():
+        regions.append(TensorRegion(offset, nbytes, tensor, stride))
+    elif nbytes:
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        regions.append(StorageRegion(offset, nbytes, tensor.untyped_storage(), start))
+    return skeleton
 
 
 def _is_awkward(tensor: torch.Tensor) -> bool:
@@ -163,31 +138,12 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if shared else tensor
 
 
-def _place_image(tensor: torch.Tensor, position: int, segments: list[Segment], regions: list[Region]) -> int:
-    image = plan(tensor)
-    segments += [Segment(position + segment.offset, segment.data) for segment in image.segments]
-    for region in image.regions:
-        assert isinstance(region, StorageRegion)
-        regions.append(StorageRegion(position + region.offset, region.nbytes, region.storage, region.start))
-    _pad(position + image.size, segments)
-    return image.size
-
-
-def _pad(end: int, segments: list[Segment]) -> None:
-    # A slot is not empty when it is filled: what nobody writes is an earlier checkpoint's.
-    missing = _aligned(end) - end
-    if missing:
-        segments.append(Segment(end, memoryview(bytes(missing))))
+def _padded(segments: tuple[Segment, ...], size: int) -> tuple[Segment, ...]:
+    """With zeros to the next item's beginning: a slot is not empty when it is filled, but an earlier checkpoint."""
+    *before, last = segments
+    missing = _aligned(size) - size
+    return (*before, Segment(last.offset, memoryview(bytes(last.data) + bytes(missing)))) if missing else segments
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride = 1
-    strides = []
-    for length in reversed(shape):
-        strides.append(stride)
-        stride *= max(1, length)
-    return tuple(reversed(strides))

@@ -9,7 +9,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from tiered_checkpoint_io.errors import FormatVersionError, InvalidNameError, ManifestError
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -23,6 +23,18 @@ INLINE_VERSION = 1
 INDEXED_VERSION = 2
 #: Hexadecimal digits of a digest.
 DIGEST_LENGTH = 32
+
+_T = TypeVar("_T")
+#: In one list; a document that claims more is damaged or hostile.
+_MOST = 1_000_000
+_IN_JSON: dict[type, str] = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
 
 #: How a document of any version ends, around the digest of what stands before.
 _DIGEST = "digest"
@@ -90,49 +102,34 @@ def load(data: bytes, where: str) -> Mapping[str, Any]:
     return raw
 
 
-def mapping_of(raw: object, what: str) -> Mapping[str, Any]:
-    if not isinstance(raw, dict):
-        raise ManifestError(f"{what}: expected an object")
-    return raw
-
-
-def str_of(raw: Mapping[str, Any], key: str) -> str:
-    value = raw.get(key)
-    if not isinstance(value, str):
-        raise ManifestError(f"{key}: expected text")
-    return value
-
-
-def strings_of(raw: Mapping[str, Any], key: str) -> list[str]:
-    value = raw.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ManifestError(f"{key}: expected a list of texts")
-    return value
-
-
-def digest_of(raw: Mapping[str, Any], key: str) -> str:
-    digest = str_of(raw, key)
-    if len(digest) != DIGEST_LENGTH:
-        raise ManifestError(f"{key}: expected {DIGEST_LENGTH} hexadecimal digits")
-    return digest
-
-
-def bool_of(raw: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
+def value_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: _T | None = None) -> _T:
+    """A value of a document; raises ManifestError where it is of another kind, or missing without a default."""
     value = raw.get(key, default)
-    if not isinstance(value, bool):
-        raise ManifestError(f"{key}: expected true or false")
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise ManifestError(f"{key}: expected {_IN_JSON[kind]}")
     return value
 
 
-def int_of(raw: Mapping[str, Any], key: str, low: int, high: int) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+def list_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: list[_T] | None = None) -> list[_T]:
+    """A list of values of one kind; raises as :func:`value_of`."""
+    values = value_of(raw, key, list, default)
+    if len(values) > _MOST or not all(type(each) is kind for each in values):
+        raise ManifestError(f"{key}: expected a list of at most {_MOST}, each {_IN_JSON[kind]}")
+    return values
+
+
+def int_of(raw: Mapping[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
+    """A whole number within bounds, or the default; raises as :func:`value_of`."""
+    value = value_of(raw, key, int, default)
+    if value != default and not low <= value <= high:
         raise ManifestError(f"{key}: expected a whole number from {low} to {high}")
     return value
 
 
-def number_of(raw: Mapping[str, Any], key: str) -> float:
-    value = raw.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ManifestError(f"{key}: expected a number")
-    return float(value)
+def digest_of(raw: Mapping[str, Any], key: str) -> str:
+    digest = value_of(raw, key, str)
+    if len(digest) != DIGEST_LENGTH:
+        raise ManifestError(f"{key}: expected {DIGEST_LENGTH} hexadecimal digits")
+    return digest

@@ -16,23 +16,19 @@ from tiered_checkpoint_io.model.documents import (
     DIGEST_LENGTH,
     INDEXED_VERSION,
     INLINE_VERSION,
-    bool_of,
     dump,
     fields_of,
     int_of,
+    list_of,
     load,
     located,
-    mapping_of,
-    number_of,
-    str_of,
-    strings_of,
+    value_of,
 )
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.index import IndexRef
 
 #: Above S3's 5 TiB no object can exist; a manifest that claims more is damaged or hostile.
 _MAX_FILE_SIZE = 5 << 40
-_MAX_FILES = 1_000_000
 
 #: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
 METADATA = ".metadata"
@@ -44,19 +40,14 @@ KINDS: tuple[Kind, ...] = ("full", "sharded", "local")
 # ------------------------------------------------------------------------------------------ files
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a checkpoint.
+    """One file of a checkpoint."""
 
-    Attributes:
-        path: Where it lies on the durable tier, relative to dirpath. In the memory tier it lies
-            under the last component of this path, in its part's folder.
-        size: Bytes.
-        chunk_size: Bytes of each chunk but the last.
-        hashes: xxh3-128 of each chunk, as hexadecimal digits.
-    """
-
+    #: On the durable tier, relative to dirpath; in memory it lies in its part's folder, under the last component.
     path: str
     size: int
+    #: Bytes of each chunk but the last.
     chunk_size: int
+    #: xxh3-128 of each chunk, as hexadecimal digits.
     hashes: tuple[str, ...]
 
     @property
@@ -69,13 +60,9 @@ class FileEntry:
         """``(offset, length)`` of each chunk, in the order of ``hashes``."""
         return chunk_ranges(self.size, self.chunk_size)
 
-    def matches(self, index: int, data: memoryview | bytes) -> bool:
-        """Whether these are the bytes of chunk ``index``."""
-        return hash_bytes(data) == self.hashes[index]
-
     def check_chunk(self, index: int, data: memoryview | bytes, *, tier: str, where: str) -> None:
         """Raises CorruptCheckpointError where chunk ``index`` differs from its hash."""
-        if not self.matches(index, data):
+        if hash_bytes(data) != self.hashes[index]:
             offset, length = self.chunks[index]
             raise CorruptCheckpointError(
                 f"bytes {offset}-{offset + length} of {self.path!r} differ from their hash",
@@ -85,17 +72,14 @@ class FileEntry:
             )
 
     @classmethod
-    def from_json(cls, raw: object) -> FileEntry:
-        entry = mapping_of(raw, "files[]")
-        path = ids.validate_name(str_of(entry, "path"))
-        size = int_of(entry, "size", 0, _MAX_FILE_SIZE)
-        chunk_size = int_of(entry, "chunk_size", 1, _MAX_FILE_SIZE)
-        hashes = entry.get("hashes")
+    def from_json(cls, raw: Mapping[str, Any]) -> FileEntry:
+        path = ids.validate_name(value_of(raw, "path", str))
+        size = int_of(raw, "size", 0, _MAX_FILE_SIZE)
+        chunk_size = int_of(raw, "chunk_size", 1, _MAX_FILE_SIZE)
+        hashes = list_of(raw, "hashes", str)
         expected = max(1, -(-size // chunk_size))
-        if not isinstance(hashes, list) or len(hashes) != expected:
-            raise ManifestError(f"files[].hashes of {path!r}: expected a list of {expected}")
-        if not all(isinstance(digest, str) and len(digest) == DIGEST_LENGTH for digest in hashes):
-            raise ManifestError(f"files[].hashes of {path!r}: expected {DIGEST_LENGTH} hexadecimal digits each")
+        if len(hashes) != expected or not all(len(digest) == DIGEST_LENGTH for digest in hashes):
+            raise ManifestError(f"hashes of {path!r}: expected {expected}, of {DIGEST_LENGTH} hexadecimal digits each")
         return cls(path, size, chunk_size, tuple(hashes))
 
 
@@ -108,49 +92,44 @@ class Metric:
     value: float
 
     @classmethod
-    def from_json(cls, raw: object) -> Metric:
-        metric = mapping_of(raw, "metric")
-        return cls(str_of(metric, "monitor"), number_of(metric, "value"))
+    def from_json(cls, raw: Mapping[str, Any]) -> Metric:
+        return cls(value_of(raw, "monitor", str), value_of(raw, "value", float))
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What one save put under a name.
+    """What one save put under a name."""
 
-    Attributes:
-        save_id: Which save; as text, ids sort in the order of the saves.
-        step: The global training step; -1 where the state does not tell.
-        epoch: The epoch; -1 where the state does not tell.
-        kind: The payload's format: ``full``, ``sharded`` or ``local``; for adapters.
-        created: Seconds since the epoch, by the writer's clock; for people, not for ordering.
-        world_size: The number of ranks that trained.
-        writer: Versions of the software that wrote it.
-        files: All files of the checkpoint (manifest), or of one rank (part); none where there is an index.
-        metric: What ModelCheckpoint monitored, where it did.
-        parts: How many parts the checkpoint has; 0 has this and the next two follow from ``kind``, as in
-            documents of releases that did not write them.
-        coordinator: The rank whose drain commits the save; -1 where this rank does not know.
-        switch: The basename of the file whose change turns the old content of a name into the new one; None
-            where the manifest alone does.
-        resumable: Whether training can resume from it; weights alone can't be resumed from.
-        namespace: The namespace that saved it; empty where that is not known.
-        index: In a manifest: the object that lists the files in place of it; see ``engine/durable/files.py``.
-    """
-
+    #: Which save; as text, ids sort in the order of the saves.
     save_id: str
+    #: The global training step, and the epoch; -1 where the state does not tell.
     step: int
     epoch: int
+    #: The payload's format; for adapters.
     kind: Kind
+    #: Seconds since the epoch, by the writer's clock; for people, not for ordering.
     created: float
+    #: The number of ranks that trained.
     world_size: int
+    #: Versions of the software that wrote it.
     writer: Mapping[str, str]
+    #: All files of the checkpoint (manifest), or of one rank (part); none where there is an index.
     files: tuple[FileEntry, ...]
+    #: What ModelCheckpoint monitored, where it did.
     metric: Metric | None = None
+    #: How many parts the checkpoint has; 0 has this and the next two follow from ``kind``, as in documents of
+    #: releases that did not write them.
     parts: int = 0
+    #: The rank whose drain commits the save; -1 where this rank does not know.
     coordinator: int = -1
+    #: The basename of the file whose change turns the old content of a name into the new one; None where the manifest
+    #: alone does.
     switch: str | None = None
+    #: Whether training can resume from it; weights alone can't be resumed from.
     resumable: bool = True
+    #: The namespace that saved it; empty where that is not known.
     namespace: str = ""
+    #: In a manifest: the object that lists the files in place of it; see ``engine/durable/files.py``.
     index: IndexRef | None = None
 
     def __post_init__(self) -> None:
@@ -176,52 +155,44 @@ class Content:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Content:
-        kind = str_of(raw, "kind")
+        kind = value_of(raw, "kind", str)
         if kind not in KINDS:
             raise ManifestError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
-        index = raw.get("index")
-        files = raw.get("files") if index is None else []
-        if not isinstance(files, list) or len(files) > _MAX_FILES:
-            raise ManifestError(f"files: expected a list of at most {_MAX_FILES}")
-        writer = mapping_of(raw.get("writer", {}), "writer")
-        metric = raw.get("metric")
+        is_indexed, has_metric, has_switch = (raw.get(key) is not None for key in ("index", "metric", "switch"))
+        files = () if is_indexed else list_of(raw, "files", dict)
         return cls(
-            save_id=ids.validate_save_id(str_of(raw, "save_id")),
+            save_id=ids.validate_save_id(value_of(raw, "save_id", str)),
             step=int_of(raw, "step", -1, 1 << 62),
             epoch=int_of(raw, "epoch", -1, 1 << 62),
             kind=kind,
-            created=number_of(raw, "created"),
+            created=value_of(raw, "created", float),
             world_size=int_of(raw, "world_size", 1, 1 << 31),
-            writer={str(key): str(value) for key, value in writer.items()},
+            writer={key: str(value) for key, value in value_of(raw, "writer", dict, {}).items()},
             files=tuple(FileEntry.from_json(entry) for entry in files),
-            metric=Metric.from_json(metric) if metric is not None else None,
-            parts=int_of(raw, "parts", 1, 1 << 31) if "parts" in raw else 0,
-            coordinator=int_of(raw, "coordinator", -1, 1 << 31) if "coordinator" in raw else -1,
-            switch=str_of(raw, "switch") if raw.get("switch") is not None else None,
-            resumable=bool_of(raw, "resumable", True),
-            namespace=str_of(raw, "namespace") if "namespace" in raw else "",
-            index=IndexRef.from_json(mapping_of(index, "index")) if index is not None else None,
+            metric=Metric.from_json(value_of(raw, "metric", dict)) if has_metric else None,
+            parts=int_of(raw, "parts", 1, 1 << 31, 0),
+            coordinator=int_of(raw, "coordinator", -1, 1 << 31, -1),
+            switch=value_of(raw, "switch", str) if has_switch else None,
+            resumable=value_of(raw, "resumable", bool, True),
+            namespace=value_of(raw, "namespace", str, ""),
+            index=IndexRef.from_json(value_of(raw, "index", dict)) if is_indexed else None,
         )
 
 
 # --------------------------------------------------------------------------------------- manifest
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint on the durable tier: it exists if and only if its manifest does.
+    """A checkpoint on the durable tier: it exists if and only if its manifest does."""
 
-    Attributes:
-        name: The checkpoint's name: its path relative to dirpath.
-        content: What it holds.
-        previous: What the same objects may still hold, while an overwrite is under way, the
-            newest first. A reader takes whichever of ``content`` and these the bytes match.
-        aliases: Names of aliases that may point here.
-        alias_of: For an alias, the name of the checkpoint whose files it names.
-    """
-
+    #: The checkpoint's: its path relative to dirpath.
     name: str
     content: Content
+    #: What the same objects may still hold while an overwrite is under way, the newest first. A reader takes whichever
+    #: of ``content`` and these the bytes match.
     previous: tuple[Content, ...] = ()
+    #: Names of aliases that may point here.
     aliases: tuple[str, ...] = ()
+    #: For an alias, the name of the checkpoint whose files it names.
     alias_of: str | None = None
 
     def with_alias(self, alias: str) -> Manifest:
@@ -251,37 +222,30 @@ class Manifest:
         """
         raw = load(data, where)
         with located(where):
-            alias_of = raw.get("alias_of")
-            previous = raw.get("previous", [])
-            if not isinstance(previous, list):
-                raise ManifestError("previous: expected a list")
+            is_alias = raw.get("alias_of") is not None
             return cls(
-                name=ids.validate_name(str_of(raw, "name")),
+                name=ids.validate_name(value_of(raw, "name", str)),
                 content=Content.from_json(raw),
-                previous=tuple(Content.from_json(mapping_of(entry, "previous[]")) for entry in previous),
-                aliases=tuple(ids.validate_name(alias) for alias in strings_of(raw, "aliases")),
-                alias_of=None if alias_of is None else ids.validate_name(str_of(raw, "alias_of")),
+                previous=tuple(Content.from_json(entry) for entry in list_of(raw, "previous", dict, [])),
+                aliases=tuple(ids.validate_name(alias) for alias in list_of(raw, "aliases", str, [])),
+                alias_of=ids.validate_name(value_of(raw, "alias_of", str)) if is_alias else None,
             )
 
 
 # ------------------------------------------------------------------------------------------- part
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank contributed to one save, as it lies in the memory tier.
+    """What one rank contributed to one save, as it lies in the memory tier."""
 
-    Attributes:
-        name: The checkpoint's name.
-        rank: The rank that wrote it.
-        content: Its files, and the facts of the save.
-        dirpath: The durable tier that it belongs to.
-        durable: Whether it is to be drained to the durable tier. A committed part with this set
-            *is* the request to upload it.
-    """
-
+    #: The checkpoint's.
     name: str
+    #: The rank that wrote it.
     rank: int
+    #: Its files, and the facts of the save.
     content: Content
+    #: The durable tier that it belongs to.
     dirpath: str
+    #: Whether it is to be drained to that. A committed part with this set *is* the request to upload it.
     durable: bool
     _raw: bytes = field(default=b"", init=False, repr=False, compare=False)
 
@@ -320,11 +284,11 @@ class Part:
         raw = load(data, where)
         with located(where):
             part = cls(
-                name=ids.validate_name(str_of(raw, "name")),
+                name=ids.validate_name(value_of(raw, "name", str)),
                 rank=int_of(raw, "rank", 0, 1 << 31),
                 content=Content.from_json(raw),
-                dirpath=str_of(raw, "dirpath"),
-                durable=bool_of(raw, "durable"),
+                dirpath=value_of(raw, "dirpath", str),
+                durable=value_of(raw, "durable", bool),
             )
         if part.content.index is not None:
             raise ManifestError("a part lists its files itself", operation="parse", key=where)

@@ -19,9 +19,9 @@ class Injected(StoreUnavailableError):  # noqa: N818 - says what it is
 class FaultyStore:
     """A store that works until its ``fail_at``-th operation, and fails from there on.
 
-    Deterministic: operations are counted in the order in which they begin, and nothing else
-    decides. To try every point of a procedure, run it once with ``fail_at=0``, read
-    ``operations``, and run it again for each number up to that.
+    Operations are counted in the order in which they begin, and nothing else decides. To try every
+    point of a procedure, run it once with ``fail_at=0``, read ``operations``, and run it again for
+    each number up to that.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 _START_S = 20.0
@@ -100,11 +99,6 @@ class RcloneServer(S3Server):
         self.folder = Path(folder or tempfile.mkdtemp(prefix="tiered-s3-"))
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def port(self) -> int:
-        """The port; known once the server runs."""
-        return int(self.endpoint_url.rpartition(":")[2])
-
     def remove_bucket(self, name: str) -> None:
         """Removes a bucket with all that is in it."""
         self.empty(name)
@@ -112,11 +106,7 @@ class RcloneServer(S3Server):
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def start(self) -> RcloneServer:
-        """Starts the server and waits, within bounds, until it answers.
-
-        Raises:
-            RuntimeError: rclone is missing, or did not start; says what it printed.
-        """
+        """Starts the server, and waits until it answers; raises RuntimeError, with what rclone said, if not."""
         log, log_path = tempfile.mkstemp(prefix="tiered-s3-", suffix=".log")
         try:
             self._process = subprocess.Popen(
@@ -161,9 +151,7 @@ class RcloneServer(S3Server):
     def __enter__(self) -> RcloneServer:  # noqa: PYI034 - Self needs Python 3.11
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _wait_for_port(self, log_path: str) -> int:
@@ -180,11 +168,7 @@ class RcloneServer(S3Server):
 
 
 def find_rclone() -> str:
-    """The path of the rclone program: beside this Python, or on PATH.
-
-    Raises:
-        RuntimeError: There is none; says how to get it.
-    """
+    """The path of the rclone program: beside this Python, or on PATH; raises RuntimeError where there is none."""
     beside = Path(sys.executable).parent / "rclone"
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tiered_checkpoint_io.engine.chunks import in_parallel
 from tiered_checkpoint_io.engine.durable.files import parse_description
 from tiered_checkpoint_io.engine.durable.manifests import exists
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from tiered_checkpoint_io.engine.chunks import in_parallel
 from tiered_checkpoint_io.errors import CorruptCheckpointError, FormatVersionError, ManifestError, StoreNotFoundError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import Index, check_digest
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
@@ -99,7 +99,9 @@ def files_of(store: Store, content: Content) -> Files:
         return Files(store, content, None)
     key = ids.index_key(content.save_id)
     with _as_committed(where := f"{store.url}/{key}"):
-        index = Index.from_json(content.index.check(store.get(key), key=where), where=where)
+        data = store.get(key)
+        check_digest(data, content.index.digest, "the index", key=where)
+        index = Index.from_json(data, where=where)
         if index.save_id != content.save_id:
             raise ManifestError("the index of another save", operation="parse", key=where)
     return Files(store, content, index)

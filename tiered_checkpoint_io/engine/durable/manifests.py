@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
-from tiered_checkpoint_io.engine.chunks import in_parallel
 from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreNotFoundError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Manifest
 from tiered_checkpoint_io.stores.base import Store

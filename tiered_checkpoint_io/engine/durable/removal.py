@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiered_checkpoint_io.engine.chunks import in_parallel
 from tiered_checkpoint_io.engine.durable.files import parse_description, paths_in
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, current, if_intact
 from tiered_checkpoint_io.errors import ManifestError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import Index
 from tiered_checkpoint_io.model.manifest import Content, Part

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.chunks import in_parallel, unverified
+from tiered_checkpoint_io.engine.chunks import unverified
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -22,6 +22,7 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.parts import PART_FILE, StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk, in_parallel
+from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk
 from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.space import needs_space
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store

@@ -71,20 +71,15 @@ def lease_key(namespace: str, token: str) -> str:
 
 
 class PartKey(NamedTuple):
-    """What the key of a part's description on the durable tier tells."""
+    """What the key tells that a part's description had in format 1."""
 
     name: str
     save_id: str
     rank: int
 
 
-def part_key(name: str, save_id: str, rank: int) -> str:
-    """``.tiered/parts/<name>/<save_id>/rank-00003.json``: put once all files of the part are there."""
-    return f"{PART_PREFIX}{name}/{save_id}/{rank_folder(rank)}{_PART_SUFFIX}"
-
-
 def parse_part_key(key: str) -> PartKey | None:
-    """The inverse of :func:`part_key`; None for a key that is not a part's."""
+    """What ``.tiered/parts/<name>/<save_id>/rank-00003.json`` tells; None for another key."""
     if not (key.startswith(PART_PREFIX) and key.endswith(_PART_SUFFIX)):
         return None
     name, _, rest = key[len(PART_PREFIX) : -len(_PART_SUFFIX)].rpartition("/")

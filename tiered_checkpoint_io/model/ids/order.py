@@ -59,14 +59,9 @@ def before_its_run(save_id: str) -> str:
 def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
     """The id of a save that ranks make without talking: all who know the same give the same id.
 
-    Within a series, ids sort by the repeat and then by the step. Those of another series differ, and so
-    do those of another run.
-
-    Args:
-        run_id: The run that the ranks agreed on.
-        series: Which of the run's saves belong together, see :func:`series_of`.
-        repeat: How often the series has gone back to a step that it had saved.
-        step: The training step; -1 where it is not known.
+    Within a series (see :func:`series_of`), ids sort by the repeat, which counts how often the series has gone back to
+    a step that it had saved, and then by the step, -1 where it is not known. Those of another series differ, and so do
+    those of another run.
     """
     random = run_id.partition("-")[2]
     turn, counter = divmod(max(0, step), 10**_COUNTER_DIGITS)
@@ -81,11 +76,7 @@ def is_save_id(text: str) -> bool:
 
 
 def validate_save_id(text: str) -> str:
-    """Gives ``text`` back where it is a save id, which makes it safe as a file's name.
-
-    Raises:
-        InvalidNameError: It is not.
-    """
+    """Gives a save id back, which is safe as a file's name; raises InvalidNameError for other text."""
     if not isinstance(text, str) or not is_save_id(text):
         raise InvalidNameError(f"not a save id: {text!r}")
     return text
@@ -115,11 +106,7 @@ def save_id_of_op(op_id: str) -> str:
 
 
 def validate_op_id(text: str) -> str:
-    """Gives ``text`` back where it is an operation's id, which makes it safe as a file's name.
-
-    Raises:
-        InvalidNameError: It is not.
-    """
+    """Gives an operation's id back, which is safe as a file's name; raises InvalidNameError for other text."""
     head, dot, rank = text.partition(".rank-") if isinstance(text, str) else ("", "", "")
     if not is_save_id(head) or (dot and rank_of(f"rank-{rank}") is None):
         raise InvalidNameError(f"not an operation's id: {text!r}")
