@@ -466,6 +466,7 @@ def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
         from tiered_checkpoint_io.model import ids
         from tiered_checkpoint_io.model.hashing import hash_bytes
         from tiered_checkpoint_io.model.manifest import (Content, FileEntry, Part)
+        from tiered_checkpoint_io.memory.parts import reading
         from tiered_checkpoint_io.memory.tier import MemoryTier
 
         RUN = {RUN!r}

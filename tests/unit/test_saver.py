@@ -11,6 +11,7 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 MIB = 1 << 20
