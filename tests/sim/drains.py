@@ -8,7 +8,6 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import tempfile
 
 from sim.world import Fates, MemoryStore, Peek, Serial, World
@@ -188,18 +187,9 @@ def life(seed, fates=Fates(), *, folder):
     return world
 
 
-@contextlib.contextmanager
-def scratch():
-    """A folder on tmpfs for the memory of nodes."""
-    folder = tempfile.mkdtemp(prefix="tiered-sim-", dir="/dev/shm")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def lives(seeds, fates=Fates()):
     """The worlds of many seeds."""
     for seed in seeds:
-        with scratch() as folder:
+        # On tmpfs, as the memory of nodes.
+        with tempfile.TemporaryDirectory(prefix="tiered-sim-", dir="/dev/shm") as folder:
             yield seed, life(seed, fates, folder=folder)

@@ -10,6 +10,7 @@ seeds with a violation are printed, and the history of the shortest. Last line: 
 import argparse
 import multiprocessing
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from sim.world import Fates
 CALM, ROUGH = Fates(), Fates(failed=0.03, skew=30.0)
 
 
-def one(seed):
-    with drains.scratch() as folder:
-        world = drains.life(seed, ROUGH if seed % 2 else CALM, folder=folder)
+def one(job):
+    seed, folder = job
+    with tempfile.TemporaryDirectory(dir=folder) as memory:
+        world = drains.life(seed, ROUGH if seed % 2 else CALM, folder=memory)
     return seed, world.steps, world.violation, world.history if world.violation else [], world.digest
 
 
@@ -36,13 +38,17 @@ def main():
     options = parser.parse_args()
     seeds, began = range(options.first, options.first + options.seeds), time.monotonic()
     steps, found = 0, []
-    with multiprocessing.get_context("spawn").Pool(min(options.jobs, len(seeds))) as pool:
-        for seed, count, violation, history, _ in pool.imap_unordered(one, seeds, chunksize=10):
+    with (
+        # Here, and not by the processes: they may be ended amid a life.
+        tempfile.TemporaryDirectory(prefix="tiered-sim-", dir="/dev/shm") as folder,
+        multiprocessing.get_context("spawn").Pool(min(options.jobs, len(seeds))) as pool,
+    ):
+        jobs = [(seed, folder) for seed in seeds]
+        for seed, count, violation, history, _ in pool.imap_unordered(one, jobs, chunksize=10):
             steps += count
             if violation:
                 found.append((len(history), seed, violation, history))
                 if options.first_found:
-                    pool.terminate()
                     break
     for _, seed, violation, _ in sorted(found)[:20]:
         print(f"seed {seed}: {violation}")
