@@ -173,7 +173,7 @@ class NodeFetcher:
                 restored.step,
                 "" if self._rank is None else f"shard {self._rank} of ",
                 restored.name,
-                restored.tier,
+                "spill" if self.tiers.memory.is_spilled(restored.path) else restored.tier,
                 gib(restored.path.stat().st_size),
                 restored.seconds,
             )
