@@ -315,7 +315,7 @@ class PreemptionCheckpoint(Callback):
         has_time = self.notice.left_s(session) > session.clock.timing.preemption_upload_s
         durable = bool(trainer.strategy.broadcast(has_time))
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
-        started = session.clock.monotonic()
+        started, before = session.clock.monotonic(), session.last_save
         # What failed behind earlier saves is logged and counted here, and must not keep anybody from this one.
         with contextlib.suppress(SaveError):
             session.surface()
@@ -326,17 +326,26 @@ class PreemptionCheckpoint(Callback):
             # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
             trainer.strategy.barrier("Trainer.save_checkpoint")
             return
-        log.info("the last checkpoint is in memory, after %.2f s", session.clock.monotonic() - started)
-        if durable:
-            try:
-                session.wait(self.notice.left_s(session))
+        # A save may have failed, or been skipped, without an error; of a full checkpoint, rank 0 alone makes one.
+        made = session.last_save if session.last_save is not before else None
+        if made is not None and "memory" in made.tiers:
+            where = "on the node's disk" if made.spilled else "in memory"
+            log.info("the last checkpoint is %s, after %.2f s", where, session.clock.monotonic() - started)
+        elif made is None and trainer.is_global_zero:
+            log.error("there is no last checkpoint: it was not saved")
+        if not durable:
+            return
+        try:
+            session.wait(self.notice.left_s(session))
+        except DrainError as error:
+            log.warning(
+                "not all that this node has saved is on the durable tier yet: the drain, or the next start on this node,"
+                " goes on with it (%s)",
+                error,
+            )
+        else:
+            if made is not None:
                 log.info("the last checkpoint is on the durable tier")
-            except DrainError as error:
-                log.warning(
-                    "the last checkpoint is in node memory, and not on the durable tier yet: the drain, or the next"
-                    " start on this node, goes on with it (%s)",
-                    error,
-                )
 
     def _end(self) -> None:
         self.notice.remove()

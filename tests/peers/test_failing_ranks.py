@@ -8,7 +8,7 @@ from tiered_checkpoint_io.errors import LostRankError
 SOON_S = 15.0
 #: Which rank fails, and where: node a has lost its memory; b and c have copies, and b is the first to send.
 FULL = [
-    (1, "memory.tier:MemoryTier.reading", 1),
+    (1, "engine.ranks.transfer:reading", 1),
     (1, "engine.ranks.transfer:find_part", 1),
     (0, "model.manifest:FileEntry.check_chunk", 1),
     (0, "memory.tier:MemoryTier.acquire", 1),
@@ -19,7 +19,7 @@ FULL = [
     (2, "engine.restore.restore:NodeFetcher.hold", 1),
 ]
 SHARDED = [
-    (1, "memory.tier:MemoryTier.reading", 2),
+    (1, "engine.restore.shard_files:reading", 1),
     (0, "model.manifest:FileEntry.check_chunk", 2),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
