@@ -339,8 +339,8 @@ class PreemptionCheckpoint(Callback):
             session.wait(self.notice.left_s(session))
         except DrainError as error:
             log.warning(
-                "not all that this node has saved is on the durable tier yet: the drain, or the next start on this node,"
-                " goes on with it (%s)",
+                "not all that this node has saved is on the durable tier yet: the drain, or the next start on this"
+                " node, goes on with it (%s)",
                 error,
             )
         else:

@@ -201,8 +201,10 @@ class OperationLog:
                 continue
             # Nothing of it was written over meanwhile.
             self._heads, self._state, self._generation = heads, state, found
-            if is_damaged:
-                _log.warning("%s is damaged: some queued aliases and deletes, and outcomes, may be lost", self._path)
+            if is_damaged and found:
+                _log.warning("%s: a write was cut off, or one half is damaged; going on with the other", self._path)
+            elif is_damaged:
+                _log.warning("%s is damaged: queued aliases and deletes, and outcomes, are lost", self._path)
 
     def _forked(self) -> None:
         # A copy of the descriptor would keep a lock alive that our parent dies with.
