@@ -83,8 +83,8 @@ def test_half_of_what_is_free_without_it_stays_free(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------- what is done with it
-def test_it_is_said_once_and_the_folder_is_private(options, started, capsys):
-    io = started()
+def test_it_is_said_once_and_the_folder_is_private(options, started, tmp_path):
+    io = started(log_dir=str(tmp_path / "logs"))
     with pytest.warns(
         UserWarning, match=r"can't hold this checkpoint of 5.72 MiB .*/tiered-\d+/default-.*may take"
     ) as said:
@@ -95,7 +95,7 @@ def test_it_is_said_once_and_the_folder_is_private(options, started, capsys):
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (root, root.parent, root / "saves"))
     assert session_of(io).last_save.spilled
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
-    assert "resuming from 2.ckpt (spill, 5.72 MiB)" in capsys.readouterr().err
+    assert "resuming from 2.ckpt (spill, 5.72 MiB)" in (tmp_path / "logs" / "default_checkpointing.log").read_text()
 
 
 @pytest.mark.parametrize("wrong", ["another user's", "open to others", "a link"])
