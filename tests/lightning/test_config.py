@@ -4,7 +4,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
 
@@ -49,3 +49,8 @@ def test_yaml_alone_trains(group, asynchronous, memory_every, s3_every, runs):
 
     trainer.fit(Model(), ckpt_path="tiered:latest")
     assert trainer.global_step == 2
+
+
+def test_off_may_stand_in_yaml_without_quotes():
+    block = OmegaConf.create("dirpath: s3://bucket/run\npreflight: off")
+    assert TieredCheckpointConfig.from_any(block).preflight == "off"

@@ -29,6 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "on_pending": ("wait", "skip"),
     "on_save_error": ("warn", "raise"),
     "drain": ("process", "thread"),
+    "preflight": ("error", "warn", "off"),
     "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
     "checksum_algorithm": ("CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"),
     "acl": (
@@ -54,6 +55,8 @@ _RANGES: dict[str, tuple[int, int]] = {
     "replication_factor": (1, 64),
     "replication_jump": (1, 100_000),
     "wait_timeout_s": (1, 7 * 24 * 3600),
+    "durable_timeout_s": (1, 24 * 3600),
+    "pending_timeout_s": (1, 24 * 3600),
 }
 _OPTIONAL = {"memory_every_n_train_steps", "s3_every_n_train_steps"}
 _S3_ONLY = (
@@ -99,6 +102,13 @@ class TieredCheckpointConfig:
         safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
             plain data.
         drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
+        save_on_train_end: Whether the newest checkpoint that training can resume from is uploaded when ``fit`` ends,
+            where it is in memory alone.
+        preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
+            that: an ``error``, a warning (``warn``), or nothing is tried (``off``).
+        durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
+        pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint stays
+            in memory and training continues, seconds.
         wait_timeout_s: Bound of every wait for the durable tier, seconds.
         log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
         endpoint_url: Of an S3 server other than AWS.
@@ -136,6 +146,10 @@ class TieredCheckpointConfig:
     weights_only: bool | None = None
     safe_globals: tuple[str, ...] = ()
     drain: Literal["process", "thread"] = "process"
+    save_on_train_end: bool = True
+    preflight: Literal["error", "warn", "off"] = "error"
+    durable_timeout_s: int = 15
+    pending_timeout_s: int = 30
     wait_timeout_s: int = 1_800
     log_dir: str | None = None
     endpoint_url: str | None = None
@@ -176,8 +190,9 @@ class TieredCheckpointConfig:
             value = getattr(self, key)
             if value not in allowed and not (value is None and key in _S3_ONLY):
                 _refuse(key, value, "one of " + ", ".join(allowed))
-        if not isinstance(self.enable_async_checkpointing, bool):
-            _refuse("enable_async_checkpointing", self.enable_async_checkpointing, "true or false")
+        for key in ("enable_async_checkpointing", "save_on_train_end"):
+            if not isinstance(getattr(self, key), bool):
+                _refuse(key, getattr(self, key), "true or false")
         if self.weights_only is not None and not isinstance(self.weights_only, bool):
             _refuse("weights_only", self.weights_only, "true, false or null")
         names = self.safe_globals
@@ -239,6 +254,9 @@ class TieredCheckpointConfig:
         for key in _PATHS:
             if hasattr(raw.get(key), "__fspath__"):
                 raw[key] = str(raw[key])
+        if raw.get("preflight") is False:
+            # What YAML makes of off.
+            raw["preflight"] = "off"
         return cls(**raw)
 
     def to_json(self) -> str:
