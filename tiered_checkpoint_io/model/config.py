@@ -166,7 +166,9 @@ class TieredCheckpointConfig:
         if not isinstance(self.dirpath, str):
             _refuse("dirpath", self.dirpath, "an S3 URL, another fsspec URL, or a directory")
         try:
-            object.__setattr__(self, "dirpath", ids.normalize_dirpath(self.dirpath))
+            normal = ids.normalize_dirpath(self.dirpath)
+            ids.refuse_misspelt(self.dirpath)
+            object.__setattr__(self, "dirpath", normal)
         except InvalidNameError as error:
             raise ConfigError(f"dirpath is {self.dirpath!r}: {error.message}", hint=error.hint) from error
         try:

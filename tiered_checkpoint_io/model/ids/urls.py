@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from typing import Literal
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from tiered_checkpoint_io.errors import InvalidNameError
 from tiered_checkpoint_io.redaction import holds_secrets
@@ -23,6 +23,12 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DO
 #: ``Path("s3://bucket/key")`` has lost a slash when it becomes text again.
 _MANGLED_S3 = re.compile(r"s3:/(?!/)")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
+#: What was meant to begin with ``s3://``.
+_MISSPELT_S3 = re.compile(r"s3(?://+|:(?!/))(?P<rest>.*)\Z", re.DOTALL | re.IGNORECASE)
+#: The hosts at which AWS serves buckets; the bucket is in the host or begins the path.
+_AWS_HOST = re.compile(
+    r"(?:(?P<bucket>.+)\.)?s3[.-](?:dualstack\.)?(?:(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(?:\.cn)?\Z"
+)
 
 StrPath = str | os.PathLike[str]
 
@@ -101,6 +107,35 @@ def normalize_dirpath(dirpath: StrPath) -> str:
     elif scheme is not None:
         return text if text.endswith("://") else text.rstrip("/")
     return os.path.abspath(at_home(text))
+
+
+def refuse_misspelt(dirpath: str) -> None:
+    """Refuses what names an S3 bucket in another way than ``s3://bucket/prefix``.
+
+    A web server takes no writes, and ``s3//bucket`` would be a folder of the working directory.
+
+    Raises:
+        InvalidNameError: ``dirpath`` is such; the hint has the right spelling.
+    """
+    misspelt = _MISSPELT_S3.match(dirpath)
+    if misspelt:
+        raise InvalidNameError("it is not an S3 URL", hint=f"write s3://{misspelt['rest'].lstrip('/')}")
+    if url_scheme(dirpath) in ("http", "https"):
+        raise InvalidNameError("no checkpoint can be written to a web address", hint=_as_s3(dirpath))
+
+
+def _as_s3(address: str) -> str:
+    """How to write the web address of a bucket."""
+    parts = urlsplit(address)
+    aws = _AWS_HOST.match(parts.hostname or "")
+    path = parts.path.strip("/")
+    if aws and aws["bucket"]:
+        path = f"{aws['bucket']}/{path}".strip("/")
+    if not path:
+        return "for a bucket, write s3://bucket/prefix"
+    if aws:
+        return f"write s3://{path}" + (f", with region: {aws['region']}" if aws["region"] else "")
+    return f"if it is a bucket, write s3://{path}, with endpoint_url: {parts.scheme}://{parts.netloc}"
 
 
 def at_home(path: str) -> str:
