@@ -36,6 +36,8 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _WITHHELD = "withheld"
+#: ModelCheckpoint's arguments that say when it saves, of which it takes one.
+_TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 
 
 class TieredModelCheckpoint(ModelCheckpoint):
@@ -117,16 +119,20 @@ class TieredModelCheckpoint(ModelCheckpoint):
     def from_config(cls, block: Any, **model_checkpoint_args: Any) -> TieredModelCheckpoint:
         """The callback that ``s3_checkpointing``, in any of its forms, describes; with ModelCheckpoint's arguments.
 
+        An argument replaces the block's value; ``every_n_train_steps``, ``every_n_epochs`` and
+        ``train_time_interval`` replace ``s3_every_n_train_steps``.
+
         Raises:
             ConfigError: A key or value is not allowed.
         """
         config = TieredCheckpointConfig.from_any(block)
-        model_checkpoint_args.setdefault("dirpath", config.dirpath)
-        return cls(
-            memory_every_n_train_steps=config.memory_every_n_train_steps,
-            s3_every_n_train_steps=config.s3_every_n_train_steps,
-            **model_checkpoint_args,
-        )
+        described: dict[str, Any] = {
+            "dirpath": config.dirpath,
+            "memory_every_n_train_steps": config.memory_every_n_train_steps,
+        }
+        if all(model_checkpoint_args.get(trigger) is None for trigger in _TRIGGERS):
+            described["s3_every_n_train_steps"] = config.s3_every_n_train_steps
+        return cls(**{**described, **model_checkpoint_args})
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -80,6 +80,7 @@ if __name__ == "__main__":
         "wait_timeout_s": 60,
         "enable_async_checkpointing": told.get("async", True),
         "memory_every_n_train_steps": 4,
+        "s3_every_n_train_steps": None,
         **told.get("block", {}),
     }
     io = TieredCheckpointIO.from_config(block)

@@ -1,5 +1,7 @@
 """The IO and the callback from one configuration block: a dict, OmegaConf, Hydra's YAML."""
 
+from pathlib import Path
+
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
@@ -7,6 +9,8 @@ from omegaconf import OmegaConf
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
+
+YAML = Path(__file__).parents[2] / "configs" / "s3_checkpointing" / "default.yaml"
 
 
 def test_from_config(tmp_path):
@@ -49,6 +53,30 @@ def test_yaml_alone_trains(group, asynchronous, memory_every, s3_every, runs):
 
     trainer.fit(Model(), ckpt_path="tiered:latest")
     assert trainer.global_step == 2
+
+
+def test_a_block_of_two_keys_means_the_same_as_the_yaml_file(tmp_path):
+    short = {"dirpath": str(tmp_path), "namespace": "gpt-1"}
+    full = {**OmegaConf.to_container(OmegaConf.load(YAML)), **short}
+    assert TieredCheckpointConfig.from_any(short) == TieredCheckpointConfig.from_any(full)
+    for block in (short, OmegaConf.create(short), full):
+        assert isinstance(TieredCheckpointIO.from_config(block), AsyncCheckpointIO)
+        callback = TieredModelCheckpoint.from_config(block)
+        assert (callback.memory_every_n_train_steps, callback._every_n_train_steps) == (10, 50)
+    # What is named in code, one by one, has the defaults of ModelCheckpoint and of a plain CheckpointIO.
+    assert TieredModelCheckpoint().memory_every_n_train_steps is None
+    assert isinstance(TieredCheckpointIO(**short), TieredCheckpointIO)
+
+
+def test_arguments_replace_what_the_block_says(tmp_path):
+    block = {"dirpath": str(tmp_path)}
+    for given, expected in (
+        ({"every_n_train_steps": 5}, (10, 5, 0)),
+        ({"every_n_epochs": 2}, (10, 0, 2)),
+        ({"s3_every_n_train_steps": 20, "memory_every_n_train_steps": None}, (None, 20, 0)),
+    ):
+        made = TieredModelCheckpoint.from_config(block, **given)
+        assert (made.memory_every_n_train_steps, made._every_n_train_steps, made._every_n_epochs) == expected
 
 
 def test_off_may_stand_in_yaml_without_quotes():

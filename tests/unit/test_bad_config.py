@@ -153,6 +153,17 @@ def test_no_dirpath(block, kept_by_all):
     assert TieredCheckpointIO.from_config(block, dirpath="s3://bucket").config.dirpath == "s3://bucket"
 
 
+def test_the_whole_configuration_in_place_of_its_block(kept_by_all):
+    whole = {"trainer": {"max_steps": "${nowhere}"}, "s3_checkpointing": kept_by_all.options}
+    for make in (
+        TieredCheckpointIO.from_config,
+        TieredModelCheckpoint.from_config,
+        lambda it: TieredCheckpointIO.from_config(OmegaConf.create(it)),
+    ):
+        with pytest.raises(ConfigError, match=r"the whole configuration.* pass cfg\.s3_checkpointing"):
+            make(whole)
+
+
 def test_what_is_no_block_and_what_cannot_be_resolved(kept_by_all):
     with pytest.raises(ConfigError, match="is a list .* a mapping, an OmegaConf block"):
         TieredCheckpointIO.from_config(["dirpath"])

@@ -108,8 +108,9 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
         # Checkpoints of memory alone belong to no durable tier; this one holds nothing, and never will.
         nowhere = namespace_root(validated.memory_dir, validated.namespace) / "no-durable-tier"
         validated = replace(validated, dirpath=str(nowhere))
+    # The caller decides which steps are saved; without a word on the durable tier, each save goes there.
     every = extra.get("s3_every_n_steps")
-    every = validated.s3_every_n_train_steps if every is None else every
+    every = raw.get("s3_every_n_train_steps") if every is None else every
     check_positive("world_size", extra.get("world_size"))
     check_positive("s3_every_n_steps", every)
     told = extra.get("save_to_s3")

@@ -20,6 +20,8 @@ GETS_PER_SECOND = 5_500
 HEADROOM = 1.15
 #: More connections than this only cost memory on the node.
 _AUTO_LIMIT = 16
+#: The name of the block in a configuration.
+BLOCK = "s3_checkpointing"
 _GLOBAL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _MAX_CONCURRENCY = 256
 
@@ -76,22 +78,26 @@ _S3_ONLY = (
 class TieredCheckpointConfig:
     """Everything that can be configured; the keys of the YAML block ``s3_checkpointing``.
 
+    The defaults are those of ``configs/s3_checkpointing/default.yaml``.
+
     Attributes:
         dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
         namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``.
         memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
         spill_dir: A folder on node-local disk for what does not fit into memory; ``auto`` for one in the system's
             temporary directory, and None for none.
-        memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none.
-        s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves
-            that to ModelCheckpoint's other triggers.
+        memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none. Read by
+            ``TieredModelCheckpoint.from_config``.
+        s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves that to
+            ModelCheckpoint's other triggers. Read by ``TieredModelCheckpoint.from_config``.
         memory_keep_last: How many checkpoints memory keeps.
         memory_allocation_percentage: Per cent of the node's memory that checkpoints may take,
             shared by all ranks of the node; 20 to 100.
         chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
         max_write_concurrency: Parts in flight at once per node, or ``auto``.
         max_read_concurrency: Ranges in flight at once per node, or ``auto``.
-        enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``.
+        enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``, whose saves return once the
+            checkpoint is in node memory. ``TieredCheckpointIO`` itself does not read it.
         max_pending: Checkpoints that may wait for the durable tier at once.
         on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
         on_save_error: ``warn`` and train on, or ``raise``.
@@ -129,14 +135,14 @@ class TieredCheckpointConfig:
     namespace: str = "default"
     memory_dir: str = "/dev/shm"  # noqa: S108 - tmpfs by design; its folder is checked before use
     spill_dir: str | None = "auto"
-    memory_every_n_train_steps: int | None = None
-    s3_every_n_train_steps: int | None = None
+    memory_every_n_train_steps: int | None = 10
+    s3_every_n_train_steps: int | None = 50
     memory_keep_last: int = 2
     memory_allocation_percentage: int = 50
     chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
     max_write_concurrency: Concurrency = "auto"
     max_read_concurrency: Concurrency = "auto"
-    enable_async_checkpointing: bool = False
+    enable_async_checkpointing: bool = True
     max_pending: int = 2
     on_pending: Literal["wait", "skip"] = "wait"
     on_save_error: Literal["warn", "raise"] = "warn"
@@ -236,9 +242,13 @@ class TieredCheckpointConfig:
             overrides: Single keys that replace those of the block.
 
         Raises:
-            ConfigError: An unknown key (with the nearest known one) or a value not allowed.
+            ConfigError: An unknown key (with the nearest known one) or a value not allowed; or ``block`` is the whole
+                configuration that has the block.
         """
         known = [field.name for field in fields(cls)]
+        # Before its interpolations are resolved: those of the rest are not our business.
+        if isinstance(block, Mapping) and BLOCK in block:
+            raise ConfigError(f"this is the whole configuration; {BLOCK} is one block of it", hint=f"pass cfg.{BLOCK}")
         raw = {**as_mapping(block), **overrides}
         for key, value in raw.items():
             if key not in known:

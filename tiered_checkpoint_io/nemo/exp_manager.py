@@ -28,7 +28,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.concurrency import Topology, advise
 from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
-from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
+from tiered_checkpoint_io.nemo.io import NEMO_DEFAULTS, NeMoCheckpointIO, S3CheckpointIO
 from tiered_checkpoint_io.nemo.layouts import EMA, Rules
 
 #: Keys of NeMo's ``checkpoint_callback_params`` that are no arguments of our callback.
@@ -74,7 +74,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
                 operation="setup",
                 hint="leave the checkpoint IO to tiered_exp_manager, or take tiered_checkpoint_io.nemo.S3CheckpointIO",
             )
-        config = TieredCheckpointConfig.from_any({**block, "dirpath": dirpath})
+        config = TieredCheckpointConfig.from_any({**NEMO_DEFAULTS, **block, "dirpath": dirpath})
         io = S3CheckpointIO(config) if ids.is_s3_url(config.dirpath) else NeMoCheckpointIO(config)
         trainer.strategy.checkpoint_io = io
     _advise(io, trainer, plain.get("model"))

@@ -16,6 +16,12 @@ from tiered_checkpoint_io.nemo.layouts import rank_folder_of
 
 _FULL_STATE = ("optimizer_states", "lr_schedulers")
 _NODES = ("Any", "Boolean", "Bytes", "Enum", "Float", "Integer", "InterpolationResult", "Path", "String")
+#: NeMo's own behaviour, where the user says nothing: which steps are saved is a matter of its callback, and saves wait.
+NEMO_DEFAULTS: Mapping[str, Any] = {
+    "memory_every_n_train_steps": None,
+    "s3_every_n_train_steps": None,
+    "enable_async_checkpointing": False,
+}
 #: What the hyper-parameters of NeMo's models are made of; loading these runs no code of a user's.
 _OMEGACONF = (
     "omegaconf.dictconfig.DictConfig",
@@ -39,6 +45,8 @@ class NeMoCheckpointIO(TieredCheckpointIO):
 
     def __init__(self, dirpath: Any = None, *, async_checkpointing: bool | None = False, **options: Any) -> None:
         """As :class:`TieredCheckpointIO`; with ``async_checkpointing``, a save returns once it is in node memory."""
+        if not isinstance(dirpath, TieredCheckpointConfig):
+            options = {**NEMO_DEFAULTS, **options}
         super().__init__(dirpath, **options)
         trusted = dict.fromkeys((*self.config.safe_globals, *_OMEGACONF))
         self.config = replace(self.config, safe_globals=tuple(trusted))
