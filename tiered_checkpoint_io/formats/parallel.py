@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -23,7 +24,8 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
         return [work(item) for item in todo]
     pool = ThreadPoolExecutor(concurrency, thread_name_prefix="tiered-parallel")
     try:
-        jobs = [pool.submit(work, item) for item in todo]
+        # What the caller waits for, and how long, holds for its threads.
+        jobs = [pool.submit(contextvars.copy_context().run, work, item) for item in todo]
         wait(jobs, return_when=FIRST_EXCEPTION)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -12,6 +12,7 @@ import tenacity
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import Metrics
+from tiered_checkpoint_io.stores.silence import current_question
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tiered_checkpoint_io.retry")
@@ -29,8 +30,12 @@ class Retry:
         self._clock = clock
 
     def __call__(self, call: Callable[[], _T], *, cancelled: threading.Event | None = None) -> _T:
-        """What ``call`` gives; once ``cancelled`` is set no attempt but the first begins, and a wait for one ends."""
-        event = cancelled or threading.Event()
+        """What ``call`` gives; once ``cancelled`` is set no attempt but the first begins, and a wait for one ends.
+
+        So it is once the :class:`Question` that this is part of is closed.
+        """
+        question = current_question()
+        event = cancelled or (question.cancelled if question is not None else threading.Event())
         timing = self._clock.timing
         longest = tenacity.wait_exponential(multiplier=timing.retry_first_wait_s, max=timing.retry_max_wait_s)
         deadline: float | None = None
@@ -67,7 +72,10 @@ class Retry:
             reraise=True,
         )
         try:
-            return retrying(call)
+            given = retrying(call)
+            if question is not None:
+                question.heard()
+            return given
         finally:
             # It holds the call and its error, whose frames hold it: the mapped files that are in them must not wait for
             # the collector.

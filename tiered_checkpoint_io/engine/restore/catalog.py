@@ -116,6 +116,8 @@ class DurableCatalog:
     rest: list[str] = field(default_factory=list)
     #: What others wrote under the wanted name, without a manifest: nothing can verify it.
     foreign: Content | None = None
+    #: All names there, where they were listed.
+    listed: set[str] | None = None
     #: Why the tier could not be asked.
     error: TieredCheckpointError | None = None
 
@@ -129,7 +131,8 @@ def discover(
 ) -> DurableCatalog:
     """Asks the durable tier: one list and the first manifests, or for a name the few objects that it is about.
 
-    Never raises: an error is part of the answer, since memory may do without the durable tier.
+    Never raises: an error is part of the answer, since memory may do without the durable tier. Nothing but stores is
+    touched: see :class:`Question`.
 
     Args:
         tiers: Where to look.
@@ -148,7 +151,7 @@ def discover(
             return found
         if known is None:
             names = reading_order(list(store.list(ids.MANIFEST_PREFIX)))
-            tiers.on_listed(set(names))
+            found.listed = set(names)
             targets = {target for alias, target in queued.items() if selector.wants(alias)}
             found.rest = [name for name in names if selector.wants(name) or name in targets]
         while True:
@@ -158,10 +161,11 @@ def discover(
             if selector.kind != "best" or not found.rest:
                 return found
     except TieredCheckpointError as error:
-        return DurableCatalog(error=error)
+        return DurableCatalog(listed=found.listed, error=error)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        return DurableCatalog(error=RestoreError(text, operation="discover", tier="durable"))
+        failed = RestoreError(text, operation="discover", tier="durable")
+        return DurableCatalog(listed=found.listed, error=failed)
 
 
 def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:

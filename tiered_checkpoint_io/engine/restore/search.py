@@ -8,11 +8,15 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from tiered_checkpoint_io.engine.drain.progress import told_as
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
+from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, discover, look
 from tiered_checkpoint_io.engine.restore.choice import (
     Candidate,
@@ -31,7 +35,8 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Kind
+from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest
+from tiered_checkpoint_io.stores.silence import Question, silence
 
 _T = TypeVar("_T")
 
@@ -197,7 +202,10 @@ class Search:
             StoreError: The durable tier could not be asked, and memory does not suffice.
             FormatVersionError: A newer release wrote what would have to be chosen.
         """
-        candidates = self._candidates()
+        with contextlib.closing(self._candidates()) as candidates:
+            return self._run(candidates, attempt)
+
+    def _run(self, candidates: Iterator[Candidate], attempt: Callable[[Candidate], _T | None]) -> _T | None:
         while True:
             turn: _Turn = self.group.broadcast(self._next(candidates) if self.group.rank == 0 else None)
             raise_first([turn.error])
@@ -266,26 +274,22 @@ class Search:
         notes, self._notes = self._notes, []
         return _Turn(candidate, notes, max(self._seen, default=None), nothing)
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self) -> Generator[Candidate, None, None]:
         """What is meant, in the order in which to try it; the durable tier is asked for more only where that is left.
 
         Raises:
             TieredCheckpointError: As :meth:`run`.
         """
         self.check()
-        memory = {node: each.held for node, each in self._memory.items()}
-        aliases = self._memory[self.group.node].aliases
-        known: DurableCatalog | None = None
-        while known is None or known.rest:
-            # None of the newest may be intact: older ones are better than none.
-            known = discover(self._tiers, self.selector, aliases, self._accepts, known)
+        known = DurableCatalog()
+        for known in self._durable():
+            if known.listed is not None:
+                self._tiers.on_listed(known.listed)
             for note in known.rejected:
                 self._tiers.skipped(note)
             self._notes += known.rejected
             self._seen |= {manifest.content.save_id for manifest in known.manifests}
-            catalog = Catalog(memory, known.manifests, aliases)
-            options = choose(catalog, self.selector, self._accepts, self._own, replicas=self._replicas)
-            options = [each for each in options if each.save_id not in self._tried]
+            options = self._untried(known.manifests)
             if known.error is not None:
                 # Training must go on while S3 is away, if memory can carry it; but no rank may start from scratch
                 # because S3 did not answer.
@@ -301,6 +305,47 @@ class Search:
         if known.foreign is not None and not self.rejected:
             self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
             yield Candidate(self.selector.name, known.foreign, durable=known.foreign)
+
+    def _untried(self, manifests: Sequence[Manifest] = ()) -> list[Candidate]:
+        """What is meant of what memory and these manifests hold, in the order in which to try it."""
+        memory = {node: each.held for node, each in self._memory.items()}
+        catalog = Catalog(memory, manifests, self._aliases)
+        options = choose(catalog, self.selector, self._accepts, self._own, replicas=self._replicas)
+        return [each for each in options if each.save_id not in self._tried]
+
+    @property
+    def _aliases(self) -> dict[str, str]:
+        return self._memory[self.group.node].aliases
+
+    def _durable(self) -> Iterator[DurableCatalog]:
+        """What the durable tier says, and more of it while that is asked for.
+
+        Where memory has what is meant, its silence is waited for no longer than ``durable_timeout_s``, and said; after
+        what memory has, the answer itself follows.
+        """
+        tiers, timing = self._tiers, self._tiers.clock.timing
+        where, bound = told_as(tiers.dirpath), float(tiers.config.durable_timeout_s)
+        known: DurableCatalog | None = None
+        while known is None or known.rest:
+            # None of the newest may be intact: older ones are better than none.
+            ask = functools.partial(discover, tiers, self.selector, self._aliases, self._accepts, known)
+            with contextlib.closing(Question(ask, clock=tiers.clock)) as question:
+                if self._untried() and not question.within(bound, self._said("resuming from node memory")):
+                    yield DurableCatalog(error=silence(where, bound))
+                longer = timing.retry_deadline_s + timing.s3_read_s
+                question.within(longer, self._said("node memory has no checkpoint that serves; giving up"))
+                known = question.result()
+            yield known
+
+    def _said(self, what: str) -> Callable[[float, float], None]:
+        """Says on rank 0 that the durable tier does not answer, and what follows."""
+
+        def say(silent_s: float, left_s: float) -> None:
+            if current_rank() == 0:
+                where = told_as(self._tiers.dirpath)
+                self._tiers.log.warning("%s has not answered for %.0f s; %s in %.0f s", where, silent_s, what, left_s)
+
+        return say
 
     def _nothing(self) -> RestoreError | CheckpointNotFoundError:
         """Why nothing was found: there is nothing, or nothing of it is intact."""

@@ -1,0 +1,121 @@
+"""How long a caller waits for a store that does not answer, and what is said meanwhile.
+
+A store repeats its requests for minutes, and one request to a server that accepts and never answers may take a minute
+by itself. A caller that can do without the answer asks on a thread of its own, and leaves it there.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.errors import StoreUnavailableError
+
+_T = TypeVar("_T")
+
+#: Called every ``silence_line_s`` with the seconds of silence so far, and those until it is waited for no longer.
+CountDown = Callable[[float, float], None]
+
+
+class Question(Generic[_T]):
+    """Requests to a store on a thread of their own. Each answer to one of them ends a silence."""
+
+    def __init__(self, ask: Callable[[], _T], *, clock: Clock = SYSTEM) -> None:
+        """Begins; ``ask`` must do no more than ask stores, because it may still run when nobody waits for it."""
+        self._clock = clock
+        self._heard = clock.monotonic()
+        self._ended = threading.Event()
+        self._answer: Future[_T] = Future()
+        #: Once it is set, no request is repeated.
+        self.cancelled = threading.Event()
+        context = contextvars.copy_context()
+        context.run(_asking.set, self)
+        run = (self._run, ask)
+        threading.Thread(target=context.run, args=run, name="tiered-question", daemon=True).start()
+
+    def _run(self, ask: Callable[[], _T]) -> None:
+        try:
+            self._answer.set_result(ask())
+        except BaseException as error:
+            self._answer.set_exception(error)
+        finally:
+            self._ended.set()
+
+    def heard(self) -> None:
+        """Takes note that the store has answered a request."""
+        self._heard = self._clock.monotonic()
+
+    def within(self, seconds: float, count_down: CountDown | None = None) -> bool:
+        """Whether all is answered before the store has been silent for ``seconds``."""
+        every = self._clock.timing.silence_line_s
+        while not self._ended.is_set():
+            silent = self._clock.monotonic() - self._heard
+            if silent >= seconds:
+                return False
+            line = every * (silent // every + 1)
+            if self._clock.wait(self._ended, min(line, seconds) - silent):
+                break
+            if count_down is not None and line < seconds and self._clock.monotonic() - self._heard >= line:
+                count_down(line, seconds - line)
+        return True
+
+    def result(self) -> _T:
+        """What was asked for, waited for without a bound but the store's own; raises what ``ask`` raised."""
+        self._ended.wait()
+        return self._answer.result()
+
+    def close(self) -> None:
+        """Has the store repeat nothing any more; a request that is under way ends by itself."""
+        self.cancelled.set()
+
+
+_asking: contextvars.ContextVar[Question[Any] | None] = contextvars.ContextVar("tiered_asking", default=None)
+
+
+def current_question() -> Question[Any] | None:
+    """The question that this thread asks for; None where its caller waits without a bound."""
+    return _asking.get()
+
+
+def answer_within(
+    seconds: float,
+    ask: Callable[[], _T],
+    *,
+    what: str = "the durable tier",
+    clock: Clock = SYSTEM,
+    count_down: CountDown | None = None,
+) -> _T:
+    """What ``ask`` gives, unless its store is silent for too long.
+
+    Args:
+        seconds: How long a silence may be, seconds; each answer to a request begins a new one.
+        ask: Asks a store, and does nothing else: it may still run when this has raised.
+        what: What errors call the store.
+        clock: For all waits.
+        count_down: Called every 5 s of silence, with its length and the seconds that are left.
+
+    Raises:
+        StoreUnavailableError: The store was silent for ``seconds``.
+        Exception: What ``ask`` raised.
+    """
+    question = Question(ask, clock=clock)
+    try:
+        if not question.within(seconds, count_down):
+            raise silence(what, seconds)
+        return question.result()
+    finally:
+        question.close()
+
+
+def silence(what: str, seconds: float) -> StoreUnavailableError:
+    """The error for a store that has not answered for so many seconds."""
+    return StoreUnavailableError(
+        f"{what} has not answered for {seconds:.0f} s",
+        operation="ask",
+        tier="durable",
+        hint="check endpoint_url and the network",
+    )
