@@ -26,7 +26,7 @@ def node(memory_dir, tmp_path):
 
 
 def command(*arguments):
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, arguments)
 
 
 def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
@@ -114,13 +114,17 @@ def test_status_tells_what_is_safe_with_peers_and_what_is_kept_for_them(node, me
     part, files = make_part("step_7", 7, 3, dirpath=node.dirpath)
     node.tier.replicas.commit(part, files)
     own, _, copies = command("status", "--memory-dir", memory_dir).stdout.partition("Copies kept for other nodes")
-    (safe, alone), (kept,) = ([line.split() for line in own.splitlines() if ".ckpt" in line][::-1], rows(copies))
-    assert (safe[1], safe[-2], alone[1], alone[-2]) == ("safe.ckpt", "yes", "alone.ckpt", "no")
-    assert (kept[1], kept[3], kept[5], kept[-2]) == ("step_7", "7", "3", "no")
+    alone, safe = rows(own, ".ckpt")
+    (kept,) = rows(copies, "step_")
+    # Name, step, rank, size, state, on peers, note, dirpath.
+    assert (safe[0], safe[5], safe[6]) == ("safe.ckpt", "yes", "")
+    assert (alone[0], alone[5], alone[6]) == ("alone.ckpt", "no", "latest")
+    assert (*kept[:3], kept[5], kept[7]) == ("step_7", "7", "3", "no", node.dirpath)
 
 
-def rows(table):
-    return [line.split() for line in table.splitlines() if "step_" in line]
+def rows(table, name):
+    """The rows of a table whose first column holds ``name``, by columns."""
+    return [cells for line in table.splitlines() if name in (cells := line.split("\t"))[0]]
 
 
 def test_a_namespace_that_is_not_there_is_an_error(memory_dir):
@@ -165,7 +169,7 @@ def test_what_a_drain_leaves_undone_is_told_and_kept_from_cleaning(node, tmp_pat
     (tmp_path / "durable").unlink()
     assert command("drain", "--root", str(node.root), "--once").exit_code == 0
     node.alias("last.ckpt", "a.ckpt")
-    with pytest.raises(ConfigError, match="1 operations are not yet durable"):
+    with pytest.raises(ConfigError, match="1 operation not yet durable"):
         raise command("clean", "--root", str(node.root)).exception
     assert command("drain", "--root", str(node.root), "--once").exit_code == 0
     assert command("clean", "--root", str(node.root)).exit_code == 0

@@ -1,27 +1,72 @@
-"""The command line: run a drain, look at both tiers, verify, export, clean."""
+"""The command line ``tiered-ckpt``: run a drain, look at both tiers, verify, export, clean.
+
+Exit statuses: 0 where all is good; 1 for an error, or something damaged; 2 for wrong use; 130 after Ctrl-C; 141 where
+what reads the output has ended, as for other commands in a pipe.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+
 import typer
 
-from tiered_checkpoint_io.cli import durable, memory
+from tiered_checkpoint_io.cli import clean, durable, memory
+from tiered_checkpoint_io.cli.options import Version
+from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
 
+#: As a shell has it for a process that a signal has ended.
+INTERRUPTED = 128 + signal.SIGINT
+
 app = typer.Typer(
-    help="Checkpoints in node memory and on the durable tier.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Checkpoints in node memory and on the durable tier.",
+    epilog="Exit status: 0 good; 1 an error, or something is damaged; 2 wrong use; 130 after Ctrl-C.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    # Names of checkpoints may look like markup.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(memory.drain)
-app.command()(memory.status)
+
+
+@app.callback()
+def _options(version: Version = False) -> None:
+    pass
+
+
+app.command("status")(memory.status)
 app.command("ls")(durable.list_durable)
 app.command("verify")(durable.verify_durable)
 app.command("export")(durable.export_durable)
-app.command()(memory.clean)
+app.command("drain")(memory.drain)
+app.command("clean")(clean.clean)
 
 
 def main() -> None:
-    """Runs a command; an error of ours is one line on stderr and exit status 1."""
+    """Runs a command and ends the process; an error is one line on stderr. For the statuses see above."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # A SystemExit, for which typer says nothing of its own; a drain installs another handler.
+        signal.signal(signal.SIGINT, _interrupt)
+    status: object = 0
     try:
         app()
-    except TieredCheckpointError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(1) from error
+    except SystemExit as end:
+        status = end.code or 0
+        if status == INTERRUPTED:
+            say("interrupted", err=True)
+    except (TieredCheckpointError, OSError) as error:
+        say(f"error: {printable(str(error))}", err=True)
+        status = 1
+    if threading.active_count() > 1:
+        # One that still waits for a server would keep the interpreter.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
+    raise SystemExit(status)
+
+
+def _interrupt(*_: object) -> None:
+    raise SystemExit(INTERRUPTED)

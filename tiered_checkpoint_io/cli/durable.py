@@ -3,126 +3,197 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.options import Endpoint
-from tiered_checkpoint_io.cli.output import show
+from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.catalog import Found, checkpoints, latest, newer, read
+from tiered_checkpoint_io.cli.options import (
+    TIMEOUT_S,
+    Dirpath,
+    Endpoint,
+    Profile,
+    Region,
+    Timeout,
+    config_of,
+    name_of,
+)
+from tiered_checkpoint_io.cli.output import printable, say, show
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    InvalidNameError,
+    FormatVersionError,
     ManifestError,
-    TieredCheckpointError,
+    StoreNotFoundError,
 )
 from tiered_checkpoint_io.logs import gib
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import FileEntry, Manifest
-from tiered_checkpoint_io.stores import Store, open_store
+from tiered_checkpoint_io.stores import Store
+
+#: Bytes that are asked for at once: so many arrive within the timeout also over a slow line.
+_PIECE = 4 << 20
 
 
-def list_durable(dirpath: str, endpoint_url: Endpoint = None) -> None:
-    """Lists the checkpoints of a durable tier."""
-    store = _store(dirpath, endpoint_url)
-    rows: list[tuple[str, ...]] = []
-    damaged = False
-    for name in _names(store):
-        try:
-            manifest = read_manifest(store, name)
-        except (ManifestError, InvalidNameError) as error:
-            # The others are there all the same.
-            damaged = True
-            rows.append((name, "?", "?", "?", f"damaged: {error}"))
-            continue
-        if manifest is not None:
-            content = manifest.content
-            created = datetime.fromtimestamp(content.created, timezone.utc).isoformat(timespec="seconds")
-            rows.append((name, str(content.step), gib(content.size), created, manifest.alias_of or ""))
-    show(store.url, rows, "name", "step", "size", "created", "alias of")
-    raise typer.Exit(1 if damaged else 0)
+class Format(str, Enum):
+    """What an export writes."""
+
+    torch = "torch"
+    safetensors = "safetensors"
+
+
+def list_durable(
+    dirpath: Dirpath,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+) -> None:
+    """Lists the checkpoints of a durable tier, the latest save first.
+
+    "latest" marks the one that tiered:latest means: the latest save (not the greatest step) that training can resume
+    from. Where something else than a terminal reads the output, columns are separated by tabs.
+    """
+    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    found = ask(config, checkpoints)
+    # What a newer release wrote may be the latest: then a restart is refused, and nothing is marked.
+    meant = latest(found) if newer(found) is None else None
+    show(
+        config.dirpath,
+        [_row(each, meant.name if meant else None) for each in found],
+        "name",
+        "step",
+        "size",
+        "created",
+        "kind",
+        "note",
+    )
+    raise typer.Exit(1 if any(each.error for each in found) else 0)
 
 
 def verify_durable(
-    dirpath: str, name: Annotated[str | None, typer.Argument()] = None, endpoint_url: Endpoint = None
+    dirpath: Dirpath,
+    name: Annotated[str | None, typer.Argument(help="One checkpoint, or tiered:latest; all by default.")] = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
 ) -> None:
     """Reads checkpoints of a durable tier and compares every byte with its hash."""
-    store = _store(dirpath, endpoint_url)
-    bad = 0
-    chosen = [ids.name_in(ids.normalize_dirpath(dirpath), name)] if name else _names(store)
-    if not chosen:
-        # Whoever meant another place must not take this for good news.
-        raise CheckpointNotFoundError("no checkpoint to verify", operation="verify", tier="durable", key=store.url)
-    for each in chosen:
-        try:
-            manifest = read_manifest(store, each)
-            if manifest is None:
-                raise CheckpointNotFoundError("no such checkpoint", tier="durable", key=each)
-            if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)) is not None:
-                manifest = target
-            _verify(store, manifest)
-            typer.echo(f"intact   {each}")
-        except TieredCheckpointError as error:
-            bad += 1
-            typer.echo(f"DAMAGED  {each}: {error}")
-    raise typer.Exit(1 if bad else 0)
+    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    wanted = name_of(config, name) if name else None
+    raise typer.Exit(0 if ask(config, lambda store: _verify_all(store, wanted)) else 1)
 
 
 def export_durable(
-    dirpath: str,
-    name: str,
-    target: Path,
-    file_format: Annotated[str, typer.Option("--format", help="torch (one file) or safetensors (a folder).")] = "torch",
+    dirpath: Dirpath,
+    name: Annotated[str, typer.Argument(help="The checkpoint, or tiered:latest.")],
+    target: Annotated[Path, typer.Argument(help="The file to write (torch), or the folder (safetensors).")],
+    file_format: Annotated[
+        Format, typer.Option("--format", help="torch (one file) or safetensors (a folder).")
+    ] = Format.torch,
     prefix: Annotated[
         str | None, typer.Option(help="For safetensors: of the tensors' names; 'state_dict.' by default.")
     ] = None,
-    max_shard_size: Annotated[int, typer.Option(help="For safetensors: bytes of one file.")] = 5 * 10**9,
-    trust: Annotated[bool, typer.Option(help="For torch: allow objects that may run code when loaded.")] = False,
+    max_shard_size: Annotated[int, typer.Option(min=1, help="For safetensors: bytes of one file.")] = 5 * 10**9,
+    trust: Annotated[bool, typer.Option(help="Allow objects that may run code when loaded.")] = False,
     endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
 ) -> None:
-    """Writes a sharded checkpoint (its NAME, or tiered:latest) as files for others, in little memory."""
+    """Writes a full or sharded checkpoint as files for others, in little memory; every byte is verified."""
     from tiered_checkpoint_io.export import export_checkpoint
 
+    config = config_of(dirpath, endpoint_url, region, profile)
     written = export_checkpoint(
-        dirpath,
-        name,
+        config.dirpath,
+        name_of(config, name),
         target,
-        format=file_format,  # type: ignore[arg-type]
+        format=file_format.value,
         prefix=prefix,
         max_shard_size=max_shard_size,
         weights_only=not trust,
         endpoint_url=endpoint_url,
+        region=region,
+        profile=profile,
     )
     for file in written:
-        typer.echo(f"{file}: {gib(file.stat().st_size)}")
+        say(f"{printable(str(file))}: {gib(file.stat().st_size)}")
 
 
-def _store(dirpath: str, endpoint_url: str | None) -> Store:
-    return open_store(TieredCheckpointConfig.from_any(dirpath=dirpath, endpoint_url=endpoint_url))
+def _row(each: Found, latest: str | None) -> tuple[str, ...]:
+    if each.manifest is None:
+        what = "of a newer release" if isinstance(each.error, FormatVersionError) else "damaged"
+        return (each.name, "?", "?", "?", "?", f"{what}: {each.error}")
+    content = each.manifest.content
+    created = datetime.fromtimestamp(content.created, timezone.utc).isoformat(timespec="seconds")
+    step = str(content.step) if content.step >= 0 else ""
+    kind = content.kind if content.resumable else f"{content.kind}, weights only"
+    note = f"alias of {each.manifest.alias_of}" if each.manifest.alias_of else "latest" if each.name == latest else ""
+    return (each.name, step, gib(content.size), created, kind, note)
 
 
-def _names(store: Store) -> list[str]:
-    found = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
-    return sorted(name for name in found if name is not None)
+# ------------------------------------------------------------------------------------------------ verify
+def _verify_all(store: Store, wanted: str | None) -> bool:
+    """Verifies one checkpoint, or all; whether all are intact."""
+    known: dict[str, str] = {}
+    intact = True
+    for each in _wanted(store, wanted):
+        damage, name = str(each.error or ""), printable(each.name)
+        if each.manifest is not None:
+            manifest = each.manifest
+            if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)) is not None:
+                manifest = target
+            # What several names stand for is read once.
+            save_id = manifest.content.save_id
+            damage = known[save_id] = known[save_id] if save_id in known else _damage(store, manifest)
+        if damage and read(store, each.name).manifest != each.manifest:
+            say(f"changed  {name}: removed or overwritten while it was read")
+            continue
+        say(f"DAMAGED  {name}: {printable(damage)}" if damage else f"intact   {name}")
+        intact = intact and not damage
+    return intact
 
 
-def _verify(store: Store, manifest: Manifest) -> None:
-    """Raises the error of a checkpoint's newest content where its bytes match no content at all."""
-    first: TieredCheckpointError | None = None
+def _wanted(store: Store, wanted: str | None) -> list[Found]:
+    if wanted is None:
+        found = checkpoints(store)
+    elif wanted == ids.LATEST:
+        found = checkpoints(store)
+        meant = latest(found)
+        found = [each for each in found if meant is not None and each.name == meant.name]
+    else:
+        found = [each for each in [read(store, wanted)] if each.is_there]
+    if not found:
+        # Who meant another place must not take this for good news.
+        text = f"no such checkpoint: {wanted}" if wanted is not None else "no checkpoint to verify"
+        raise CheckpointNotFoundError(
+            text, operation="verify", tier="durable", key=store.url, hint="list what is there: tiered-ckpt ls"
+        )
+    return found
+
+
+def _damage(store: Store, manifest: Manifest) -> str:
+    """What is wrong with a checkpoint whose bytes match none of its contents; else "".
+
+    Raises:
+        StoreError: The tier could not be asked, which says nothing of the checkpoint.
+    """
+    first = ""
     for content in (manifest.content, *manifest.previous):
         try:
             for entry in files_of(store, content).all():
                 _verify_file(store, entry)
-        except TieredCheckpointError as error:
-            first = first or error
+        except (CorruptCheckpointError, ManifestError, StoreNotFoundError) as error:
+            first = first or str(error)
         else:
-            return
-    assert first is not None
-    raise first
+            return ""
+    return first
 
 
 def _verify_file(store: Store, entry: FileEntry) -> None:
@@ -133,6 +204,8 @@ def _verify_file(store: Store, entry: FileEntry) -> None:
         )
     buffer = memoryview(bytearray(min(entry.size, entry.chunk_size)))
     for index, (offset, length) in enumerate(entry.chunks):
+        for start in range(0, length, _PIECE):
+            with buffer[start : min(start + _PIECE, length)] as piece:
+                store.read_into(entry.path, offset + start, piece)
         with buffer[:length] as chunk:
-            store.read_into(entry.path, offset, chunk)
             entry.check_chunk(index, chunk, tier="durable", where=entry.path)

@@ -1,30 +1,26 @@
-"""Commands over the memory tier: run a drain, look at what lies in memory, clean."""
+"""Commands over the memory tier: run a drain, look at what lies in memory, delete it."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.options import SHM, MemoryDir, Namespace, Root
-from tiered_checkpoint_io.cli.output import show
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.cli.options import SHM, MemoryDir, Namespace, Root, root_of
+from tiered_checkpoint_io.cli.output import printable, say, show
+from tiered_checkpoint_io.cli.roots import all_roots, config_at, existing, tier_at, undone
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
-from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
-from tiered_checkpoint_io.errors import ConfigError, DrainError
+from tiered_checkpoint_io.engine.drain.worker import Drain
+from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
+from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import get_logger, gib
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.spill import AUTO
-from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: How often a drain that stands by looks whether it is needed, seconds.
 _STAND_BY_S = 1.0
@@ -39,7 +35,7 @@ def drain(
     stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
 ) -> None:
     """Moves checkpoints from node memory to the durable tier."""
-    root = _existing(root or namespace_root(memory_dir, namespace))
+    root = existing(root_of(root, memory_dir, namespace))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -49,7 +45,7 @@ def drain(
         log.info("another drain works on %s; %s", root, "standing by" if stay else "leaving")
         while stay and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
             pass
-    elif once and (left := _undone(root)):
+    elif once and (left := undone(root)):
         raise DrainError(
             f"{left} operations are not done",
             operation="drain",
@@ -59,97 +55,86 @@ def drain(
         )
 
 
-def status(root: Root = None, memory_dir: MemoryDir = SHM, namespace: Namespace = "default") -> None:
-    """Shows what lies in node memory and what the drain does."""
-    root = _existing(root or namespace_root(memory_dir, namespace))
-    tier, queue = _tier(root), Queue(root)
-    own = [_row(stored, _state(tier, stored)) for stored in reversed(tier.parts())]
-    own += [(str(folder), "?", "?", "?", f"damaged: {error}", "?") for folder, error in tier.damaged()]
-    show("Checkpoints in memory", own, "name", "step", "rank", "size", "state", "on peers too")
-    copies = [_row(stored) for stored in reversed(tier.replicas.parts())]
-    copies += [(str(folder), "?", "?", "?", f"damaged: {error}") for folder, error in tier.replicas.damaged()]
+def status(
+    root: Root = None,
+    memory_dir: MemoryDir = SHM,
+    namespace: Annotated[str | None, typer.Option(help="One job's namespace; all of this user by default.")] = None,
+) -> None:
+    """Shows what lies in this node's memory, and what waits for the durable tier. Asks no server.
+
+    "latest" marks the checkpoint that tiered:latest would take of what this node has in memory: the latest save (not
+    the greatest step) that training can resume from, and that is complete here or with replicas on other nodes.
+    """
+    if root is not None or namespace is not None:
+        roots = [existing(root_of(root, memory_dir, namespace or ""))]
+    else:
+        roots = all_roots(memory_dir)
+        if not roots:
+            say(f"no namespace of this user has a memory tier in {printable(memory_dir)}", err=True)
+    for number, each in enumerate(roots):
+        if number:
+            say("")
+        _show_namespace(each)
+
+
+def _show_namespace(root: Path) -> None:
+    tier, queue = tier_at(root), Queue(root)
+    own, kept = tier.parts(), tier.replicas.parts()
+    waiting = queue.look(tier)
+    config = config_at(root)
+    dirpaths = {each.part.dirpath for each in (*own, *kept)} | {each.dirpath for each in waiting if each.dirpath}
+    say(f"namespace: {root.name}, in {printable(str(root.parent))}")
+    for dirpath in sorted(dirpaths | ({config.dirpath} if config else set())):
+        say(f"dirpath: {printable(dirpath)}")
+    latest = _latest([*own, *kept])
+    rows = [_row(each, _state(tier, each), latest) for each in reversed(own)]
+    rows += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.damaged()]
+    show("Checkpoints in memory", rows, "name", "step", "rank", "size", "state", "on peers too", "note", "dirpath")
+    copies = [_row(each, "replica", latest) for each in reversed(kept)]
+    copies += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.replicas.damaged()]
     if copies:
-        show("Copies kept for other nodes", copies, "name", "step", "rank", "size", "all parts on peers")
+        say("Copies kept for other nodes:")
+        show("", copies, "name", "step", "rank", "size", "state", "all parts on peers", "note", "dirpath")
+    if waiting:
+        pending = [(each.action, each.name, each.target, each.dirpath) for each in waiting]
+        say("Operations that wait for the durable tier:")
+        show("", pending, "operation", "name", "target", "dirpath")
     outcomes = [
         (each.action, each.name, each.state, gib(each.bytes) if each.bytes else "", each.error)
         for each in reversed(queue.outcomes()[-_SHOWN_OUTCOMES:])
     ]
     if outcomes:
-        show("Last operations on the durable tier", outcomes, "operation", "name", "outcome", "size", "error")
+        say("Last operations on the durable tier:")
+        show("", outcomes, "operation", "name", "outcome", "size", "error")
     progress = queue.progress()
     age = time.time() - progress.heartbeat
     seen = f"process {progress.pid}, last seen {age:.0f} s ago" if progress.pid else "has not run"
-    typer.echo(
-        f"drain: {seen}, {progress.pending} pending"
-        + (f", {progress.name} {gib(progress.bytes_done)} of {gib(progress.bytes_total)}" if progress.name else "")
-        + (f"\nlast error: {progress.last_error}" if progress.last_error else "")
-    )
+    work = f", {progress.name} {gib(progress.bytes_done)} of {gib(progress.bytes_total)}" if progress.name else ""
+    say(printable(f"drain: {seen}, {len(waiting)} pending{work}"))
+    if progress.last_error:
+        say(printable(f"last error: {progress.last_error}"))
 
 
-def clean(
-    root: Root = None,
-    memory_dir: MemoryDir = SHM,
-    namespace: Namespace = "default",
-    force: Annotated[bool, typer.Option(help="Also what waits for the durable tier, or is in use.")] = False,
-) -> None:
-    """Deletes a namespace's checkpoints from node memory, and from its spill on the node's disk."""
-    root = root or namespace_root(memory_dir, namespace)
-    spill = _tier(root).spill
-    if not root.is_dir():
-        typer.echo(f"nothing at {root}")
-        if spill is not None and (force or not any(stored.pending for stored in spill.parts())):
-            shutil.rmtree(spill.root)
-        return
-    if not any((root / folder).is_dir() for folder in FOLDERS):
-        raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
-    locks = [try_lock(root / name) for name in (LOCK_FILE, TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE)]
-    try:
-        pending = _undone(root)
-        if not force and (None in locks or pending):
-            what = "a trainer or drain uses it" if None in locks else f"{pending} operations are not yet durable"
-            raise ConfigError(f"{root} was left as it is: {what}", hint="run the drain first, or give --force")
-        shutil.rmtree(root)
-        if spill is not None:
-            shutil.rmtree(spill.root)
-    finally:
-        for lock in locks:
-            if lock is not None:
-                release(lock)
-    with contextlib.suppress(OSError):
-        root.parent.rmdir()
+def _latest(held: Iterable[StoredPart]) -> set[str]:
+    """The save of each durable tier that a restart would take of these parts."""
+    by_dirpath: dict[str, list[Held]] = {}
+    for each in held:
+        part = each.part
+        parts = by_dirpath.setdefault(part.dirpath, [])
+        parts.append(Held(part.name, part.rank, part.content, part.commits, not each.is_replica, each.replicated))
+    chosen = (choose(Catalog({"here": parts}), Selector("latest"), replicas=True) for parts in by_dirpath.values())
+    return {candidates[0].save_id for candidates in chosen if candidates}
 
 
-def _row(stored: StoredPart, *state: str) -> tuple[str, ...]:
-    content = stored.part.content
+def _row(stored: StoredPart, state: str, latest: Sequence[str] | set[str]) -> tuple[str, ...]:
+    part, content = stored.part, stored.part.content
     # Of a save of several ranks, only all parts together are safe.
     safe = "yes" if stored.replicated else "no"
-    return stored.part.name, str(content.step), str(stored.part.rank), gib(content.size), *state, safe
+    step = str(content.step) if content.step >= 0 else ""
+    note = "latest" if stored.save_id in latest else "" if content.resumable else "weights only"
+    return part.name, step, str(part.rank), gib(content.size), state, safe, note, part.dirpath
 
 
 def _state(tier: MemoryTier, stored: StoredPart) -> str:
     state = "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only"
     return f"{state} (on disk)" if tier.is_spilled(stored.folder) else state
-
-
-def _tier(root: Path) -> MemoryTier:
-    """The memory tier of a root with its spill, as the last trainer had it."""
-    tier = MemoryTier(root)
-    tier.use_spill(AUTO)
-    with contextlib.suppress(OSError, ConfigError):
-        tier.use_spill(TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text()).spill_dir)
-    return tier
-
-
-def _existing(root: Path) -> Path:
-    if not all((root / folder).is_dir() for folder in FOLDERS):
-        raise ConfigError(f"no memory tier at {root}", hint="check --memory-dir and --namespace, or --root")
-    return root
-
-
-def _undone(root: Path) -> int:
-    """How many saves, aliases and deletes wait for the durable tier, but for what only a further save sets free."""
-    try:
-        return len(Queue(root).doable(_tier(root)))
-    except FileNotFoundError:
-        # Half cleaned away already.
-        return 0

@@ -1,16 +1,77 @@
-"""The options that several commands share."""
+"""The options that several commands share, and what they make together."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+from tiered_checkpoint_io.memory.tier import namespace_root
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.version import __version__
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tiered-ckpt {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+]
 MemoryDir = Annotated[str, typer.Option(help="The folder that holds the memory tier.")]
 Namespace = Annotated[str, typer.Option(help="The job's namespace.")]
 Root = Annotated[Path | None, typer.Option(help="The memory tier's root itself, in place of the two.")]
+Dirpath = Annotated[str, typer.Argument(help="The durable tier: an S3 URL, any fsspec URL, or a directory.")]
 Endpoint = Annotated[str | None, typer.Option(help="Of an S3 server other than AWS.")]
+Region = Annotated[str | None, typer.Option(help="The AWS region.")]
+Profile = Annotated[str | None, typer.Option(help="Of the AWS configuration files.")]
+Timeout = Annotated[
+    int, typer.Option(min=1, max=24 * 3600, help="How long to wait for a server that does not answer, seconds.")
+]
 
 #: Where the memory tier lies by default.
 SHM = "/dev/shm"  # noqa: S108
+#: As the configuration has it by default.
+TIMEOUT_S = TieredCheckpointConfig(dirpath="/").durable_timeout_s
+
+
+@contextlib.contextmanager
+def wrong_use() -> Iterator[None]:
+    """A block in which a value that is not allowed is the user's, and ends the command with status 2."""
+    try:
+        yield
+    except (ConfigError, InvalidNameError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def config_of(
+    dirpath: str,
+    endpoint_url: str | None,
+    region: str | None,
+    profile: str | None,
+    timeout: int = TIMEOUT_S,
+) -> TieredCheckpointConfig:
+    """The configuration of a durable tier; a value that is not allowed ends the command with status 2."""
+    with wrong_use():
+        return TieredCheckpointConfig.from_any(
+            dirpath=dirpath, endpoint_url=endpoint_url, region=region, profile=profile, durable_timeout_s=timeout
+        )
+
+
+def name_of(config: TieredCheckpointConfig, name: str) -> str:
+    """A checkpoint's name, given as such, or as a path or URL below dirpath; ``tiered:latest`` stays."""
+    with wrong_use():
+        return name if name == ids.LATEST else ids.name_in(config.dirpath, name)
+
+
+def root_of(root: Path | None, memory_dir: str, namespace: str) -> Path:
+    """The root of the memory tier that the options name."""
+    with wrong_use():
+        return root or namespace_root(memory_dir, namespace)

@@ -1,18 +1,52 @@
-"""What commands print."""
+"""What commands print: tables on a terminal, and plain lines where something else reads them."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Iterable
+
+import typer
+
+#: As a shell has it for a process that a signal has ended.
+READER_GONE = 128 + signal.SIGPIPE
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints a line.
+
+    Raises:
+        SystemExit: What reads the output has ended; nothing more is printed.
+    """
+    try:
+        typer.echo(text, err=err)
+    except BrokenPipeError:
+        # What is still buffered has somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())
+        raise SystemExit(READER_GONE) from None
 
 
 def show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:
+    """Prints a table: for people on a terminal, else the columns' names and the rows, separated by tabs."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    if not sys.stdout.isatty():
+        # Names are never cut or folded here.
+        say("\n".join("\t".join(line) for line in [columns, *cells]))
+        return
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title)
+    table = Table(title=Text(printable(title)) if title else None)
     for column in columns:
         table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
+    for row in cells:
+        # As text: names may look like markup.
+        table.add_row(*map(Text, row))
     Console().print(table)
+
+
+def printable(text: str) -> str:
+    """Text without what would move a terminal's cursor, or end a line or a column."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

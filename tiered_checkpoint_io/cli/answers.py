@@ -1,0 +1,35 @@
+"""Asks a durable tier, and waits only so long for one that does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from tiered_checkpoint_io.cli.output import printable, say
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import Store, open_store
+from tiered_checkpoint_io.stores.silence import answer_within
+
+_T = TypeVar("_T")
+
+
+def ask(config: TieredCheckpointConfig, work: Callable[[Store], _T], dirpath: str | None = None) -> _T:
+    """Opens the durable tier of a configuration, or another with its options, and asks it what ``work`` asks.
+
+    Raises:
+        StoreUnavailableError: It was silent for ``durable_timeout_s``; every five seconds of that are shown.
+        BaseException: What ``work`` raises.
+    """
+    where = printable(dirpath or config.dirpath)
+
+    def open_and_ask() -> _T:
+        store = open_store(config, dirpath)
+        try:
+            return work(store)
+        finally:
+            store.close()
+
+    def count_down(silent_s: float, left_s: float) -> None:
+        say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
+
+    return answer_within(config.durable_timeout_s, open_and_ask, what=where, count_down=count_down)

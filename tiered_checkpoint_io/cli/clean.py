@@ -1,0 +1,136 @@
+"""The command that deletes a namespace's checkpoints from node memory, and what it refuses to delete."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.catalog import latest, read_all
+from tiered_checkpoint_io.cli.options import SHM, MemoryDir, Namespace, Root, root_of
+from tiered_checkpoint_io.cli.output import printable, say
+from tiered_checkpoint_io.cli.roots import config_at, tier_at, undone
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
+from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
+from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
+from tiered_checkpoint_io.logs import gib
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Part
+
+
+def clean(
+    root: Root = None,
+    memory_dir: MemoryDir = SHM,
+    namespace: Namespace = "default",
+    force: Annotated[
+        bool,
+        typer.Option(
+            help="Also what waits for the durable tier, what is in use, and a newest checkpoint that is nowhere else."
+        ),
+    ] = False,
+) -> None:
+    """Deletes a namespace's checkpoints from node memory, and from its spill on the node's disk.
+
+    Refused where something waits for the durable tier, or is in use, and where the newest checkpoint is not on the
+    durable tier.
+    """
+    root = root_of(root, memory_dir, namespace)
+    tier = tier_at(root)
+    if not root.is_dir() and tier.spill is None:
+        say(f"nothing at {printable(str(root))}")
+        return
+    if root.is_dir() and not any((root / folder).is_dir() for folder in FOLDERS):
+        raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
+    with contextlib.ExitStack() as held:
+        in_use = False
+        for name in (LOCK_FILE, TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE) if root.is_dir() else ():
+            lock = try_lock(root / name)
+            if lock is not None:
+                held.callback(release, lock)
+            in_use = in_use or lock is None
+        parts = _parts(tier)
+        if not force:
+            _refuse(root, parts, in_use=in_use)
+        spill = tier.spill
+        for folder in (root, *([spill.root] if spill is not None else [])):
+            if folder.is_dir():
+                shutil.rmtree(folder)
+    for line in _removed(parts):
+        say(line)
+    size = sum(each.part.content.size for each in parts)
+    say(f"removed {_count(len(parts), 'part')}, {gib(size)}, and {printable(str(root))}")
+    with contextlib.suppress(OSError):
+        root.parent.rmdir()
+
+
+def _parts(tier: MemoryTier) -> list[StoredPart]:
+    """All that lies in memory and in the spill, replicas too; a root may be half cleaned away, or gone."""
+    found: dict[Path, StoredPart] = {}
+    for each in (tier, tier.replicas, tier.spill):
+        with contextlib.suppress(FileNotFoundError):
+            found |= {stored.folder: stored for stored in each.parts()} if each is not None else {}
+    return sorted(found.values(), key=lambda stored: (stored.save_id, stored.part.rank))
+
+
+def _refuse(root: Path, parts: list[StoredPart], *, in_use: bool) -> None:
+    """Raises where the parts must not be deleted.
+
+    Raises:
+        ConfigError: They are in use, or are needed.
+    """
+    pending = undone(root) if root.is_dir() else sum(each.pending for each in parts)
+    if in_use:
+        why = "a trainer or drain uses it"
+    elif pending:
+        why = f"{_count(pending, 'operation')} not yet durable"
+    else:
+        config = config_at(root)
+        tiers = sorted({each.part.dirpath for each in parts})
+        why = next(filter(None, (_nowhere_else(config, tier, parts) for tier in tiers)), "")
+    if why:
+        raise ConfigError(f"{root} was left as it is: {why}", hint="run the drain first, or give --force")
+
+
+def _nowhere_else(config: TieredCheckpointConfig | None, dirpath: str, parts: Iterable[StoredPart]) -> str:
+    """Why the newest checkpoint of a durable tier must stay in memory; else "".
+
+    Replicas on other nodes are in memory too, and may be cleaned at the same time: they do not count.
+    """
+    resumable = [each.part for each in parts if each.part.dirpath == dirpath and each.part.content.resumable]
+    if not resumable:
+        return ""
+    newest = max(resumable, key=lambda part: part.save_id)
+    try:
+        meant = ask(
+            config or TieredCheckpointConfig.from_any(dirpath=dirpath), lambda store: latest(read_all(store)), dirpath
+        )
+    except TieredCheckpointError as error:
+        return f"could not check whether its newest checkpoint {_named(newest)} is on the durable tier too: {error}"
+    if meant is not None and meant.save_id >= newest.save_id:
+        return ""
+    return f"its newest checkpoint {_named(newest)} is not on the durable tier {dirpath}"
+
+
+def _named(part: Part) -> str:
+    return f"{part.name} (step {part.content.step})" if part.content.step >= 0 else part.name
+
+
+def _removed(parts: Iterable[StoredPart]) -> Iterable[str]:
+    saves: dict[str, list[StoredPart]] = {}
+    for each in parts:
+        saves.setdefault(each.save_id, []).append(each)
+    for save in saves.values():
+        size = gib(sum(each.part.content.size for each in save))
+        yield f"removed {printable(_named(save[0].part))}: {_count(len(save), 'part')}, {size}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
