@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
+from tiered_checkpoint_io.adapters.lightning import require_tiered_io
+from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.callbacks.trainer import (
@@ -22,7 +23,6 @@ from tiered_checkpoint_io.callbacks.trainer import (
     on_rank_0,
     tiers_for_step,
 )
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -30,17 +30,15 @@ from tiered_checkpoint_io.errors import (
     DrainError,
     StoreError,
     TieredCheckpointError,
-    UsageError,
 )
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-_WITHHELD = "withheld"
 #: ModelCheckpoint's arguments that say when it saves, of which it takes one.
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 
 
-class TieredModelCheckpoint(ModelCheckpoint):
+class TieredModelCheckpoint(SafeDeletes):
     """A ModelCheckpoint whose own checkpoints are durable, with cheap memory steps in between.
 
     All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the
@@ -99,17 +97,11 @@ class TieredModelCheckpoint(ModelCheckpoint):
         if self.save_last == "link":
             # An alias is what a link would be, on every tier.
             self.save_last = True
-        self._io: TieredCheckpointIO | None = None
+        super()._begin()
         self._last_memory_step = -1
         #: The step and path of the newest durable save of this callback's own.
         self._durable_save: tuple[int, str] = (-1, "")
-        #: On rank 0, whether that one is on the durable tier, or queued for it.
-        self._landed = False
         self._naming_last = False
-        #: Paths whose turn to be deleted has come, but of which each is, or may be, still needed.
-        self._withheld: list[str] = []
-        #: The path that the run resumed from, where it was one of this callback's.
-        self._resumed = ""
         self._ask_exists = True
         self._polled = 0.0
         self._reporter = Reporter(self)
@@ -223,20 +215,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
 
     on_test_start = on_predict_start = on_validation_start
 
-    # ------------------------------------------------------------------------------------ state
-    def state_dict(self) -> dict[str, Any]:
-        due = list(self._withheld)
-        if self.save_top_k >= 1 and self._resumed and self._resumed not in {*due, *self._named()}:
-            # This state is part of the save that pushes it out: its turn comes when that has landed.
-            due.append(self._resumed)
-        return {**super().state_dict(), _WITHHELD: due}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if state_dict.get("dirpath") == self.dirpath:
-            self._withheld = list(state_dict.get(_WITHHELD, ()))
-        self._resumed = next((path for path in self._named() if self._io is not None and self._is_restored(path)), "")
-
     # ----------------------------------------------------------- what ModelCheckpoint does, our way
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         step = trainer.global_step
@@ -285,16 +263,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
                 rank_zero_warn(f"names of this run may repeat those of earlier ones: {error}")
         return bool(trainer.strategy.broadcast(exists))
 
-    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
-        # What lies elsewhere belongs to another run.
-        return previous != current and self._is_ours(previous)
-
-    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if filepath not in self._withheld:
-            self._withheld.append(filepath)
-        if self._landed:
-            self._remove_withheld(trainer)
-
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:  # noqa: ARG002
         return {ids.LAST_URL}
 
@@ -307,12 +275,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
     def _promise_best(self) -> None:
         """Lets ``ckpt_path="best"`` find, in a process that has not trained, what earlier ones saved."""
         self.best_model_path = self.best_model_path or ids.best_url(self.monitor, self.mode)
-
-    @property
-    def _engine(self) -> Checkpointer:
-        if self._io is None:
-            raise UsageError("TieredModelCheckpoint is used before setup", operation="save")
-        return self._io.checkpointer
 
     def _save(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
@@ -347,36 +309,9 @@ class TieredModelCheckpoint(ModelCheckpoint):
         others = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, TieredModelCheckpoint)]
         return any(step in (other._last_global_step_saved, other._last_memory_step) for other in others)
 
-    def _is_ours(self, path: str) -> bool:
-        return is_below(path, self._engine.dirpath)
-
-    def _is_restored(self, path: str) -> bool:
-        restored = self._engine.restored
-        return restored is not None and path == ids.join_url(self._engine.dirpath, restored.name)
-
-    def _named(self) -> set[str]:
-        return {self.best_model_path, self.last_model_path, *self.best_k_models} - {""}
-
-    def _remove_withheld(self, trainer: Trainer) -> None:
-        """Deletes what is due, but for what the run resumed from: the next run may delete that."""
-        kept = []
-        for path in self._withheld:
-            if path in self._named() or not self._is_ours(path):
-                # Saved again since, or left to another run by a change of dirpath.
-                continue
-            if self._is_restored(path):
-                kept.append(path)
-            else:
-                self._delete(trainer, path)
-        self._withheld = kept
-
     def _alias(self, filepath: str, target: str) -> None:
         """Makes one path stand for what is saved at another."""
         self._engine.alias(filepath, target)
-
-    def _delete(self, trainer: Trainer, path: str) -> None:
-        """Deletes what nothing needs any more."""
-        super()._remove_checkpoint(trainer, path)
 
     def _look_after(self, trainer: Trainer) -> None:
         """Hears what the drain did, and passes it on to every callback of this kind."""

@@ -1,0 +1,98 @@
+"""What the deletes of a ModelCheckpoint wait for, on tiers where a save may fail after it has returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks.trainer import is_below
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.model import ids
+
+WITHHELD = "withheld"
+
+
+class SafeDeletes(ModelCheckpoint):
+    """A ModelCheckpoint that deletes a checkpoint only where nothing needs it any more.
+
+    A delete waits until a later save is durable, or queued for it; what the run resumed from is left for the next run
+    to delete; what lies elsewhere is never deleted. What waits is part of the callback's state.
+    """
+
+    _io: TieredCheckpointIO | None
+    #: On rank 0, whether the newest save is on the durable tier, or queued for it.
+    _landed: bool
+    #: Paths whose turn to be deleted has come, but of which each is, or may be, still needed.
+    _withheld: list[str]
+    #: The path that the run resumed from, where it was one of this callback's.
+    _resumed: str
+
+    def _begin(self) -> None:
+        """The state of a callback that has done nothing yet."""
+        self._io = None
+        self._landed = False
+        self._withheld = []
+        self._resumed = ""
+
+    # ------------------------------------------------------------------------------------ state
+    def state_dict(self) -> dict[str, Any]:
+        due = list(self._withheld)
+        if self.save_top_k >= 1 and self._resumed and self._resumed not in {*due, *self._named()}:
+            # This state is part of the save that pushes it out: its turn comes when that has landed.
+            due.append(self._resumed)
+        return {**super().state_dict(), WITHHELD: due}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict.get("dirpath") == self.dirpath:
+            self._withheld = list(state_dict.get(WITHHELD, ()))
+        self._resumed = next((path for path in self._named() if self._io is not None and self._is_restored(path)), "")
+
+    # ---------------------------------------------------------------------------------- deletes
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
+        # What lies elsewhere belongs to another run.
+        return previous != current and self._is_ours(previous)
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if filepath not in self._withheld:
+            self._withheld.append(filepath)
+        if self._landed:
+            self._remove_withheld(trainer)
+
+    def _remove_withheld(self, trainer: Trainer) -> None:
+        """Deletes what is due, but for what the run resumed from: the next run may delete that."""
+        kept = []
+        for path in self._withheld:
+            if path in self._named() or not self._is_ours(path):
+                # Saved again since, or left to another run by a change of dirpath.
+                continue
+            if self._is_restored(path):
+                kept.append(path)
+            else:
+                self._delete(trainer, path)
+        self._withheld = kept
+
+    def _delete(self, trainer: Trainer, path: str) -> None:
+        """Deletes what nothing needs any more."""
+        super()._remove_checkpoint(trainer, path)
+
+    # ----------------------------------------------------------------------------------- inside
+    @property
+    def _engine(self) -> Checkpointer:
+        if self._io is None:
+            raise UsageError(f"{type(self).__name__} is used before setup", operation="save")
+        return self._io.checkpointer
+
+    def _is_ours(self, path: str) -> bool:
+        return is_below(path, self._engine.dirpath)
+
+    def _is_restored(self, path: str) -> bool:
+        restored = self._engine.restored
+        return restored is not None and path == ids.join_url(self._engine.dirpath, restored.name)
+
+    def _named(self) -> set[str]:
+        return {self.best_model_path, self.last_model_path, *self.best_k_models} - {""}
