@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
@@ -19,6 +21,7 @@ from tiered_checkpoint_io.callbacks.trainer import (
     check_every,
     check_strategy,
     fail_together,
+    if_known,
     is_below,
     on_rank_0,
     tiers_for_step,
@@ -50,38 +53,90 @@ class TieredModelCheckpoint(SafeDeletes):
 
     def __init__(
         self,
-        dirpath: Any = None,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
         *,
         memory_every_n_train_steps: int | None = None,
         s3_every_n_train_steps: int | None = None,
-        **model_checkpoint_args: Any,
+        save_on_train_end: bool = True,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
     ) -> None:
-        """Takes ModelCheckpoint's arguments, and two more.
+        """Takes ModelCheckpoint's arguments, which hold for the durable tier, and three more.
 
         Args:
             dirpath: The IO's by default; otherwise a folder below it.
+            filename: The pattern of the names, as ``{epoch}-{val_loss:.2f}``; ``{epoch}-{step}`` by default.
+            monitor: The logged value that tells which checkpoints are the best; None for the newest.
+            verbose: Whether each decision on the best checkpoints is printed.
+            save_last: Whether ``last.ckpt`` stands for the newest durable checkpoint. It is an alias and uploads
+                nothing; ``"link"`` means the same.
+            save_top_k: How many of the best are kept; 0 for none, -1 for all.
             memory_every_n_train_steps: A checkpoint to memory alone every so many steps.
             s3_every_n_train_steps: A durable one every so many steps; None leaves that to
                 ModelCheckpoint's other triggers.
-            model_checkpoint_args: Anything that ModelCheckpoint takes.
+            save_on_train_end: Whether the last state is saved to the durable tier, as ``train_end.ckpt``, when ``fit``
+                ends and the newest checkpoint that training can resume from is in memory alone. This holds even where
+                nothing else triggers a durable save. Must be true in the IO's configuration too.
+            save_on_exception: Whether an exception triggers a durable save; of Lightning 2.6 and later.
+            save_weights_only: Whether durable checkpoints hold the weights alone. Memory steps are always complete.
+            mode: ``min`` or ``max``: which values of ``monitor`` are better.
+            auto_insert_metric_name: Whether names hold that of each value, as ``epoch=1``.
+            every_n_train_steps: As ``s3_every_n_train_steps``; set one of them.
+            train_time_interval: A durable checkpoint whenever this much time has passed.
+            every_n_epochs: A durable checkpoint every so many epochs; each epoch where no other trigger is set.
+            save_on_train_epoch_end: Whether epochs are saved when they end, and not after their validation; by
+                default as the trainer validates.
+            enable_version_counter: Whether a name that is taken gets a version, as ``-v1``, and is not overwritten.
 
         Raises:
-            ConfigError: A value is not allowed.
+            ConfigError: A value is not allowed, or this Lightning has no ``save_on_exception``.
             InvalidNameError: dirpath is not a folder or URL.
+            MisconfigurationException: Lightning refuses a value.
         """
         check_every("memory_every_n_train_steps", memory_every_n_train_steps)
         check_every("s3_every_n_train_steps", s3_every_n_train_steps)
+        if not isinstance(save_on_train_end, bool):
+            raise ConfigError(f"save_on_train_end is {save_on_train_end!r}", hint="allowed: true or false")
         if s3_every_n_train_steps is not None:
-            if model_checkpoint_args.get("every_n_train_steps") is not None:
+            if every_n_train_steps is not None:
                 raise ConfigError(
                     "both s3_every_n_train_steps and every_n_train_steps are set", hint="they mean the same: set one"
                 )
-            model_checkpoint_args["every_n_train_steps"] = s3_every_n_train_steps
+            every_n_train_steps = s3_every_n_train_steps
         # Upstream opens the file system of a dirpath that it is given; the IO does all of that here.
-        super().__init__(dirpath=None, **model_checkpoint_args)
+        super().__init__(
+            dirpath=None,
+            filename=filename,
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            enable_version_counter=enable_version_counter,
+            **if_known(save_on_exception=save_on_exception),
+        )
         self.dirpath = None if dirpath is None else ids.normalize_dirpath(dirpath)
         self.memory_every_n_train_steps = memory_every_n_train_steps
         self.s3_every_n_train_steps = s3_every_n_train_steps
+        self.save_on_train_end = save_on_train_end
         self._begin()
 
     @classmethod
@@ -90,6 +145,7 @@ class TieredModelCheckpoint(SafeDeletes):
         stock.__class__ = cls
         assert isinstance(stock, TieredModelCheckpoint)
         stock.memory_every_n_train_steps = stock.s3_every_n_train_steps = None
+        stock.save_on_train_end = True
         stock._begin()
 
     def _begin(self) -> None:
@@ -108,8 +164,12 @@ class TieredModelCheckpoint(SafeDeletes):
         self._promise_best()
 
     @classmethod
-    def from_config(cls, block: Any, **model_checkpoint_args: Any) -> TieredModelCheckpoint:
-        """The callback that ``s3_checkpointing``, in any of its forms, describes; with ModelCheckpoint's arguments.
+    def from_config(cls, block: Any, **overrides: Any) -> TieredModelCheckpoint:
+        """The callback that ``s3_checkpointing``, in any of its forms, describes.
+
+        Args:
+            block: A mapping, an OmegaConf block or a TieredCheckpointConfig.
+            overrides: Single keys that replace those of the block, and arguments of the callback's own.
 
         An argument replaces the block's value; ``every_n_train_steps``, ``every_n_epochs`` and
         ``train_time_interval`` replace ``s3_every_n_train_steps``.
@@ -117,14 +177,16 @@ class TieredModelCheckpoint(SafeDeletes):
         Raises:
             ConfigError: A key or value is not allowed.
         """
-        config = TieredCheckpointConfig.from_any(block)
-        described: dict[str, Any] = {
+        keys = {key: value for key, value in overrides.items() if key in TieredCheckpointConfig.__dataclass_fields__}
+        config = TieredCheckpointConfig.from_any(block, **keys)
+        own: dict[str, Any] = {
             "dirpath": config.dirpath,
             "memory_every_n_train_steps": config.memory_every_n_train_steps,
+            "save_on_train_end": config.save_on_train_end,
         }
-        if all(model_checkpoint_args.get(trigger) is None for trigger in _TRIGGERS):
-            described["s3_every_n_train_steps"] = config.s3_every_n_train_steps
-        return cls(**{**described, **model_checkpoint_args})
+        if "s3_every_n_train_steps" in keys or all(overrides.get(trigger) is None for trigger in _TRIGGERS):
+            own["s3_every_n_train_steps"] = config.s3_every_n_train_steps
+        return cls(**own, **{key: value for key, value in overrides.items() if key not in keys})
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from lightning import __version__ as lightning_version
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 
 from tiered_checkpoint_io.engine.ranks.coordination import portable, raise_first
@@ -93,3 +96,19 @@ def check_every(key: str, value: object) -> None:
     """Refuses what is no interval in training steps: a whole number from 1, or None for never."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigError(f"{key} is {value!r}", hint="allowed: a whole number from 1, or None")
+
+
+def if_known(**arguments: Any) -> dict[str, Any]:
+    """Arguments of ModelCheckpoint that not every supported Lightning has, as this one takes them.
+
+    Raises:
+        ConfigError: It does not know one, and that is not False or None.
+    """
+    known = inspect.signature(ModelCheckpoint.__init__).parameters
+    for name, value in arguments.items():
+        if name not in known and value:
+            raise ConfigError(
+                f"{name} is {value!r}, but lightning {lightning_version} has no such argument of ModelCheckpoint",
+                hint=f"leave {name} out, or install a newer lightning",
+            )
+    return {name: value for name, value in arguments.items() if name in known}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Literal
 
 from lightning import __version__ as lightning_version
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
@@ -13,43 +14,127 @@ from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
-from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
+from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.redaction import shown
+from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig
 
 REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
     " bound, and does not order deletes behind saves"
 )
-#: What Lightning's tuner keeps for a moment, to come back to it.
-_SCRATCH = (".lr_find_", ".scale_batch_size_")
-#: Where a whole training state has its optimizers: Lightning's key, and Megatron's.
-_OPTIMIZERS = ("optimizer_states", "optimizer")
 USE_OURS = "use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead"
+_DEFAULTS = {field.name: field.default for field in fields(TieredCheckpointConfig)}
 
 
 class TieredCheckpointIO(CheckpointIO):
     """Checkpoints to node memory and, as told, on to the durable tier; returns when both are done."""
 
-    def __init__(self, dirpath: Any = None, *, logger: Logger | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | TieredCheckpointConfig | None = None,
+        *,
+        logger: Logger | None = None,
+        namespace: str = "default",
+        memory_dir: str = "/dev/shm",  # noqa: S108 - tmpfs by design; its folder is checked before use
+        spill_dir: str | None = "auto",
+        memory_every_n_train_steps: int | None = None,
+        s3_every_n_train_steps: int | None = None,
+        memory_keep_last: int = 2,
+        memory_allocation_percentage: int = 50,
+        chunk_size_MB: int = 64,  # noqa: N803 - the name that NeMo's users know
+        max_write_concurrency: Concurrency = "auto",
+        max_read_concurrency: Concurrency = "auto",
+        enable_async_checkpointing: bool = False,
+        max_pending: int = 2,
+        on_pending: Literal["wait", "skip"] = "wait",
+        on_save_error: Literal["warn", "raise"] = "warn",
+        replication_factor: int = 1,
+        replication_jump: int = 1,
+        verify: bool = True,
+        weights_only: bool | None = None,
+        safe_globals: tuple[str, ...] = (),
+        drain: Literal["process", "thread"] = "process",
+        save_on_train_end: bool = True,
+        preflight: Literal["error", "warn", "off"] = "error",
+        durable_timeout_s: int = 15,
+        pending_timeout_s: int = 30,
+        wait_timeout_s: int = 1_800,
+        log_dir: str | None = None,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        profile: str | None = None,
+        sse: str | None = None,
+        sse_kms_key_id: str | None = None,
+        expected_bucket_owner: str | None = None,
+        acl: str | None = None,
+        storage_class: str | None = None,
+        checksum_algorithm: str | None = None,
+        **unknown: Any,
+    ) -> None:
         """Validates the configuration; opens nothing.
 
         Args:
-            dirpath: The durable tier (S3 URL, fsspec URL or directory), or a
-                :class:`TieredCheckpointConfig`.
+            dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory. Or a
+                :class:`TieredCheckpointConfig`: then each further argument that is not its default replaces
+                the configuration's.
             logger: Where to log, in place of the package's own logger.
-            options: Any other key of :class:`TieredCheckpointConfig`.
+            namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``.
+            memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
+            spill_dir: A folder on node-local disk for what does not fit into memory; ``auto`` for one in the system's
+                temporary directory, and None for none.
+            memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none.
+            s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves
+                that to ModelCheckpoint's other triggers.
+            memory_keep_last: How many checkpoints memory keeps.
+            memory_allocation_percentage: Per cent of the node's memory that checkpoints may take,
+                shared by all ranks of the node; 20 to 100.
+            chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
+            max_write_concurrency: Parts in flight at once per node, or ``auto``.
+            max_read_concurrency: Ranges in flight at once per node, or ``auto``.
+            enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``.
+            max_pending: Checkpoints that may wait for the durable tier at once.
+            on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
+            on_save_error: ``warn`` and train on, or ``raise``.
+            replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
+            replication_jump: Distance between the nodes that keep each other's parts, in nodes.
+            verify: Must be true: nothing is restored unverified.
+            weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
+            safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
+                plain data.
+            drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
+            save_on_train_end: Whether the newest checkpoint that training can resume from is uploaded when ``fit``
+                ends, where it is in memory alone.
+            preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
+                that: an ``error``, a warning (``warn``), or nothing is tried (``off``).
+            durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
+            pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint stays
+                in memory and training continues, seconds.
+            wait_timeout_s: Bound of every wait for the durable tier, seconds.
+            log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
+            endpoint_url: Of an S3 server other than AWS.
+            region: AWS region.
+            profile: Profile in the AWS configuration files.
+            sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
+            sse_kms_key_id: The KMS key for it.
+            expected_bucket_owner: AWS account that must own the bucket.
+            acl: Canned ACL of written objects.
+            storage_class: Storage class of written objects.
+            checksum_algorithm: Additional checksum that S3 keeps for written objects.
+            unknown: Refused, with the nearest key that is known.
 
         Raises:
             ConfigError: A key or value is not allowed.
         """
+        given = locals()
+        options = {field.name: given[field.name] for field in fields(TieredCheckpointConfig) if field.name != "dirpath"}
         if isinstance(dirpath, TieredCheckpointConfig):
-            self.config = TieredCheckpointConfig.from_any(dirpath, **options)
+            options = {key: value for key, value in options.items() if value != _DEFAULTS[key]}
+            self.config = TieredCheckpointConfig.from_any(dirpath, **options, **unknown)
         else:
-            self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options)
+            self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options, **unknown)
         self._logger = logger
         self._checkpointer: Checkpointer | None = None
         #: Whether the last load was of a sentinel, and found no checkpoint at all.
@@ -275,54 +360,6 @@ def no_checkpoint() -> NoCheckpoint:
     """What Lightning is given where there is nothing to resume from."""
     # By this key Lightning knows a checkpoint of its own release: with it alone, it skips every step of a restore.
     return NoCheckpoint({"pytorch-lightning_version": lightning_version})
-
-
-def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
-    """Whether training can resume from what Lightning saves: not from weights alone, nor from its tuner's scratch."""
-    if os.path.basename(os.fspath(path)).startswith(_SCRATCH):
-        return False
-    is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
-    return not is_lightnings or any(key in checkpoint for key in _OPTIMIZERS)
-
-
-class StorageOptions(NamedTuple):
-    """What ``storage_options`` of a save say."""
-
-    tiers: Collection[str] = TIERS
-    metric: tuple[str, float] | None = None
-    wait: bool = True
-
-
-def read_storage_options(options: Any) -> StorageOptions:
-    """Validates ``storage_options``.
-
-    Raises:
-        UsageError: They are not ``{"tiers": [...], "metric": (name, value), "wait": bool}``, or a part of that.
-    """
-    allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value), 'wait': bool}"
-    if options is None:
-        return StorageOptions()
-    if not isinstance(options, Mapping):
-        raise UsageError(f"storage_options is {shown(options)}", operation="save", hint=allowed)
-    tiers, metric, wait = options.get("tiers", TIERS), options.get("metric"), options.get("wait", True)
-    if unknown := {str(key) for key in options} - {"tiers", "metric", "wait"}:
-        # Not their values: for other libraries these options hold credentials.
-        raise UsageError(f"storage_options has {', '.join(sorted(unknown))}", operation="save", hint=allowed)
-    if not isinstance(wait, bool):
-        raise UsageError(f"storage_options['wait'] is {wait!r}", operation="save", hint=allowed)
-    if isinstance(tiers, str):
-        tiers = [tiers]
-    if not isinstance(tiers, Collection) or not tiers or not all(isinstance(t, str) and t in TIERS for t in tiers):
-        raise UsageError(f"storage_options['tiers'] is {tiers!r}", operation="save", hint=allowed)
-    if metric is not None:
-        try:
-            name, value = metric
-            if not isinstance(name, str):
-                raise TypeError(name)
-            metric = name, float(value)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
-    return StorageOptions(tiers, metric, wait)
 
 
 def _stay(storage: Any, _: Any) -> Any:

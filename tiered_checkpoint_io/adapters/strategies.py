@@ -25,12 +25,11 @@ from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
     TieredCheckpointIO,
-    is_resumable,
     no_checkpoint,
-    read_storage_options,
     require_tiered_io,
 )
 from tiered_checkpoint_io.adapters.state import SHARDED, make_again, part_off, put_back
+from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver

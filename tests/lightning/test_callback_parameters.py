@@ -1,0 +1,124 @@
+"""What the callback and the IO take is said by their signatures: Lightning's arguments, and the configuration's keys."""
+
+import inspect
+import typing
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointConfig, TieredCheckpointIO
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.errors import ConfigError
+
+OURS = {"memory_every_n_train_steps", "s3_every_n_train_steps", "save_on_train_end"}
+#: What only newer releases of Lightning know.
+NEWER = {"save_on_exception"}
+
+
+def arguments(of):
+    """Each argument's default and type."""
+    hints = typing.get_type_hints(of.__init__)
+    found = inspect.signature(of).parameters.values()
+    return {p.name: (p.default, hints[p.name]) for p in found if p.kind is not p.VAR_KEYWORD}
+
+
+def documented(of):
+    text = inspect.getdoc(of.__init__).partition("Args:\n")[2].partition("\n\n")[0]
+    return {line.split(":")[0].strip() for line in text.splitlines() if line.startswith("    ") and line[4] != " "}
+
+
+def test_the_callback_takes_what_model_checkpoint_takes():
+    mine, theirs = arguments(TieredModelCheckpoint), arguments(ModelCheckpoint)
+    assert {name: mine[name] for name in theirs} == theirs
+    assert set(mine) - set(theirs) - NEWER == OURS
+    # By position, as far as all supported releases agree.
+    assert list(mine)[:6] == list(theirs)[:6]
+    assert documented(TieredModelCheckpoint) == set(mine)
+
+
+def test_the_io_takes_every_key_of_the_configuration():
+    mine, hints = arguments(TieredCheckpointIO), typing.get_type_hints(TieredCheckpointConfig)
+    keys = {key.name: (key.default, hints[key.name]) for key in fields(TieredCheckpointConfig) if key.name != "dirpath"}
+    assert {name: mine[name] for name in keys} == keys
+    assert set(mine) - set(keys) == {"dirpath", "logger"}
+    assert documented(TieredCheckpointIO) == {*mine, "unknown"}
+
+
+def test_what_the_arguments_say_holds(tmp_path):
+    given = {
+        "filename": "{epoch}",
+        "monitor": "loss",
+        "verbose": True,
+        "save_last": True,
+        "save_top_k": 3,
+        "save_weights_only": True,
+        "mode": "max",
+        "auto_insert_metric_name": False,
+        "train_time_interval": timedelta(hours=1),
+        "save_on_train_epoch_end": True,
+        "enable_version_counter": False,
+    }
+    mine, theirs = vars(TieredModelCheckpoint(**given)), vars(ModelCheckpoint(**given))
+    for name in set(theirs) - {"best_model_path", "_fs", "kth_value"}:
+        assert mine[name] == theirs[name], name
+    io = TieredCheckpointIO(tmp_path, max_pending=7, safe_globals=["a.B"], sse=None)
+    assert io.config == TieredCheckpointConfig(dirpath=str(tmp_path), max_pending=7, safe_globals=("a.B",))
+    assert TieredCheckpointIO(io.config, max_pending=3).config.max_pending == 3
+    assert TieredCheckpointIO(io.config).config == io.config
+    with pytest.raises(ConfigError, match="save_on_train_end is 'no'"):
+        TieredModelCheckpoint(save_on_train_end="no")
+
+
+def test_what_this_lightning_does_not_know_is_refused(monkeypatch):
+    known = inspect.signature(ModelCheckpoint.__init__)
+    older = known.replace(parameters=[p for p in known.parameters.values() if p.name not in NEWER])
+    if "save_on_exception" in known.parameters:
+        assert TieredModelCheckpoint(save_on_exception=True).save_on_exception
+    monkeypatch.setattr(inspect, "signature", lambda _: older)
+    TieredModelCheckpoint(save_on_exception=False)
+    with pytest.raises(ConfigError, match=r"save_on_exception is True, but lightning .* leave save_on_exception out"):
+        TieredModelCheckpoint(save_on_exception=True)
+
+
+def test_from_config_takes_keys_and_arguments(tmp_path):
+    block = {"s3_every_n_train_steps": 50, "memory_every_n_train_steps": 10, "save_on_train_end": False}
+    callback = TieredModelCheckpoint.from_config(block, dirpath=tmp_path, s3_every_n_train_steps=5, monitor="loss")
+    assert (callback.dirpath, callback.monitor, callback._every_n_train_steps) == (str(tmp_path), "loss", 5)
+    assert (callback.memory_every_n_train_steps, callback.save_on_train_end) == (10, False)
+    with pytest.raises(ConfigError, match="dirpath is missing"):
+        TieredModelCheckpoint.from_config(block)
+    with pytest.raises(ConfigError, match="max_pending is 0"):
+        TieredModelCheckpoint.from_config(block, dirpath=tmp_path, max_pending=0)
+
+
+def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
+    """As LightningCLI does it: what the trainer has is named by class and arguments."""
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+    from support.training import Model
+
+    io = {"class_path": "tiered_checkpoint_io.TieredCheckpointIO"}
+    io["init_args"] = {"dirpath": runs.dirpath, "memory_dir": runs.memory_dir, "max_pending": 3}
+    callback = {"class_path": "tiered_checkpoint_io.callbacks.TieredModelCheckpoint"}
+    callback["init_args"] = {
+        "s3_every_n_train_steps": 50,
+        "monitor": "loss",
+        "save_top_k": 3,
+        "filename": "best-{step}",
+    }
+    around = {"class_path": "tiered_checkpoint_io.AsyncCheckpointIO", "init_args": {"checkpoint_io": io}}
+    monkeypatch.chdir(tmp_path)
+    cli = LightningCLI(
+        Model,
+        run=False,
+        save_config_callback=None,
+        args={"trainer": {"logger": False, "accelerator": "cpu", "plugins": [around], "callbacks": [callback]}},
+    )
+    made = next(each for each in cli.trainer.callbacks if isinstance(each, TieredModelCheckpoint))
+    assert (made.monitor, made.save_top_k, made._every_n_train_steps) == ("loss", 3, 50)
+    assert isinstance(cli.trainer.strategy.checkpoint_io, AsyncCheckpointIO)
+    assert cli.trainer.strategy.checkpoint_io.config.max_pending == 3
+    assert cli.trainer.strategy.checkpoint_io.config.memory_dir == str(Path(runs.memory_dir))

@@ -1,0 +1,64 @@
+"""What a save by Lightning is: what its ``storage_options`` say, and whether training can resume from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from tiered_checkpoint_io.engine.checkpointer import TIERS
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.redaction import shown
+
+#: What Lightning's tuner keeps for a moment, to come back to it.
+_SCRATCH = (".lr_find_", ".scale_batch_size_")
+#: Where a whole training state has its optimizers: Lightning's key, and Megatron's.
+_OPTIMIZERS = ("optimizer_states", "optimizer")
+
+
+def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
+    """Whether training can resume from what Lightning saves: not from weights alone, nor from its tuner's scratch."""
+    if os.path.basename(os.fspath(path)).startswith(_SCRATCH):
+        return False
+    is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
+    return not is_lightnings or any(key in checkpoint for key in _OPTIMIZERS)
+
+
+class StorageOptions(NamedTuple):
+    """What ``storage_options`` of a save say."""
+
+    tiers: Collection[str] = TIERS
+    metric: tuple[str, float] | None = None
+    wait: bool = True
+
+
+def read_storage_options(options: Any) -> StorageOptions:
+    """Validates ``storage_options``.
+
+    Raises:
+        UsageError: They are not ``{"tiers": [...], "metric": (name, value), "wait": bool}``, or a part of that.
+    """
+    allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value), 'wait': bool}"
+    if options is None:
+        return StorageOptions()
+    if not isinstance(options, Mapping):
+        raise UsageError(f"storage_options is {shown(options)}", operation="save", hint=allowed)
+    tiers, metric, wait = options.get("tiers", TIERS), options.get("metric"), options.get("wait", True)
+    if unknown := {str(key) for key in options} - {"tiers", "metric", "wait"}:
+        # Not their values: for other libraries these options hold credentials.
+        raise UsageError(f"storage_options has {', '.join(sorted(unknown))}", operation="save", hint=allowed)
+    if not isinstance(wait, bool):
+        raise UsageError(f"storage_options['wait'] is {wait!r}", operation="save", hint=allowed)
+    if isinstance(tiers, str):
+        tiers = [tiers]
+    if not isinstance(tiers, Collection) or not tiers or not all(isinstance(t, str) and t in TIERS for t in tiers):
+        raise UsageError(f"storage_options['tiers'] is {tiers!r}", operation="save", hint=allowed)
+    if metric is not None:
+        try:
+            name, value = metric
+            if not isinstance(name, str):
+                raise TypeError(name)
+            metric = name, float(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
+    return StorageOptions(tiers, metric, wait)
