@@ -7,7 +7,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.trainer import check_strategy, is_below
+from tiered_checkpoint_io.callbacks.places import folder_of
+from tiered_checkpoint_io.callbacks.trainer import check_strategy
 from tiered_checkpoint_io.errors import UsageError
 
 
@@ -46,26 +47,26 @@ def guard() -> list[Callback]:
 
 
 def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Has Lightning's own ModelCheckpoint save below the IO's dirpath, where it has no dirpath of its own.
+    """Has Lightning's own ModelCheckpoint save below the IO's dirpath: to its own dirpath there, if it has one.
 
     It becomes one of ours, in place, because the user may hold it and ask it for its ``best_model_path``. Lightning's
     class could not do it: it looks into a remote folder by a file system of its own.
 
     Raises:
-        UsageError: It has one elsewhere.
+        UsageError: Its dirpath is elsewhere.
     """
-    root, folder = io.config.dirpath, callback.dirpath
+    root, folder = io.config.dirpath, folder_of(callback.dirpath, io.config.dirpath)
     if folder is None:
-        TieredModelCheckpoint.adopt(callback)
-        if trainer.is_global_zero:
-            io.checkpointer.session.log.info(
-                "ModelCheckpoint saves below %s; tiered_checkpoint_io.callbacks.TieredModelCheckpoint in its place"
-                " also saves to node memory, every memory_every_n_train_steps",
-                root,
-            )
-    elif not is_below(f"{str(folder).rstrip('/')}/x", root):
         raise UsageError(
-            f"ModelCheckpoint(dirpath={str(folder)!r}) does not save below TieredCheckpointIO's dirpath {root!r}",
+            f"ModelCheckpoint(dirpath={str(callback.dirpath)!r}) does not save below TieredCheckpointIO's dirpath"
+            f" {root!r}",
             operation="setup",
             hint="leave the callback's dirpath out, or name a folder below the IO's",
+        )
+    TieredModelCheckpoint.adopt(callback, folder)
+    if trainer.is_global_zero:
+        io.checkpointer.session.log.info(
+            "ModelCheckpoint saves below %s; tiered_checkpoint_io.callbacks.TieredModelCheckpoint in its place"
+            " also saves to node memory, every memory_every_n_train_steps",
+            folder,
         )

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.lightning import require_tiered_io
 from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
+from tiered_checkpoint_io.callbacks.places import check_places
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.callbacks.trainer import (
@@ -140,12 +141,13 @@ class TieredModelCheckpoint(SafeDeletes):
         self._begin()
 
     @classmethod
-    def adopt(cls, stock: ModelCheckpoint) -> None:
+    def adopt(cls, stock: ModelCheckpoint, dirpath: str) -> None:
         """Makes one of ours of Lightning's own, not of a derived class, before its ``setup``; without memory steps."""
         stock.__class__ = cls
         assert isinstance(stock, TieredModelCheckpoint)
         stock.memory_every_n_train_steps = stock.s3_every_n_train_steps = None
         stock.save_on_train_end = True
+        stock.dirpath = dirpath
         stock._begin()
 
     def _begin(self) -> None:
@@ -195,7 +197,8 @@ class TieredModelCheckpoint(SafeDeletes):
         Raises:
             UsageError: It is not ours, or the strategy would go past it; or another live run writes to the same
                 dirpath and namespace.
-            ConfigError: The callback's dirpath is not below the IO's, or differs between ranks.
+            ConfigError: The callback's dirpath is not below the IO's, or differs between ranks; or another callback
+                saves to the same names.
         """
         io = require_tiered_io(trainer.strategy, "TieredModelCheckpoint")
         check_strategy(trainer.strategy)
@@ -212,6 +215,7 @@ class TieredModelCheckpoint(SafeDeletes):
                 hint="leave the callback's dirpath out",
             )
         if stage == "fit":
+            check_places(self._siblings(trainer), root)
             # Before anything is trained: whether another run writes there.
             on_rank_0(trainer, io.checkpointer.session.claims.claim)
         self._io = io
@@ -368,8 +372,13 @@ class TieredModelCheckpoint(SafeDeletes):
 
         Gradient accumulation shows the same step for several batches.
         """
-        others = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, TieredModelCheckpoint)]
-        return any(step in (other._last_global_step_saved, other._last_memory_step) for other in others)
+        siblings = self._siblings(trainer)
+        return any(step in (each._last_global_step_saved, each._last_memory_step) for each in siblings)
+
+    @staticmethod
+    def _siblings(trainer: Trainer) -> list[TieredModelCheckpoint]:
+        """The trainer's callbacks of this kind, this one included."""
+        return [each for each in trainer.checkpoint_callbacks if isinstance(each, TieredModelCheckpoint)]
 
     def _alias(self, filepath: str, target: str) -> None:
         """Makes one path stand for what is saved at another."""
@@ -383,7 +392,6 @@ class TieredModelCheckpoint(SafeDeletes):
         outcomes = self._engine.poll()
         progress = self._engine.progress()
         log_drain(trainer, outcomes)
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, TieredModelCheckpoint):
-                shown = {ids.name_in(self._engine.dirpath, path) for path in callback._named() if self._is_ours(path)}
-                callback._reporter.hear(trainer, outcomes, progress, shown=shown, is_pending=self._engine.is_pending)
+        for callback in self._siblings(trainer):
+            shown = {ids.name_in(self._engine.dirpath, path) for path in callback._named() if self._is_ours(path)}
+            callback._reporter.hear(trainer, outcomes, progress, shown=shown, is_pending=self._engine.is_pending)

@@ -1,0 +1,68 @@
+"""Where the callbacks of one trainer save: each below the IO's dirpath, and no two to the same names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tiered_checkpoint_io.callbacks.trainer import is_below
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model import ids
+
+_HINT = "give one of them a filename of its own, such as 'best-{epoch}-{step}', or a dirpath below the IO's"
+_LAST_HINT = "set save_last for one of them alone, or give one a dirpath below the IO's"
+
+
+def folder_of(dirpath: Any, root: str) -> str | None:
+    """The folder that a callback's dirpath means; the IO's where it has none, and None where it is not below that."""
+    if dirpath is None:
+        return root
+    text = str(dirpath)
+    real = os.path.realpath(root) if ids.url_scheme(root) is None else root
+    if text != root and f"{text}/".startswith(f"{real}/"):
+        # Lightning's own callback resolves symbolic links.
+        text = root + text[len(real) :]
+    return ids.normalize_dirpath(text) if is_below(f"{text.rstrip('/')}/x", root) else None
+
+
+def check_places(callbacks: Iterable[ModelCheckpoint], root: str) -> None:
+    """Refuses two callbacks that would save to the same names.
+
+    Two with different monitors may have one pattern, as long as names that are taken get a version.
+
+    Raises:
+        ConfigError: There are two; says both, and the name.
+    """
+    for one, other in combinations(callbacks, 2):
+        folder = folder_of(one.dirpath, root)
+        if folder is None or folder != folder_of(other.dirpath, root):
+            continue
+        versions = one._enable_version_counter and other._enable_version_counter and one.monitor != other.monitor
+        if one.save_top_k and other.save_top_k and _pattern(one) == _pattern(other) and not versions:
+            _refuse(one, other, folder, _pattern(one), _HINT)
+        if one.save_last and other.save_last and one.CHECKPOINT_NAME_LAST == other.CHECKPOINT_NAME_LAST:
+            _refuse(one, other, folder, one.CHECKPOINT_NAME_LAST, _LAST_HINT)
+
+
+def _pattern(callback: ModelCheckpoint) -> str:
+    return callback.filename or f"{{epoch}}{callback.CHECKPOINT_JOIN_CHAR}{{step}}"
+
+
+def _refuse(one: ModelCheckpoint, other: ModelCheckpoint, folder: str, name: str, hint: str) -> None:
+    path = ids.join_url(folder, name) + one.FILE_EXTENSION
+    raise ConfigError(f"{_described(one)} and {_described(other)} both save to {path}", operation="setup", hint=hint)
+
+
+def _described(callback: ModelCheckpoint) -> str:
+    triggers = {
+        "every_n_train_steps": callback._every_n_train_steps or None,
+        "every_n_epochs": callback._every_n_epochs or None,
+        "train_time_interval": callback._train_time_interval,
+    }
+    said = {"monitor": callback.monitor, "filename": callback.filename, **triggers}
+    text = ", ".join(f"{key}={value!r}" for key, value in said.items() if value is not None)
+    return f"{type(callback).__name__}({text})"

@@ -1,0 +1,76 @@
+"""Several checkpoint callbacks below one dirpath: those that would save to one name are refused, others work."""
+
+import os
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.training import Model
+
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.places import check_places, folder_of
+from tiered_checkpoint_io.errors import ConfigError, UsageError
+
+
+def test_one_to_resume_from_and_one_for_the_best(runs):
+    """Both work beside Lightning's own in a folder of its own, and resume with their state."""
+
+    def three():
+        return (
+            TieredModelCheckpoint(memory_every_n_train_steps=2, s3_every_n_train_steps=10, save_last=True),
+            TieredModelCheckpoint(monitor="score", mode="max", save_top_k=3, filename="best-{step}", every_n_epochs=1),
+            ModelCheckpoint(f"{os.path.realpath(runs.dirpath)}/own/", every_n_train_steps=20, save_last=True),
+        )
+
+    first = three()
+    runs.fit(*first, max_steps=-1, max_epochs=2)
+    expected = ["best-step=20.ckpt", "best-step=40.ckpt", "epoch=1-step=40.ckpt", "last.ckpt"]
+    assert runs.durable() == sorted([*expected, "own/epoch=1-step=40.ckpt", "own/last.ckpt"])
+    assert type(first[2]) is TieredModelCheckpoint
+    assert first[2].best_model_path == f"{runs.dirpath}/own/epoch=1-step=40.ckpt"
+    second = three()
+    trainer, _ = runs.fit(*second, max_steps=-1, max_epochs=3)
+    assert trainer.global_step == 60
+    assert len(second[1].best_k_models) == 3
+    assert "epoch=1-step=40.ckpt" not in runs.durable()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: (tiered(s3_every_n_train_steps=5), tiered(every_n_epochs=1)), "{epoch}-{step}.ckpt"),
+        (lambda: (tiered(s3_every_n_train_steps=5), ModelCheckpoint()), "{epoch}-{step}.ckpt"),
+        (
+            lambda: (tiered(filename="{epoch}-{step}"), tiered(monitor="score", enable_version_counter=False)),
+            "{epoch}-{step}.ckpt",
+        ),
+        (lambda: (tiered(save_last=True), tiered(monitor="score", filename="b", save_last=True)), "last.ckpt"),
+    ],
+)
+def test_two_that_save_to_one_name_are_refused(make, name, runs):
+    one, other = make()
+    with pytest.raises(ConfigError, match=r"\(.*every_n.* and .*\) both save to .* — ") as caught:
+        runs.fit(one, other)
+    assert f"both save to {runs.dirpath}/{name} " in str(caught.value)
+    assert not os.path.exists(runs.dirpath)
+
+
+def test_what_keeps_two_apart():
+    for more in ({"monitor": "score"}, {"filename": "x"}, {"save_top_k": 0}, {"dirpath": "/root/b"}):
+        check_places([tiered(), tiered(**more)], "/root")
+    check_places([tiered(save_last=True), tiered(save_last=True, dirpath="/root/b")], "/root")
+
+
+def test_lightnings_own_elsewhere_is_refused(runs, tmp_path):
+    with pytest.raises(UsageError, match="does not save below TieredCheckpointIO's dirpath"):
+        runs.trainer([ModelCheckpoint(tmp_path / "elsewhere")]).fit(Model())
+    assert folder_of("s3://bucket/run-2", "s3://bucket/run") is None
+    assert folder_of("s3://bucket/run/a/", "s3://bucket/run") == "s3://bucket/run/a"
+    assert folder_of("s3://bucket/run/", "s3://bucket/run") == "s3://bucket/run"
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    found = ModelCheckpoint(tmp_path / "link" / "run" / "own").dirpath
+    assert folder_of(found, str(tmp_path / "link" / "run")) == str(tmp_path / "link" / "run" / "own")
+
+
+def tiered(**arguments):
+    return TieredModelCheckpoint(**arguments)
