@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import MutableMapping
-from typing import Any
+import sys
+from collections.abc import Iterator, MutableMapping
+from typing import Any, TextIO
 
 GIB = 1 << 30
 _FORMAT = (
@@ -17,7 +18,22 @@ Logger = logging.Logger | logging.LoggerAdapter[Any]
 
 
 class CheckpointLogger(logging.LoggerAdapter[Any]):
-    """Adds namespace, rank and step to each record; ``file:line`` stays the caller's."""
+    """Adds namespace, rank and step to each record; ``file:line`` stays the caller's.
+
+    Rank 0 speaks: what is information on rank 0 is a record of level DEBUG on all others.
+    """
+
+    def __init__(self, logger: logging.Logger, extra: MutableMapping[str, Any]) -> None:
+        super().__init__(logger, extra)
+        if extra["rank"] != 0:
+            # Bound, not wrapped: a frame of ours would be taken for the caller's.
+            self.info = self.debug  # type: ignore[method-assign]
+
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802
+        if self.logger.name == _NAME:
+            # dictConfig disables each logger that exists, unless told otherwise. A wish for silence is a level.
+            self.logger.disabled = False
+        return super().isEnabledFor(level)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         context = dict(self.extra or {})
@@ -28,6 +44,17 @@ class CheckpointLogger(logging.LoggerAdapter[Any]):
     def at_step(self, step: int) -> CheckpointLogger:
         """The same logger for messages about one training step; a step below 0 is unknown."""
         return CheckpointLogger(self.logger, {**(self.extra or {}), "step": step if step >= 0 else None})
+
+
+class DebugOnly(logging.LoggerAdapter[Any]):
+    """Logs, at their own levels, only where the logger takes DEBUG: for what is logged elsewhere in other words."""
+
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802, ARG002
+        return bool(self.logger.isEnabledFor(logging.DEBUG))
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        # The logger, itself an adapter, adds what it has to add.
+        return msg, kwargs
 
 
 def get_logger(
@@ -59,15 +86,72 @@ def rate(size: int, seconds: float) -> str:
     return f"{gib(size)} in {seconds:.3f} s ({size / GIB / max(seconds, 1e-9):.2f} GiB/s)"
 
 
+class _DefaultLevel(int):
+    """INFO, as long as the user has not said otherwise: told from a level of the user's by its class."""
+
+
+class _Ours(logging.Filter):
+    """Keeps to the root logger's level where the user set one there, and none on our own logger.
+
+    That can't be known when the logger is made: ``logging.basicConfig`` may come later. The files of ``log_dir`` are
+    asked for by themselves, and get what the root logger does not want.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        logger, root = logging.getLogger(_NAME), logging.getLogger()
+        is_configured = bool(root.handlers) or root.level != logging.WARNING
+        if not (is_configured and isinstance(logger.level, _DefaultLevel)) or record.levelno >= root.level:
+            return True
+        for handler in logger.handlers:
+            if isinstance(handler, _JobFile):
+                handler.handle(record)
+        return False
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """Writes to stderr, as it is at that moment, what no other handler shows: no line appears twice."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(_formatter())
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Which levels another handler takes is the user's business; a file is not a console.
+        others = (each for each in _handlers_of(record) if each is not self)
+        if all(isinstance(each, logging.FileHandler | logging.NullHandler) for each in others):
+            super().emit(record)
+
+
+class _JobFile(logging.FileHandler):
+    """``{namespace}_checkpointing.log``; other jobs of this process have files of their own."""
+
+    def __init__(self, path: str, namespace: str) -> None:
+        super().__init__(path)
+        self.setFormatter(_formatter())
+        self.addFilter(lambda record: getattr(record, "namespace", namespace) == namespace)
+
+
 def _own_logger() -> logging.Logger:
+    """Our own logger. The user's level, handlers and ``propagate`` are kept, whether set before this or later."""
     logger = logging.getLogger(_NAME)
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(_formatter())
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+    if not any(isinstance(each, _Console) for each in logger.handlers):
+        logger.addHandler(_Console())
+    if not any(isinstance(each, _Ours) for each in logger.filters):
+        logger.addFilter(_Ours())
+    if logger.level == logging.NOTSET:
+        logger.setLevel(_DefaultLevel(logging.INFO))
     return logger
+
+
+def _handlers_of(record: logging.LogRecord) -> Iterator[logging.Handler]:
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
 
 
 def _add_file(logger: logging.Logger, namespace: str, log_dir: str) -> None:
@@ -76,11 +160,7 @@ def _add_file(logger: logging.Logger, namespace: str, log_dir: str) -> None:
         if isinstance(handler, logging.FileHandler) and handler.baseFilename == path:
             return
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    handler = logging.FileHandler(path)
-    handler.setFormatter(_formatter())
-    # Other jobs of this process have files of their own.
-    handler.addFilter(lambda record: getattr(record, "namespace", namespace) == namespace)
-    logger.addHandler(handler)
+    logger.addHandler(_JobFile(path, namespace))
 
 
 def _formatter() -> logging.Formatter:

@@ -1,7 +1,11 @@
 """Log lines: who, where, which step, how long, how much; into a file, and to a user's own logger."""
 
 import logging
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,3 +134,115 @@ def test_the_rank_and_the_step_are_those_given(tmp_path):
 
 def test_amounts():
     assert rate(3 * GIB // 2, 0.75) == "1.50 GiB in 0.750 s (2.00 GiB/s)"
+
+
+SCRIPT = """
+import logging, logging.config, os, sys
+sys.path.insert(0, {tests!r})
+{before}
+from tiered_checkpoint_io.logs import get_logger
+log = get_logger("gpt-1", rank={rank}, log_dir=os.environ.get("LOG_DIR"))
+{after}
+log.debug("a detail")
+log.info("news")
+log.warning("a warning")
+"""
+HYDRA = """
+logging.config.dictConfig({
+    "version": 1, "disable_existing_loggers": %s,
+    "formatters": {"simple": {"format": "HYDRA %%(levelname)s %%(message)s"}},
+    "handlers": {
+        "console": {"class": "logging.StreamHandler", "formatter": "simple", "stream": "ext://sys.stdout"},
+        "file": {"class": "logging.FileHandler", "formatter": "simple", "filename": "job.log"},
+    },
+    "root": {"level": "INFO", "handlers": ["console", "file"]},
+})
+"""
+BASIC = "logging.basicConfig(level=logging.%s, format='BASIC %%(levelname)s %%(message)s')"
+OURS = "logging.getLogger('tiered_checkpoint_io').setLevel(logging.%s)"
+BOTH = ["INFO news", "WARNING a warning"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "rank", "console", "files"),
+    [
+        pytest.param("", 0, BOTH, {}, id="nothing configured"),
+        pytest.param("", 1, BOTH[1:], {}, id="another rank"),
+        pytest.param(OURS % "DEBUG", 1, ["DEBUG a detail", "DEBUG news", BOTH[1]], {}, id="another rank at DEBUG"),
+        pytest.param(BASIC % "INFO", 0, ["BASIC INFO news", "BASIC WARNING a warning"], {}, id="basicConfig"),
+        pytest.param(BASIC % "WARNING", 0, ["BASIC WARNING a warning"], {}, id="basicConfig of warnings"),
+        pytest.param(OURS % "WARNING", 0, BOTH[1:], {}, id="warnings of ours"),
+        pytest.param(
+            f"{BASIC % 'WARNING'}; {OURS % 'INFO'}", 0, ["BASIC INFO news", "BASIC WARNING a warning"], {}, id="ours"
+        ),
+        pytest.param(
+            "logging.basicConfig(level=logging.INFO, filename='job.log', format='%(message)s')",
+            0,
+            BOTH,
+            {"job.log": ["news", "a warning"]},
+            id="a root file",
+        ),
+        *[
+            pytest.param(
+                HYDRA % disables,
+                0,
+                ["HYDRA INFO news", "HYDRA WARNING a warning"],
+                {"job.log": ["HYDRA INFO news", "HYDRA WARNING a warning"]},
+                id=f"Hydra, disables {disables}",
+            )
+            for disables in (False, True)
+        ],
+        pytest.param(
+            "logging.getLogger('tiered_checkpoint_io').addHandler(logging.StreamHandler())",
+            0,
+            ["news", "a warning"],
+            {},
+            id="a handler of ours",
+        ),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_users_logging_is_kept_and_nothing_is_said_twice(tmp_path, setting, rank, console, files, when):
+    said, job = run_script(tmp_path, setting, rank, when)
+    assert said == console
+    assert {path.name: path.read_text().splitlines() for path in tmp_path.glob("*.log")} == files
+    # The file of log_dir is asked for by itself: of the user's settings, the level of our logger alone concerns it.
+    said_again, job = run_script(tmp_path, setting, rank, when, log_dir=tmp_path / "logs")
+    assert said_again == console
+    asked = ["INFO", "WARNING"] if rank == 0 and OURS % "WARNING" != setting else ["WARNING"]
+    asked = ["DEBUG", "DEBUG", "WARNING"] if setting == OURS % "DEBUG" else asked
+    assert [each["level"] for each in job] == asked
+
+
+def run_script(tmp_path, setting, rank, when, log_dir=None):
+    """What a fresh process says on its console, our format shortened; and in the file of ``log_dir``."""
+    script = SCRIPT.format(
+        tests=str(Path(__file__).parents[1]),
+        rank=rank,
+        before=setting if when == "before" else "",
+        after=setting if when == "after" else "",
+    )
+    env = {**os.environ, "LOG_DIR": str(log_dir)} if log_dir else dict(os.environ)
+    (tmp_path / "job.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "job.py"], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60, check=True
+    )
+    said = [
+        f"{match['level']} {match['text']}" if (match := LINE.fullmatch(line)) else line
+        for line in (done.stdout + done.stderr).splitlines()
+    ]
+    return said, lines(log_dir / "gpt-1_checkpointing.log") if log_dir else []
+
+
+def test_a_test_of_the_users_sees_the_records(caplog):
+    caplog.set_level(logging.INFO)
+    get_logger("ns").info("news")
+    assert [(each.name, each.message, each.namespace) for each in caplog.records] == [
+        ("tiered_checkpoint_io", "news", "ns")
+    ]
+
+
+def test_a_part_of_the_package_speaks_of_warnings_on_the_console_of_its_users(tmp_path):
+    said, _ = run_script(tmp_path, "logging.getLogger('tiered_checkpoint_io.retry').warning('again')", 0, "after")
+    assert said[0].endswith("[tiered_checkpoint_io.retry] [WARNING] [job.py:7] [Rank -] again")
+    assert said[1:] == BOTH
