@@ -209,7 +209,7 @@ def test_the_users_logging_is_kept_and_nothing_is_said_twice(tmp_path, setting, 
     # The file of log_dir is asked for by itself: of the user's settings, the level of our logger alone concerns it.
     said_again, job = run_script(tmp_path, setting, rank, when, log_dir=tmp_path / "logs")
     assert said_again == console
-    asked = ["INFO", "WARNING"] if rank == 0 and OURS % "WARNING" != setting else ["WARNING"]
+    asked = ["INFO", "WARNING"] if rank == 0 and setting != OURS % "WARNING" else ["WARNING"]
     asked = ["DEBUG", "DEBUG", "WARNING"] if setting == OURS % "DEBUG" else asked
     assert [each["level"] for each in job] == asked
 
