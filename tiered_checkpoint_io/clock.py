@@ -132,8 +132,6 @@ class Timing:
     respawn_s: float = 1.0
     #: The longest such time.
     respawn_max_s: float = 30.0
-    #: A drain that moves nothing for so long is not waited for: its store's own deadline has passed.
-    stalled_s: float = 300.0
     #: How long a closing trainer waits for a drain with nothing to do to leave.
     reap_s: float = 2.0
     #: A save that waited in node memory for longer is no newer than what another run has put under its name since.

@@ -38,7 +38,7 @@ def test_what_may_pass_is_repeated_and_counted(caplog):
     metrics, flaky = Metrics(), Flaky(5)
     assert Retry(metrics, QUICK)(flaky) == "done"
     assert flaky.calls == 6
-    assert metrics.snapshot() == {"retries": 5}
+    assert metrics.snapshot() == {"retries": 5, "answers": 1}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -48,7 +48,7 @@ def test_what_will_not_pass_is_raised_at_once(kind):
     with pytest.raises(kind, match="failure 1"):
         Retry(metrics, QUICK)(flaky)
     assert flaky.calls == 1
-    assert metrics.snapshot() == {}
+    assert metrics.snapshot() == {"answers": 1}
 
 
 def test_the_deadline_ends_it_with_the_last_error():

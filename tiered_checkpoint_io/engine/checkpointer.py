@@ -81,7 +81,8 @@ class Checkpointer:
             path: A path below dirpath, or a name relative to it.
             tiers: ``"memory"``, ``"durable"`` or both. What goes to the durable tier goes through
                 memory.
-            wait: Whether to return only when a durable save is committed there.
+            wait: Whether to return only when a durable save is committed there, or nothing moves for
+                ``pending_timeout_s``: then it stays in node memory, queued.
             metric: What a ModelCheckpoint monitored, and its value.
             resumable: Whether training can resume from it; ``tiered:latest`` and ``tiered:last`` pass by what it can't.
 
@@ -118,8 +119,7 @@ class Checkpointer:
             # Before the next save's slot is prepared: what goes may be that slot.
             self._retain(part)
             part.prepare_next()
-            if wait:
-                part.wait()
+            waited = wait and part.wait()
         except (InvalidNameError, ConfigError, UsageError):
             raise
         except Exception as error:
@@ -129,7 +129,7 @@ class Checkpointer:
             else:
                 session.failed(name, step, error)
             return None
-        return part.report(waited=wait)
+        return part.report(waited=waited)
 
     def _retain(self, part: PartSave) -> None:
         """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""

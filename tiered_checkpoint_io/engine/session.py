@@ -67,7 +67,9 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
         self.newest_seen: str | None = None
-        self.known = DurableNameCache(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked)
+        self.known = DurableNameCache(
+            self._ask_names, self._queued_names, lambda: self.open().drain.has_worked, config.durable_timeout_s, clock
+        )
         self.background = BackgroundTask(float(config.wait_timeout_s))
         self._pins = HostPins()
         self._opened: Opened | None = None
@@ -142,6 +144,7 @@ class Session:
             # Others may save here before this session is opened again, and what it saves then is newer.
             self._run_id, self._counter = None, 0
             self.claims.close()
+            self.known.close()
             for store in self._stores.values():
                 self._asked.update(store.metrics.snapshot())
                 store.close()

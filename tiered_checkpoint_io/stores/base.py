@@ -67,8 +67,9 @@ class Metrics:
     """Thread-safe counters of what was asked of a store.
 
     Names are ``requests.<operation>`` (``list``, ``get``, ``put``, ``head``, ``delete``,
-    ``part`` ... one per request that went out, retries included), ``bytes.up``, ``bytes.down``
-    and ``retries``.
+    ``part`` ... one per request that went out, retries included), ``answers`` (one per request that
+    need not be repeated), ``bytes.up``, ``bytes.down``, ``retries``, and, of S3, ``bytes.sent``: those
+    that have left for an upload, counted as they leave, and once where an attempt sends them again.
     """
 
     def __init__(self) -> None:

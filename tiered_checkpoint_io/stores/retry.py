@@ -45,7 +45,13 @@ class Retry:
             nonlocal last
             last = state
             error = state.outcome.exception() if state.outcome is not None else None
-            return isinstance(error, StoreError) and error.retryable
+            again = isinstance(error, StoreError) and error.retryable
+            if not again:
+                # Also that there is no such object is an answer.
+                self._metrics.add("answers")
+                if question is not None:
+                    question.heard()
+            return again
 
         def is_over(_: tenacity.RetryCallState) -> bool:
             nonlocal deadline
@@ -72,10 +78,7 @@ class Retry:
             reraise=True,
         )
         try:
-            given = retrying(call)
-            if question is not None:
-                question.heard()
-            return given
+            return retrying(call)
         finally:
             # It holds the call and its error, whose frames hold it: the mapped files that are in them must not wait for
             # the collector.

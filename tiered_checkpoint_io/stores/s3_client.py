@@ -19,7 +19,7 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import StoreConfigError, StoreUnavailableError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import Metrics, validate_key
-from tiered_checkpoint_io.stores.retry import Retry
+from tiered_checkpoint_io.stores.retry import Progress, Retry
 from tiered_checkpoint_io.stores.s3_errors import CLIENT_ERRORS, is_just_busy, translated
 
 _SEND_SIZE = 1 << 20
@@ -122,10 +122,12 @@ class S3Client:
             doubt: Called after each attempt that got no answer, or an internal error; what it raises is final.
             receive: Reads the body of an answer, as a part of the attempt.
         """
+        sent = Progress(lambda count: self.metrics.add("bytes.sent", count))
 
         def attempt() -> Any:
+            sent.restart()
             try:
-                return self.once(method, key, arguments, body=body, receive=receive)
+                return self.once(method, key, arguments, body=body, receive=receive, sent=sent.add)
             except StoreUnavailableError as error:
                 if doubt is not None and not is_just_busy(error.__cause__):
                     doubt()
@@ -141,12 +143,13 @@ class S3Client:
         *,
         body: memoryview | None = None,
         receive: Callable[[Any], Any] | None = None,
+        sent: Callable[[int], None] = lambda _: None,
     ) -> Any:
         """Sends a request once; see :meth:`ask`."""
         request: dict[str, Any] = {"Bucket": self._bucket, **self._owner, **(arguments or {})}
         if key is not None:
             request["Key"] = self.prefix + validate_key(key)
-        stream = Body(body) if body is not None else None
+        stream = Body(body, sent) if body is not None else None
         if stream is not None:
             request["Body"] = stream
         try:
@@ -182,8 +185,9 @@ class Body(io.RawIOBase):
     (an exception's frames do, for as long as it is looked at).
     """
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, sent: Callable[[int], None] = lambda _: None) -> None:
         super().__init__()
+        self._sent = sent
         self._data = data[:]
         self._piece = data[:0]
         self._position = 0
@@ -205,6 +209,7 @@ class Body(io.RawIOBase):
         self._piece.release()
         self._piece = self._data[self._position : self._position + count]
         self._position += len(self._piece)
+        self._sent(len(self._piece))
         return self._piece
 
     def close(self) -> None:

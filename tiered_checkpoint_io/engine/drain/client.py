@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from tiered_checkpoint_io.engine.drain.operations import (
     held_back,
     unreplaced,
 )
+from tiered_checkpoint_io.engine.drain.progress import told_as
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.standstill import Standstill, StandstillError
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError
@@ -48,6 +51,7 @@ class DrainHandle:
         self.queue = Queue(tier.root, clock=clock)
         #: What the drain last said of itself.
         self.progress = self.queue.progress
+        self._standstill = Standstill(self.progress, clock)
         self._pid = os.getpid()
         self._trainer_lock: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -182,7 +186,8 @@ class DrainHandle:
     def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
         """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.
 
-        Waits, where so configured, while the drain gets on. A drain that fails is not waited for:
+        Waits, where so configured, while the drain gets on. One that has moved nothing for ``pending_timeout_s`` is not
+        waited for, and neither is one that fails:
         its oldest failed save is cancelled in favour of the new one, so that training goes on and
         the queue stays bounded.
 
@@ -190,8 +195,8 @@ class DrainHandle:
             cancel_id: The id of the request to cancel it.
             besides: The save that is to be queued, of which other ranks of this node may have parts in it.
         """
-        clock, max_pending = self._clock, self._config.max_pending
-        moved, moved_at, warned = self._moved(), clock.monotonic(), False
+        max_pending, warned = self._config.max_pending, False
+        self._standstill.begin()
         for _ in self._looks(self._config.wait_timeout_s):
             requests = self.queue.requests()
             cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
@@ -210,18 +215,23 @@ class DrainHandle:
             if not warned:
                 self._log.warning("waiting: %d saves are on their way to the durable tier", len(waiting))
                 warned = True
-            if self._moved() != moved:
-                moved, moved_at = self._moved(), clock.monotonic()
-            if clock.monotonic() - moved_at > clock.timing.stalled_s:
+            if self._standstill.lasts(self._config.pending_timeout_s):
                 return False
         return False
 
-    def wait(self, op_id: str, timeout_s: float) -> Outcome:
+    def wait(self, op_id: str, timeout_s: float, *, moving_s: float = math.inf) -> Outcome:
         """The outcome of an operation: its commit, or its first failure.
 
+        Args:
+            op_id: Which one.
+            timeout_s: For how long to wait in all, seconds.
+            moving_s: For how long while the drain moves nothing, seconds.
+
         Raises:
+            StandstillError: Nothing has moved for ``moving_s`` seconds. The operation stays queued.
             DrainError: It had none within ``timeout_s`` seconds, or how it ended is not known.
         """
+        self._standstill.begin()
         for _ in self._looks(timeout_s):
             is_pending = op_id in self.pending()
             outcome = self.queue.outcome(op_id)
@@ -234,6 +244,10 @@ class DrainHandle:
                 self._seen.add((op_id, outcome.state))
                 return outcome
             self._check_drain()
+            if moving_s < math.inf and self._standstill.lasts(moving_s):
+                where, hint = told_as(self._config.dirpath), "it stays queued, and is uploaded once that is possible"
+                text = f"nothing has reached {where} for {moving_s:.0f} s"
+                raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
         raise self._too_slow(f"operation {op_id}", timeout_s)
 
     def flush(self, timeout_s: float) -> None:
@@ -332,11 +346,6 @@ class DrainHandle:
         failed = {operation.op_id: outcome for operation in left if (outcome := self._failure(operation.op_id))}
         stuck = failed.keys() | blocked_by_failures(left, failed)
         return next(iter(failed.values())) if failed and all(each.op_id in stuck for each in left) else None
-
-    def _moved(self) -> tuple[object, ...]:
-        progress = self.progress()
-        counts = (progress.counters.get(name, 0) for name in ("committed", "uploaded", "failed", "skipped"))
-        return (progress.pid, progress.name, progress.bytes_done, *counts)
 
     def _failure(self, op_id: str) -> Outcome | None:
         """The failure of an operation, as far as it is of our time."""

@@ -54,7 +54,7 @@ class Claims:
 
         Args:
             wait_s: How long to wait the first time, seconds, for the first look, which tells nearly all;
-                ``lease_first_look_s`` by default.
+                ``lease_first_look_s`` by default, and ``durable_timeout_s`` at most.
 
         Raises:
             UsageError: Another live run writes there.
@@ -66,7 +66,8 @@ class Claims:
             owner, namespace = owner_of_process(self._clock), self._config.namespace
             self._lease = LeaseKeeper(self._store, namespace, self._log, owner=owner, clock=self._clock)
             self._lease.start()
-            self._lease.check(self._in_time(self._clock.timing.lease_first_look_s if wait_s is None else wait_s))
+            first_look_s = min(self._clock.timing.lease_first_look_s, self._config.durable_timeout_s)
+            self._lease.check(self._in_time(first_look_s if wait_s is None else wait_s))
         self._lease.check()
 
     def check(self) -> None:

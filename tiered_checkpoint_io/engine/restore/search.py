@@ -142,6 +142,8 @@ class Search:
         self._memory: dict[str, NodeCatalog] = {}
         self._seen: set[str] = set()
         self._tried: set[str] = set()
+        #: Those that were tried while no manifest of theirs was known: the durable tier may have them intact.
+        self._tried_in_memory: set[str] = set()
         self._notes: list[str] = []
 
     # ------------------------------------------------------------------------------------ looking
@@ -299,7 +301,7 @@ class Search:
                 self._tiers.log.warning("the durable tier does not answer; restoring from node memory: %s", known.error)
             for candidate in options:
                 refuse_other_kind(candidate, self._accepts, self._tiers.dirpath)
-                self._tried.add(candidate.save_id)
+                (self._tried if candidate.durable is not None else self._tried_in_memory).add(candidate.save_id)
                 yield candidate
         self.reject(self._notes)
         if known.foreign is not None and not self.rejected:
@@ -311,7 +313,8 @@ class Search:
         memory = {node: each.held for node, each in self._memory.items()}
         catalog = Catalog(memory, manifests, self._aliases)
         options = choose(catalog, self.selector, self._accepts, self._own, replicas=self._replicas)
-        return [each for each in options if each.save_id not in self._tried]
+        in_vain = self._tried | self._tried_in_memory
+        return [each for each in options if each.save_id not in (self._tried if each.durable is not None else in_vain)]
 
     @property
     def _aliases(self) -> dict[str, str]:

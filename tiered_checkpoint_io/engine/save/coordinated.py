@@ -324,10 +324,9 @@ class CoordinatedSaver:
     def _report(self, captured: _Captured, *, wait: bool = False) -> None:
         part = captured.part
         self.op_id = part.op_id
-        if wait:
-            part.wait()
+        waited = wait and part.wait()
         small = sum(map(len, (captured.small or {}).values()))
-        part.report(small=small, waited=wait, background=captured.background)
+        part.report(small=small, waited=waited, background=captured.background)
 
 
 def _one_byte() -> Image:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.standstill import StandstillError
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.small import warn_spilled, warn_streamed
 from tiered_checkpoint_io.engine.save.stream import Stream, Watching, nothing_missing
@@ -233,24 +234,40 @@ class PartSave:
             self.session.open().tier.give_back(slot)
 
     # ----------------------------------------------------------------------------------- report
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Waits until the durable tier has what the drain uploads.
 
+        Returns:
+            Whether it has. It has not where nothing moves for ``pending_timeout_s``: then it stays in node memory,
+            queued.
+
         Raises:
-            SaveError: It does not get there.
+            SaveError: It does not get there; or nothing moves, and ``on_save_error`` is ``raise``.
             DrainError: It is not there within ``wait_timeout_s``.
         """
         if self.op_id is None:
-            return
-        outcome = self.session.open().drain.wait(self.op_id, self.session.config.wait_timeout_s)
-        if outcome.state != "committed":
-            raise SaveError(
-                f"{self.facts.name} is in memory, but not on the durable tier: {outcome.error}",
-                operation="save",
-                tier="durable",
-                key=ids.join_url(self.session.dirpath, self.facts.name),
-                step=self.facts.step,
-            )
+            return True
+        drain, config, facts = self.session.open().drain, self.session.config, self.facts
+        hint: str | None = None
+        try:
+            outcome = drain.wait(self.op_id, config.wait_timeout_s, moving_s=float(config.pending_timeout_s))
+            if outcome.state == "committed":
+                return True
+            why = outcome.error
+        except StandstillError as still:
+            if config.on_save_error == "warn":
+                text = "%s stays in node memory, queued for upload: %s; training continues"
+                self.session.log.at_step(facts.step).warning(text, self._label, still.message)
+                return False
+            why, hint = still.message, still.hint
+        raise SaveError(
+            f"{facts.name} is in memory, but not on the durable tier: {why}",
+            operation="save",
+            tier="durable",
+            key=ids.join_url(self.session.dirpath, facts.name),
+            step=facts.step,
+            hint=hint,
+        )
 
     def report(self, *, small: int = 0, waited: bool = False, background: bool = False) -> SaveReport:
         """Counts and logs the save.

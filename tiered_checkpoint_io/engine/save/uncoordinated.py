@@ -113,9 +113,8 @@ def save_local(
     if part.streams:
         run.report_missing("memory")
     part.prepare_next()
-    if wait:
-        part.wait()
-    return LocalSave(part.report(waited=wait), part.op_id)
+    waited = wait and part.wait()
+    return LocalSave(part.report(waited=waited), part.op_id)
 
 
 def _make_room(part: PartSave, held: Collection[StoredPart], run: _RunWide) -> tuple[str, ...]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.stores.silence import Question, silence
+
 
 class DurableNameCache:
     """The names that were listed once, and what this process has saved and removed since."""
@@ -13,17 +16,24 @@ class DurableNameCache:
         list_names: Callable[[], Iterable[str]],
         queued: Callable[[], Iterable[str]],
         has_worked: Callable[[], bool],
+        patience_s: float,
+        clock: Clock,
     ) -> None:
         """Takes where to look.
 
         Args:
-            list_names: The names on the durable tier, by one LIST.
+            list_names: The names on the durable tier, by one LIST, on a thread of its own.
             queued: Those whose upload is queued.
             has_worked: Whether a drain has ever worked for this node's memory.
+            patience_s: How long a silence of the durable tier is waited for, seconds.
+            clock: For that wait.
         """
         self._list_names = list_names
         self._queued = queued
         self._has_worked = has_worked
+        self._patience_s = patience_s
+        self._clock = clock
+        self._question: Question[Iterable[str]] | None = None
         self._listed: set[str] | None = None
         self._saved: set[str] = set()
 
@@ -50,8 +60,23 @@ class DurableNameCache:
         """All names on the durable tier, or queued for it: one LIST at first use, none later.
 
         Raises:
-            StoreError: The durable tier could not be asked.
+            StoreError: The durable tier could not be asked, or does not answer.
         """
         if self._listed is None:
-            self.remember(self._list_names())
+            # What was saved since they were asked for may be committed already.
+            self.remember([*self._ask(), *self._saved])
         return frozenset(self._listed or ())
+
+    def close(self) -> None:
+        """Waits for no answer any more."""
+        if self._question is not None:
+            self._question.close()
+            self._question = None
+
+    def _ask(self) -> Iterable[str]:
+        # One that was not answered in time is not asked again: the next caller has its answer, or no wait.
+        question = self._question = self._question or Question(self._list_names, clock=self._clock)
+        if not question.within(self._patience_s):
+            raise silence("the durable tier", self._patience_s)
+        self._question = None
+        return question.result()

@@ -1,0 +1,268 @@
+"""A server that accepts and never answers: a restart takes what node memory has, and training does not wait."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from support.bad_input import state
+from support.clocks import hurried, quick
+from support.fault_proxy import FaultProxy, where
+from support.restoring import flip
+from support.training import Runs
+
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.errors import SaveError, StoreUnavailableError
+from tiered_checkpoint_io.stores.base import Metrics
+from tiered_checkpoint_io.stores.retry import Retry
+from tiered_checkpoint_io.stores.silence import answer_within
+
+#: One request that takes seven seconds at three MiB a second.
+LARGE = (21 << 20) // 4
+_PIECE = 64 << 10
+
+
+class Book(logging.Handler):
+    """What was logged, and what is to be done when some text is."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.lines, self.then = [], {}
+        self.log = logging.getLogger(f"silent.{id(self)}")
+        self.log.setLevel(logging.INFO)
+        self.log.addHandler(self)
+
+    def emit(self, record):
+        line = record.getMessage()
+        self.lines.append(line)
+        for text, act in self.then.items():
+            if text in line:
+                act()
+
+    def having(self, text):
+        return [line for line in self.lines if text in line]
+
+
+@pytest.fixture
+def book():
+    return Book()
+
+
+@pytest.fixture(autouse=True)
+def soon():
+    with hurried(silence_line_s=1.0, retry_first_wait_s=0.05, retry_max_wait_s=0.2, redo_first_s=0.05, redo_max_s=0.2):
+        yield
+
+
+class Gate:
+    """The proxy is silent from now on, until it is opened; what waited is then cut off."""
+
+    def __init__(self, proxy):
+        self.proxy, self.is_open = proxy, threading.Event()
+        proxy.plan = where(self._wait)
+
+    def _wait(self, exchange):
+        while not (self.is_open.wait(0.05) or exchange.owner.closing.is_set()):
+            pass
+        exchange.cut()
+
+    def open(self):
+        self.proxy.plan = lambda *_: None
+        self.is_open.set()
+
+
+@pytest.fixture
+def proxy(s3_server):
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def io_of(s3_url, memory_dir, proxy, book):
+    made = []
+
+    def io_of(**changes):
+        options = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url, "drain": "thread"}
+        options |= {"wait_timeout_s": 120, "durable_timeout_s": 1, "logger": book.log}
+        made.append(TieredCheckpointIO(**{**options, **changes}))
+        return made[-1]
+
+    yield io_of
+    proxy.plan = lambda *_: None
+    for io in made:
+        io.teardown()
+
+
+def test_training_resumes_from_memory_and_counts_down_to_it(s3_url, s3_server, memory_dir, tmp_path, book):
+    runs = Runs(s3_url, memory_dir, tmp_path)
+
+    def callback():
+        return TieredModelCheckpoint(memory_every_n_train_steps=2, s3_every_n_train_steps=5, save_top_k=-1)
+
+    runs.fit(callback(), stop_at=7, ckpt_path=None)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        options = {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}", "durable_timeout_s": 3}
+        io = runs.io(**options, preflight="off", save_on_train_end=False, logger=book.log)
+        trainer, _ = runs.fit(callback(), io=io, max_steps=9)
+        assert (io.checkpointer.restored.step, io.checkpointer.restored.tier) == (6, "memory")
+        assert trainer.global_step == 9
+    assert book.having("resuming from node memory in") == [
+        "S3 has not answered for 1 s; resuming from node memory in 2 s",
+        "S3 has not answered for 2 s; resuming from node memory in 1 s",
+    ]
+    assert book.having("restoring from node memory: S3 has not answered for 3 s")
+
+
+def test_without_memory_it_is_an_error_after_the_longer_bound(io_of, proxy, book):
+    Gate(proxy)
+    with hurried(retry_deadline_s=2.0, s3_read_s=2.0):
+        io = io_of()
+        with pytest.raises(StoreUnavailableError):
+            io.load_checkpoint("tiered:latest")
+    assert proxy.counts["list"] >= 2, "it is asked again, and never started from scratch"
+    assert book.having("has not answered for")[0] == (
+        "S3 has not answered for 1 s; node memory has no checkpoint that serves; giving up in 3 s"
+    )
+
+
+def test_where_memory_is_damaged_the_answer_is_waited_for(io_of, proxy, book, memory_dir):
+    first = io_of()
+    first.save_checkpoint(state(1), "1.ckpt")
+    first.teardown()
+    (stored,) = io_of().checkpointer.session.open().tier.parts()
+    flip(stored.file("1.ckpt"))
+    gate = Gate(proxy)
+    book.then["skipping this copy"] = gate.open
+    io = io_of()
+    assert torch.equal(io.load_checkpoint("tiered:latest")["w"], state(1)["w"])
+    assert io.checkpointer.restored.tier == "durable"
+    assert book.having("restoring from node memory: S3 has not answered for 1 s")
+
+
+def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, book):
+    gate, io = Gate(proxy), io_of(pending_timeout_s=1, max_pending=3)
+    made = io.checkpointer
+    for step in (1, 2):
+        io.save_checkpoint(state(step), f"{step}.ckpt")
+        assert made.is_pending(f"{step}.ckpt")
+        assert book.having(f"{step}.ckpt stays in node memory, queued for upload: nothing has reached S3 for 1 s")
+        assert book.having(f"saved {step}.ckpt to memory")
+    assert made.progress().counters.get("failed", 0) == 0
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 2
+    strict = io_of(pending_timeout_s=1, on_save_error="raise", namespace="strict")
+    with pytest.raises(SaveError, match="is in memory, but not on the durable tier: nothing has reached S3 for 1 s"):
+        strict.save_checkpoint(state(3), "3.ckpt")
+    gate.open()
+    made.wait()
+    assert {each.name: each.state for each in made.poll()} == {"1.ckpt": "committed", "2.ckpt": "committed"}
+    assert book.having("2.ckpt is durable")
+    elsewhere = io_of(namespace="another-node")
+    assert elsewhere.load_checkpoint("tiered:latest")["global_step"] in (2, 3)
+    assert elsewhere.checkpointer.restored.tier == "durable"
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_so_does_a_sharded_save(s3_url, memory_dir, proxy, book):
+    options = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url, "drain": "thread"}
+    options |= {"pending_timeout_s": 1, "durable_timeout_s": 1, "logger": book.log, "wait_timeout_s": 120}
+    gate, writer = Gate(proxy), TieredStorageWriter(**options, wait=True, save_to_s3=True)
+    for step in (1, 2):
+        dcp.save({"w": state(step)["w"]}, checkpoint_id=f"step_{step}", storage_writer=writer)
+    assert book.having("cannot ask whether step_1 exists")
+    assert book.having("shard 0 of step_2 stays in node memory, queued for upload: nothing has reached S3 for 1 s")
+    gate.open()
+    writer.wait()
+    assert book.having("step_2 is durable")
+    writer.close()
+
+
+@pytest.mark.matrix
+def test_a_full_queue_is_not_waited_for_and_the_save_is_of_memory_alone(io_of, proxy, book):
+    gate, io = Gate(proxy), io_of(pending_timeout_s=1, max_pending=1)
+    for step in (1, 2, 3):
+        assert io.checkpointer.save(state(step), f"{step}.ckpt", wait=False)
+    assert book.having("3.ckpt stays in memory: too many saves wait for the durable tier")
+    gate.open()
+    io.checkpointer.wait()
+    assert not io.checkpointer.is_pending("1.ckpt")
+
+
+class SlowLink:
+    """Passes bytes on to a server, at so many a second."""
+
+    def __init__(self, server_port, bytes_per_second):
+        self.server_port, self.bytes_per_second = server_port, bytes_per_second
+        self.listener, self.threads = socket.socket(), []
+        # What is buffered on the way has left, and has not arrived.
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PIECE)
+        self.listener.bind(("127.0.0.1", 0))
+        self.listener.listen()
+        self.endpoint_url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def __enter__(self):
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *_):
+        self.listener.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(30)
+        self.listener.close()
+
+    def _start(self, run, *args):
+        self.threads.append(threading.Thread(target=run, args=args))
+        self.threads[-1].start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                self._start(self._connect, self.listener.accept()[0])
+
+    def _connect(self, client):
+        with client, socket.create_connection(("127.0.0.1", self.server_port)) as server:
+            back = threading.Thread(target=self._pass, args=(server, client, False))
+            back.start()
+            self._pass(client, server, True)
+            back.join(30)
+
+    def _pass(self, source, target, is_slow):
+        with contextlib.suppress(OSError):
+            while data := source.recv(_PIECE):
+                target.sendall(data)
+                time.sleep(len(data) / self.bytes_per_second if is_slow else 0)
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_a_slow_upload_is_waited_for(io_of, proxy, book):
+    with SlowLink(proxy.target.port, 3 << 20) as link:
+        io = io_of(endpoint_url=link.endpoint_url, pending_timeout_s=4)
+        io.save_checkpoint(state(1, LARGE), "1.ckpt")
+        assert not io.checkpointer.is_pending("1.ckpt")
+        assert book.having("saved 1.ckpt to memory and S3")
+        assert not book.having("stays in node memory")
+        io.teardown()
+
+
+def test_each_answer_begins_a_new_silence():
+    """A long listing of a server that answers is no silence; counted from the last answer, silence ends it."""
+    told, clock = [], quick(silence_line_s=0.2)
+
+    def ask():
+        retry = Retry(Metrics(), clock)
+        for _ in range(6):
+            retry(lambda: time.sleep(0.5))
+        return "listed"
+
+    assert answer_within(2.0, ask, clock=clock, count_down=lambda *figures: told.append(figures)) == "listed"
+    assert told, "half a second of silence is said"
+    never = threading.Event()
+    with pytest.raises(StoreUnavailableError, match="S3 has not answered for 1 s"):
+        answer_within(1.0, never.wait, what="S3", clock=clock)
+    never.set()
+    with pytest.raises(KeyError):
+        answer_within(1.0, {}.popitem, clock=clock)
