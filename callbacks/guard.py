@@ -1,15 +1,18 @@
-"""Refuses what would go past the checkpoint IO before it writes anything, and gives ModelCheckpoint its place."""
+"""What is checked before the first batch of any training: the strategy, ModelCheckpoint's place, the durable tier."""
 
 from __future__ import annotations
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.places import folder_of
-from tiered_checkpoint_io.callbacks.trainer import check_strategy
+from tiered_checkpoint_io.callbacks.trainer import check_strategy, on_rank_0
+from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.model import ids
 
 
 class StrategyGuard(Callback):
@@ -18,14 +21,16 @@ class StrategyGuard(Callback):
     A stock sharded strategy never asks its checkpoint IO, and would write to a local folder ``./s3:/``
     without a word: it is refused. Lightning's default ModelCheckpoint would save outside dirpath, which the IO can't:
     it is given its place. Lightning adds this callback to every trainer, by the entry point of this package.
+    What saves will need is tried before the first batch: see :func:`preflight`.
     Where parts have copies in the memory of peers, it also is where the ranks meet.
     """
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
 
         Raises:
             UsageError: A strategy does, or a ModelCheckpoint; or there are fewer nodes than ``replication_factor``.
+            StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
@@ -36,9 +41,32 @@ class StrategyGuard(Callback):
                 # Classes derived from it are their authors' business.
                 if type(callback) is ModelCheckpoint:
                     _place(callback, trainer, io)
+            on_rank_0(trainer, lambda: preflight(io.checkpointer.session, _need(trainer, pl_module)))
         if stage == "fit" and io.config.replication_factor > 1:
             # All ranks are here, on their main threads; of a full checkpoint, rank 0 alone saves later.
             io.checkpointer.session.meet_peers()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Warns, on rank 0, of checkpoints that ``fit`` was not asked to resume from."""
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        # In setup, Lightning does not show ckpt_path yet.
+        if io is None or trainer.ckpt_path is not None or not trainer.is_global_zero:
+            return
+        engine, session = io.checkpointer, io.checkpointer.session
+        is_first = session.last_save is None and engine.restored is None and "ckpt_path" not in session.warned
+        if io.config.preflight == "off" or not is_first:
+            return
+        session.warned.add("ckpt_path")
+        found = newest(session, io.companion)
+        if found is not None:
+            session.log.warning(
+                "fit was called without ckpt_path, so training does not resume; ckpt_path=%r would resume from %s"
+                " (step %d, %s tier)",
+                ids.LATEST,
+                found.name,
+                found.content.step,
+                "memory" if found.held else "durable",
+            )
 
 
 def guard() -> list[Callback]:
@@ -70,3 +98,21 @@ def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) 
             " also saves to node memory, every memory_every_n_train_steps",
             folder,
         )
+
+
+def _need(trainer: Trainer, module: LightningModule) -> Need:
+    """What a training will save, by the module as it is before its strategy sets it up."""
+    tensors = [each for each in (*module.parameters(), *module.buffers()) if not torch.nn.parameter.is_lazy(each)]
+    weights = sum(each.numel() * each.element_size() for each in tensors)
+    is_sharded = any(kind.__name__ == "TieredSharding" for kind in type(trainer.strategy).__mro__)
+    callbacks = trainer.checkpoint_callbacks
+    return Need(
+        node_bytes=weights // trainer.num_nodes if is_sharded else weights,
+        # Adam keeps two values for each parameter.
+        file_bytes=3 * weights // (trainer.world_size if is_sharded else 1),
+        memory_steps=any(getattr(each, "memory_every_n_train_steps", None) for each in callbacks),
+        # What the classes of others do is their authors' business.
+        durable_steps=any(
+            not isinstance(each, ModelCheckpoint) or each.save_top_k != 0 or bool(each.save_last) for each in callbacks
+        ),
+    )

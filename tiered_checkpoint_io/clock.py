@@ -88,6 +88,8 @@ class Timing:
     preemption_margin_s: float = 1.0
     #: A last checkpoint is left to memory alone where less time is left: no upload fits into it.
     preemption_upload_s: float = 2.0
+    #: How long the tries at the start of ``fit`` wait for the durable tier: it answers within a second.
+    preflight_s: float = 5.0
     #: Bound of Slurm's ``scontrol requeue``.
     requeue_s: float = 10.0
     #: How often the model checkpoint callback looks what became of saves.

@@ -229,7 +229,7 @@ def test_training_goes_on_while_it_is_out_of_descriptors(runs):
 def test_what_fails_behind_training_is_told_while_it_goes_on(on_save_error, runs):
     """However often the callback looks what became of saves."""
     Path(runs.dirpath).write_bytes(b"in the way")
-    io = runs.io(on_save_error=on_save_error, drain="thread")
+    io = runs.io(on_save_error=on_save_error, drain="thread", preflight="off")
     io.checkpointer.session.clock = quick(outcome_poll_s=0.0)
     counted = []
 

@@ -135,7 +135,7 @@ class Store(Protocol):
         ...
 
     # A store may also have ``folders(prefix)``: the names of the folders that a listing by a delimiter finds below a
-    # prefix. See :func:`folders_of`.
+    # prefix. See :func:`folders_of`. And ``try_multipart(key)``, where large objects need rights of their own.
 
     def get(self, key: str) -> bytes:
         """The content of a small object.

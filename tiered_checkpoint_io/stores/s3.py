@@ -136,6 +136,14 @@ class S3Store:
     def abandon(self, key: str, journal: UploadJournal) -> None:
         self._uploads.abandon(key, journal)
 
+    def try_multipart(self, key: str) -> None:
+        """Begins an upload in parts and aborts it: whether that is possible. Needed by large objects alone.
+
+        Raises:
+            StoreError: It is not.
+        """
+        self._uploads.begin_and_abort(key)
+
     def abort_stale_uploads(self, older_than_s: float | None = None) -> int:
         """Aborts uploads below this prefix that began long ago, whose journal is lost.
 

@@ -107,6 +107,11 @@ class MultipartUploads:
             self._abort(key, upload.upload_id)
         journal.clear()
 
+    def begin_and_abort(self, key: str) -> None:
+        """Begins an upload and aborts it."""
+        answer = self._client.ask("create_multipart_upload", key, self._write_options)
+        self._abort(key, answer["UploadId"])
+
     def abort_stale(self, older_than_s: float) -> int:
         """Aborts uploads below the prefix that are older than this; gives their number."""
         count = 0

@@ -14,6 +14,8 @@ MANIFEST_PREFIX = META_PREFIX + "manifests/"
 PART_PREFIX = META_PREFIX + "parts/"
 SAVES_PREFIX = META_PREFIX + "saves/"
 LEASE_PREFIX = META_PREFIX + "leases/"
+#: Small objects that are written, read and deleted to see whether that is possible.
+PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
 
 #: Of a manifest's key, behind the checkpoint's name.
 MANIFEST_SUFFIX = ".json"
@@ -68,6 +70,11 @@ def lease_prefix(namespace: str) -> str:
 def lease_key(namespace: str, token: str) -> str:
     """``.tiered/leases/<namespace>/<token>.json``."""
     return f"{lease_prefix(namespace)}{token}.json"
+
+
+def preflight_key(token: str) -> str:
+    """``.tiered/preflight/<token>``."""
+    return PREFLIGHT_PREFIX + token
 
 
 class PartKey(NamedTuple):

@@ -1,0 +1,247 @@
+"""What saves will need is tried before the first batch: one error for what no retry can mend, else a warning."""
+
+import logging
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from support.clocks import hurried
+from support.fault_proxy import FaultProxy, refuse, stall, where
+from support.refusing import BUCKET, ServerWithRights, in_region
+from support.tenants import mounted_tmpfs
+from support.training import Model, Runs
+
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.errors import (
+    MemoryFullError,
+    MemoryTierError,
+    StoreAccessError,
+    StoreConfigError,
+    StoreError,
+)
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store
+
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+DENIED = refuse(403, "AccessDenied")
+#: 12 MiB of buffers: more than a part of 8 MiB.
+LARGE = 3 << 20
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(autouse=True)
+def patient():
+    """A server that is there is waited for on any machine."""
+    with hurried(preflight_s=60.0):
+        yield
+
+
+@pytest.fixture
+def proxy(s3_server):
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def runs(s3_url, memory_dir, tmp_path):
+    return Runs(s3_url, memory_dir, tmp_path)
+
+
+class Said(logging.Handler):
+    """The warnings of a training."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.logger = logging.getLogger(f"job-{secrets.token_hex(4)}")
+        self.logger.addHandler(self)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def fit(runs, *, memory_steps=True, ballast=0, ckpt_path=None, callback=None, **options):
+    """Trains three steps with memory steps alone; gives the trainer, its error and its warnings."""
+    said, model = Said(), Model(ballast=ballast)
+    options = {"wait_timeout_s": 20, "save_on_train_end": False, "drain": "thread", **options}
+    callback = callback or TieredModelCheckpoint(memory_every_n_train_steps=1, save_top_k=0)
+    trainer = runs.trainer(
+        [callback] if memory_steps else [],
+        io=runs.io(logger=said.logger, **options),
+        max_steps=3,
+        enable_checkpointing=memory_steps,
+    )
+    try:
+        trainer.fit(model, ckpt_path=ckpt_path)
+    except Exception as error:
+        return trainer, error, said.lines
+    return trainer, None, said.lines
+
+
+def probes(runs):
+    store = open_store(TieredCheckpointConfig(dirpath=runs.dirpath))
+    try:
+        return [entry.key for entry in store.list(".tiered/preflight/")]
+    finally:
+        store.close()
+
+
+def denied(operation):
+    return {"plan": where(DENIED, operation=operation), "ballast": LARGE, "chunk_size_MB": 8}
+
+
+#: A wrong setup: its options, the error's class, its operation, and texts of its message, key and hint.
+WRONG = {
+    "no bucket": ({"dirpath": "s3://no-such-bucket-here/run"}, StoreConfigError, "list", "does not exist there"),
+    "no credentials": ({"without": CREDENTIALS}, StoreAccessError, "list, put", "environment, profile or role"),
+    "no profile": ({"profile": "nobody"}, StoreConfigError, "connect", "check profile"),
+    "a wrong region": (
+        {"plan": in_region("eu-central-1", told=False), "region": "us-west-2"},
+        StoreConfigError,
+        "list",
+        "set region and endpoint_url",
+    ),
+    "no right to anything": (denied(None), StoreAccessError, "list, put", "their rights on this bucket"),
+    **{
+        f"no right to {name}": (denied(name), StoreAccessError, name, "their rights on this bucket and prefix")
+        for name in ("list", "put", "get", "delete", "create", "abort")
+    },
+}
+FURTHER = {"no right to anything", "no profile", "no right to list", "no right to get", "no right to create"}
+
+
+@pytest.mark.parametrize(
+    "setup", [pytest.param(each, marks=pytest.mark.matrix) if each in FURTHER else each for each in WRONG]
+)
+def test_what_no_retry_can_mend_is_one_error_before_the_first_batch(setup, runs, proxy, monkeypatch):
+    changes, kind, operation, hint = WRONG[setup]
+    options = {"endpoint_url": proxy.endpoint_url, **changes}
+    proxy.plan = options.pop("plan", proxy.plan)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    with monkeypatch.context() as env:
+        for name in options.pop("without", ()):
+            env.delenv(name)
+        trainer, error, _ = fit(runs, on_save_error="warn", **options)
+    assert type(error) is kind
+    assert error.message.startswith("preflight: ")
+    assert error.operation == operation
+    assert error.key.startswith(options.get("dirpath", runs.dirpath))
+    assert hint in error.hint
+    assert "preflight: warn" in error.hint
+    assert trainer.global_step == 0
+    # Nothing stays there but what may not be deleted, and the error says where that is.
+    assert all(key in error.message for key in probes(runs))
+    assert proxy.counts["part"] == 0
+
+
+def test_a_directory_that_takes_no_files_is_an_error(runs, tmp_path):
+    runs.dirpath = str(tmp_path / "durable")
+    Path(runs.dirpath).write_bytes(b"in the way")
+    trainer, error, _ = fit(runs)
+    assert type(error) is StoreError
+    assert (error.operation, trainer.global_step) == ("put", 0)
+    assert error.key.startswith(runs.dirpath)
+
+
+def test_a_memory_tier_that_can_not_be_used_is_an_error(runs, tmp_path):
+    trainer, error, _ = fit(runs, memory_dir=str(tmp_path / "nowhere"))
+    assert type(error) is MemoryTierError
+    assert (error.key, trainer.global_step) == (str(tmp_path / "nowhere"), 0)
+
+
+def test_memory_too_small_is_an_error_only_where_nothing_can_be_saved(runs, tmp_path):
+    with mounted_tmpfs(tmp_path / "tight", 8 << 20) as folder:
+        small = {"memory_dir": str(folder), "ballast": LARGE, "spill_dir": None}
+        trainer, error, _ = fit(runs, **small)
+        assert type(error) is MemoryFullError
+        assert "parameters and buffers alone take 0.01 GiB; memory can hold 8.00 MiB" in error.message
+        assert (error.operation, error.key, trainer.global_step) == ("save", str(folder), 0)
+        assert "spill_dir" in error.hint
+        # A named spill holds steps of memory alone, too.
+        trainer, error, said = fit(runs, **{**small, "spill_dir": str(tmp_path / "spill")})
+        assert (error, trainer.global_step) == (None, 3)
+        assert not [line for line in said if "preflight" in line]
+        # A durable save gets there without memory.
+        both = TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=3)
+        with pytest.warns(UserWarning, match="the memory tier can't hold"):
+            trainer, error, said = fit(runs, callback=both, namespace="both", **small)
+        assert (error, trainer.global_step) == (None, 3)
+        (line,) = (line for line in said if "preflight" in line)
+        assert "steps of memory alone are skipped and durable saves block training" in line
+        assert runs.durable() == ["epoch=0-step=3.ckpt"]
+
+
+def test_preflight_warn_and_off(runs, proxy):
+    proxy.plan = where(DENIED)
+    trainer, error, said = fit(runs, memory_steps=False, endpoint_url=proxy.endpoint_url, preflight="warn")
+    assert (error, trainer.global_step) == (None, 3)
+    (line,) = said
+    assert line.startswith("preflight: S3 list failed (AccessDenied, HTTP 403); S3 put failed")
+    assert "training continues: " in line
+    proxy.counts.clear()
+    trainer, error, said = fit(runs, memory_steps=False, endpoint_url=proxy.endpoint_url, preflight="off")
+    assert (error, trainer.global_step, said, dict(proxy.counts)) == (None, 3, [], {})
+
+
+def test_a_restart_after_a_role_was_changed_continues_from_memory(memory_dir, tmp_path, monkeypatch):
+    """With real rights: the job may only read when it comes back, and its memory holds a checkpoint."""
+    runs = Runs(f"s3://{BUCKET}/run", memory_dir, tmp_path)
+    with ServerWithRights() as server:
+        use(server.writer, monkeypatch)
+        assert fit(runs)[1] is None
+        use(server.reader, monkeypatch)
+        again = TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=4)
+        said = Said()
+        io = runs.io(logger=said.logger, wait_timeout_s=3, drain="thread", save_on_train_end=False)
+        trainer, _ = runs.fit(again, io=io, max_steps=6)
+        assert (trainer.global_step, io.checkpointer.restored.step) == (6, 3)
+        (line,) = (line for line in said.lines if "preflight" in line)
+        assert "S3 put failed (AccessDenied, HTTP 403)" in line
+        assert "training continues, because node memory holds a checkpoint to resume from" in line
+        # It repeats: a later save shows that the upload failed.
+        assert [line for line in said.lines if "saving epoch=0-step=4.ckpt failed" in line and "AccessDenied" in line]
+        # Another node, whose memory holds nothing, is refused.
+        runs.wipe()
+        trainer, error, _ = fit(runs, ckpt_path="tiered:latest")
+        assert type(error) is StoreAccessError
+        assert (error.operation, trainer.global_step) == ("put", 0)
+
+
+def use(env: Mapping[str, str], monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("server", ["silent", "away", pytest.param("busy", marks=pytest.mark.matrix)])
+def test_what_may_pass_is_one_warning_with_the_deadline(server, runs, proxy):
+    endpoint = proxy.endpoint_url if server != "away" else "http://127.0.0.1:9"
+    proxy.plan = where({"silent": stall, "busy": refuse(503, "SlowDown")}.get(server))
+    with hurried(preflight_s=1.0 if server == "silent" else 60.0):
+        trainer, error, said = fit(runs, memory_steps=False, endpoint_url=endpoint, pending_timeout_s=7)
+    assert (error, trainer.global_step) == (None, 3)
+    (line,) = said
+    assert line.startswith("preflight: ")
+    assert {"silent": "no answer within 1 s", "away": "EndpointConnectionError", "busy": "SlowDown"}[server] in line
+    assert "training continues: a save waits at most 7 s for the durable tier (pending_timeout_s)" in line
+
+
+def test_not_asking_for_the_checkpoint_that_is_there_is_one_warning(runs):
+    def hints(said):
+        return [line for line in said if "ckpt_path" in line]
+
+    callback = TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=2)
+    trainer, error, said = fit(runs, callback=callback)
+    assert (error, hints(said)) == (None, [])
+    # Its own checkpoints are no news to a trainer.
+    trainer.fit_loop.epoch_loop.max_steps = 5
+    trainer.fit(Model())
+    assert hints(said) == []
+    assert hints(fit(runs, ckpt_path="tiered:latest", memory_steps=False)[2]) == []
+    (line,) = hints(fit(runs, memory_steps=False)[2])
+    assert "ckpt_path='tiered:latest' would resume from memory/epoch=1-step=5.ckpt (step 5, memory tier)" in line
+    runs.wipe()
+    (line,) = hints(fit(runs, memory_steps=False, namespace=f"other-{secrets.token_hex(2)}")[2])
+    assert "would resume from epoch=1-step=4.ckpt (step 4, durable tier)" in line
+    assert probes(runs) == []

@@ -1,0 +1,291 @@
+"""Preflight: what the saves of a training will need is tried before its first batch, within a few seconds.
+
+First come the tries, then a judgement that is pure. What no retry can mend is an error, unless node memory holds a
+checkpoint to resume from: then training must not stay down for it. What may pass is a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.ranks.coordination import node_of
+from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, discover, look, tiers_of
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Selector, choose
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.errors import (
+    MemoryFullError,
+    MemoryTierError,
+    StoreAccessError,
+    StoreError,
+    StoreUnavailableError,
+    TieredCheckpointError,
+)
+from tiered_checkpoint_io.logs import gib
+from tiered_checkpoint_io.memory.node import node_budget
+from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import Store, open_store
+
+_T = TypeVar("_T")
+
+
+class Need(NamedTuple):
+    """What a training will save, as far as that is known before it begins.
+
+    Attributes:
+        node_bytes: What a checkpoint takes of one node's memory at least: parameters and buffers.
+        file_bytes: The size of a checkpoint's largest file, with optimizers: an estimate.
+        memory_steps: Whether some steps go to memory alone.
+        durable_steps: Whether others go to the durable tier.
+    """
+
+    node_bytes: int
+    file_bytes: int
+    memory_steps: bool
+    durable_steps: bool
+
+
+class Room(NamedTuple):
+    """What one checkpoint may take at most in memory and in the spill, bytes; and whether the user named the spill."""
+
+    memory: int
+    spill: int
+    spill_is_named: bool
+
+
+class Problem(NamedTuple):
+    """What was found.
+
+    Attributes:
+        error: As it is raised.
+        permanent: Whether no retry can mend it.
+        consequence: What follows where training continues.
+    """
+
+    error: TieredCheckpointError
+    permanent: bool
+    consequence: str
+
+
+def preflight(session: Session, need: Need) -> None:
+    """Tries what saves will need; rank 0 alone calls this, before the first batch. Does nothing where it is off.
+
+    Raises:
+        StoreError: The durable tier refuses what saves need, or does not exist as configured.
+        ConfigError: The client library for the durable tier is missing.
+        MemoryTierError: The memory tier can't be used, or no checkpoint can be saved because it is too small.
+    """
+    config = session.config
+    if config.preflight == "off":
+        return
+    problems: list[Problem] = []
+    holds = False
+    try:
+        held = tiers_of(session, config).held()
+        holds = any(stored.part.dirpath == session.dirpath and stored.part.content.resumable for stored in held)
+        problems += judge_room(need, _room(session), config)
+    except MemoryTierError as error:
+        full = isinstance(error, MemoryFullError)
+        problems.append(Problem(error, not full, "saves fail until that is mended, and each failure is logged"))
+    except OSError as error:
+        session.log.warning("preflight could not look at node memory: %s", error)
+    # A checkpoint of one part is one request, a larger one several.
+    multipart = need.file_bytes > config.chunk_size_MB << 20
+    problems += judge_store(_failures(session, multipart=multipart), config)
+    stopping = next((each for each in problems if each.permanent), None)
+    if stopping is not None and config.preflight == "error" and not holds:
+        raise _refusal(stopping.error)
+    why = ", because node memory holds a checkpoint to resume from" if holds else ""
+    for each in problems:
+        reason = why if each.permanent and config.preflight == "error" else ""
+        session.log.warning("preflight: %s; training continues%s: %s", each.error, reason, each.consequence)
+
+
+def newest(session: Session, companion: str = "") -> Candidate | None:
+    """What ``tiered:latest`` would resume from, as far as this rank sees; of a durable tier in trouble, nothing.
+
+    Args:
+        session: Both tiers.
+        companion: See :class:`Selector`.
+    """
+    selector = Selector("latest", companion=companion)
+    tiers = replace(tiers_of(session, session.config), on_listed=lambda _: None)
+    here = look(tiers, 0)
+
+    def ask(store: Store) -> DurableCatalog:
+        return discover(replace(tiers, store=lambda: store), selector, here.aliases)
+
+    found = DurableCatalog()
+    with contextlib.suppress(TieredCheckpointError):
+        found = _asked(session, ask)
+    node = node_of(tiers.memory.root)
+    catalog = Catalog({node: here.held}, found.manifests, here.aliases)
+    # Of local checkpoints, each rank loads its own by itself: none is this training's.
+    return next(iter(choose(catalog, selector, "sharded", replicas=True)), None)
+
+
+# ----------------------------------------------------------------------------------- judgement
+def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpointConfig) -> list[Problem]:
+    """The problem, if any, that requests to the durable tier failed."""
+    if not failures:
+        return []
+    first = next((each for each in failures if not each.retryable), failures[0])
+    text = "; ".join(dict.fromkeys(each.message for each in failures))
+    text += "".join(f"; {each.key} may stay there" for each in failures if each.operation == "delete")
+    operations = ", ".join(dict.fromkeys(each.operation or "preflight" for each in failures))
+    key = first.key or config.dirpath
+    # Keys of stores of files are relative.
+    key = key if key.startswith(config.dirpath) else ids.join_url(config.dirpath, key)
+    error = type(first)(text, operation=operations, tier="durable", key=key, hint=first.hint)
+    consequence = (
+        "what needs that fails until it is mended, and each failed upload is reported again at the next save"
+        if not first.retryable
+        else f"a save waits at most {config.pending_timeout_s} s for the durable tier (pending_timeout_s); after that"
+        " its checkpoint stays in node memory"
+    )
+    return [Problem(error, not first.retryable, consequence)]
+
+
+def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[Problem]:
+    """The problem, if any, that not even the weights alone fit into memory and the spill, however empty they are."""
+    if need.node_bytes <= room.memory or (room.spill_is_named and need.node_bytes <= room.spill):
+        return []
+    streams = need.node_bytes > room.spill
+    consequences = ["steps of memory alone are skipped"] * need.memory_steps
+    if streams and need.durable_steps:
+        consequences.append("durable saves block training while they are sent")
+    if not consequences:
+        return []
+    error = MemoryFullError(
+        f"parameters and buffers alone take {gib(need.node_bytes)}; memory can hold {gib(room.memory)}"
+        f" and the spill {gib(room.spill)}",
+        operation="save",
+        tier="memory",
+        key=config.memory_dir,
+        hint="give memory_dir more space (docker: --shm-size), raise memory_allocation_percentage, or name a spill_dir",
+    )
+    # A durable save reaches its tier all the same.
+    return [Problem(error, not need.durable_steps, " and ".join(consequences))]
+
+
+def _refusal(error: TieredCheckpointError) -> TieredCheckpointError:
+    """The error that is raised for a problem."""
+    hint = "; ".join(filter(None, [error.hint, "to train all the same, set preflight: warn"]))
+    return type(error)(
+        f"preflight: {error.message}", operation=error.operation, tier=error.tier, key=error.key, hint=hint
+    )
+
+
+# ---------------------------------------------------------------------------------------- tries
+def _failures(session: Session, *, multipart: bool) -> list[TieredCheckpointError]:
+    """Why requests to the durable tier failed; empty where none did."""
+    key = ids.preflight_key(session.clock.token(8))
+    try:
+        return _asked(session, lambda store: try_requests(store, key, multipart=multipart))
+    except TieredCheckpointError as error:
+        return [error]
+
+
+def try_requests(store: Store, key: str, *, multipart: bool) -> list[TieredCheckpointError]:
+    """Sends each kind of request that saves, loads and deletes need once; gives the errors of those that failed.
+
+    After a refused one the others are sent as well, so that all missing rights are known at once.
+
+    Args:
+        store: The durable tier.
+        key: Of an object to be written, read and deleted.
+        multipart: Whether to begin an upload in parts, and end it, where the store has such.
+    """
+    failures: list[TieredCheckpointError] = []
+    content = key.encode()
+
+    def done(request: Callable[[], object]) -> bool:
+        try:
+            request()
+        except TieredCheckpointError as error:
+            failures.append(error)
+            return False
+        return True
+
+    def read_back() -> None:
+        if store.get(key) != content:
+            raise StoreError("an object that was just written has another content", operation="get", key=key)
+
+    if not done(lambda: next(iter(store.list(ids.PREFLIGHT_PREFIX)), None)) and not _lacks_a_right(failures):
+        return failures
+    if not done(lambda: store.put(key, content)) and not failures[-1].retryable:
+        return failures
+    # Where there was no answer, it may have been written.
+    if not failures or _lacks_a_right(failures):
+        done(read_back)
+        begin = getattr(store, "try_multipart", None)
+        if multipart and begin is not None:
+            done(lambda: begin(key))
+    done(lambda: store.delete(key))
+    return failures
+
+
+def _lacks_a_right(failures: Sequence[TieredCheckpointError]) -> bool:
+    return all(isinstance(error, StoreAccessError) for error in failures)
+
+
+def _asked(session: Session, ask: Callable[[Store], _T]) -> _T:
+    """What ``ask`` makes of the durable tier, each request sent once.
+
+    Raises:
+        StoreUnavailableError: It is not done within ``preflight_s`` seconds; it ends by itself, later.
+        StoreError, ConfigError: Of ``ask``, or the store can't be opened.
+    """
+    seconds = session.clock.timing.preflight_s
+    bounds = replace(
+        session.clock.timing,
+        s3_connect_s=min(seconds, session.clock.timing.s3_connect_s),
+        s3_read_s=min(seconds, session.clock.timing.s3_read_s),
+        # Over before the first attempt is.
+        retry_deadline_s=-1.0,
+    )
+    store = open_store(session.config, session.dirpath, clock=Clock(bounds, session.clock.rng))
+    ended: list[tuple[_T | None, Exception | None]] = []
+
+    def run() -> None:
+        try:
+            ended.append((ask(store), None))
+        except Exception as error:
+            ended.append((None, error))
+        finally:
+            store.close()
+
+    thread = threading.Thread(target=run, name="tiered-preflight", daemon=True)
+    thread.start()
+    session.clock.join(thread, seconds)
+    if not ended:
+        raise StoreUnavailableError(
+            f"no answer within {seconds:.0f} s", operation="preflight", key=store.url, hint="check the network"
+        )
+    answer, failed = ended[0]
+    if isinstance(failed, TieredCheckpointError):
+        raise failed
+    if failed is not None:
+        text = f"{type(failed).__name__}: {failed}"
+        raise StoreUnavailableError(text, operation="preflight", key=store.url) from failed
+    return answer  # type: ignore[return-value]
+
+
+def _room(session: Session) -> Room:
+    """What this node's memory and spill can hold, by the sizes of their file systems: others may leave again."""
+    config = session.config
+    spill_dir, spill = spill_dir_of(config.spill_dir), 0
+    if spill_dir is not None:
+        folder = next(each for each in (Path(spill_dir), *Path(spill_dir).parents) if each.is_dir())
+        facts = os.statvfs(folder)
+        spill = facts.f_blocks * facts.f_frsize // (2 if config.spill_dir == AUTO else 1)
+    memory = node_budget(config.memory_allocation_percentage, config.memory_dir)
+    return Room(memory, spill, config.spill_dir not in (AUTO, None))
