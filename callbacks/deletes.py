@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks.migration import WITHHELD, PortableState
 from tiered_checkpoint_io.callbacks.trainer import is_below
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.model import ids
 
-WITHHELD = "withheld"
 
-
-class SafeDeletes(ModelCheckpoint):
+class SafeDeletes(PortableState):
     """A ModelCheckpoint that deletes a checkpoint only where nothing needs it any more.
 
     A delete waits until a later save is durable, or queued for it; what the run resumed from is left for the next run

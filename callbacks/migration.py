@@ -1,0 +1,59 @@
+"""The state of one checkpoint callback for another: Lightning's own and ours load each other's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+#: What our state has beside Lightning's; by this key it is known.
+WITHHELD = "withheld"
+_STOCK, _OURS = "ModelCheckpoint", "TieredModelCheckpoint"
+
+
+class PortableState(ModelCheckpoint):
+    """A ModelCheckpoint whose state is that of Lightning's own class, so that a run may change over and back."""
+
+    @property
+    def state_key(self) -> str:
+        """That of Lightning's own callback with the same arguments."""
+        key = super().state_key
+        return key.replace(_OURS, _STOCK, 1) if type(self).__qualname__ == _OURS else key
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Finds this callback's state where it is kept under another key."""
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        states = checkpoint.get("callbacks") or {}
+        others = {each.state_key for each in trainer.callbacks if each is not self}  # type: ignore[attr-defined]
+        key = key_to_load(states, self, others)
+        if key is not None and key != self.state_key:
+            checkpoint["callbacks"] = {**states, self.state_key: states[key]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if WITHHELD not in state_dict:
+            # Of Lightning's own callback: what it kept counts, wherever it is. What lies elsewhere is never deleted.
+            state_dict = {**state_dict, "dirpath": self.dirpath}
+        super().load_state_dict(state_dict)
+
+
+def key_to_load(states: Mapping[Any, Any], callback: ModelCheckpoint, taken: Collection[str]) -> str | None:
+    """Under which key a checkpoint has the state for a callback; None where it has none.
+
+    That is its own key; else that of the same arguments in another class; else the only one of the same ``monitor``
+    and ``mode`` that Lightning's own class has left, because a run that changes over may change its triggers too.
+
+    Args:
+        states: Of all callbacks, by their keys.
+        callback: Which is to be restored.
+        taken: Keys of the trainer's other callbacks.
+    """
+    key = callback.state_key
+    _, brace, arguments = key.partition("{")
+    same = _STOCK + repr({"monitor": callback.monitor, "mode": callback.mode}).removesuffix("}") + ", "
+    # Before Lightning 1.5, keys were classes.
+    alike = [each for each in states if isinstance(each, str) and each.startswith(same) and each not in taken]
+    alike = [each for each in alike if WITHHELD not in states[each]]
+    candidates = [key, _STOCK + brace + arguments, _OURS + brace + arguments, *(alike if len(alike) == 1 else [])]
+    return next((each for each in candidates if each in states and each not in taken), None)

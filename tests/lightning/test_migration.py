@@ -1,0 +1,96 @@
+"""A run changes over from Lightning's ModelCheckpoint to ours, and back: the state comes along."""
+
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.training import Model
+
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.migration import key_to_load
+
+BEST = {"monitor": "score", "mode": "max", "save_top_k": 2, "filename": "best-{step}", "every_n_train_steps": 4}
+STATE = ("best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
+
+
+def stock(runs, folder, steps, ckpt_path=None, **more):
+    """Trains with Lightning alone."""
+    callback = ModelCheckpoint(folder, **{**BEST, **more})
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = Trainer(callbacks=[callback], max_steps=steps, default_root_dir=runs.root, **quiet)
+    trainer.fit(Model(), ckpt_path=ckpt_path)
+    return callback
+
+
+def state(callback):
+    return {key: callback.state_dict()[key] for key in STATE}
+
+
+class Noted:
+    """Notes a callback's state as it was right after the restore."""
+
+    def on_train_start(self, *args):
+        self.noted = state(self)
+        super().on_train_start(*args)
+
+
+class OursNoted(Noted, TieredModelCheckpoint):
+    # As the class itself: the state is kept by its name.
+    __qualname__ = TieredModelCheckpoint.__qualname__
+
+
+def test_from_lightnings_own_and_nothing_elsewhere_is_deleted(runs, tmp_path):
+    old = stock(runs, tmp_path / "old", 12, save_last=True)
+    before = sorted(Path(tmp_path, "old").iterdir())
+    ours = OursNoted(**BEST, save_last=True)
+    trainer, _ = runs.fit(ours, ckpt_path=old.last_model_path)
+    assert ours.noted == state(old)
+    assert trainer.global_step == 20
+    assert sorted(Path(tmp_path, "old").iterdir()) == before
+    assert old.best_model_path == ours.best_model_path
+    assert trainer.io.load_checkpoint(ours.best_model_path)["global_step"]
+    trainer.io.teardown()
+    # Other triggers than before: the best of this monitor still count.
+    other = OursNoted(**{**BEST, "every_n_train_steps": 5, "filename": "five-{step}"})
+    runs.wipe()
+    runs.fit(other, ckpt_path=old.last_model_path, max_steps=13)
+    assert other.noted == state(old)
+
+
+def test_back_to_lightnings_own(runs):
+    ours = TieredModelCheckpoint(**BEST, save_last=True)
+    runs.fit(ours, max_steps=12)
+    folder = runs.dirpath
+    back = stock(runs, folder, 13, ckpt_path=f"{folder}/{Path(ours.best_model_path).name}")
+    assert back.best_k_models
+    loaded = torch.load(ours.best_model_path, weights_only=False)["callbacks"]
+    assert list(loaded) == [back.state_key]
+    assert set(back.best_k_models) <= set(map(str, Path(folder).iterdir()))
+
+
+def test_a_plain_plugin_is_a_change_over_as_well(runs, tmp_path):
+    """Lightning's own callback with our IO becomes one of ours, and keeps the state of the run before."""
+    old = stock(runs, tmp_path / "old", 12, save_last=True)
+    adopted = ModelCheckpoint(**BEST)
+    runs.fit(adopted, ckpt_path=old.last_model_path, max_steps=13)
+    assert type(adopted) is TieredModelCheckpoint
+    assert adopted.best_model_path == old.best_model_path
+    assert adopted.best_k_models == old.best_k_models
+
+
+def test_which_state_is_loaded():
+    mine = TieredModelCheckpoint(**BEST)
+    arguments = mine.state_key.removeprefix("ModelCheckpoint")
+    earlier, slower = "TieredModelCheckpoint" + arguments, ModelCheckpoint(monitor="score", mode="max").state_key
+    third = ModelCheckpoint(monitor="score", mode="max", every_n_train_steps=3).state_key
+    for states, expected in (
+        ({mine.state_key: {}, earlier: {"withheld": []}}, mine.state_key),
+        ({earlier: {"withheld": []}, slower: {}}, earlier),
+        ({slower: {}}, slower),
+        ({slower: {}, third: {}}, None),
+        ({slower: {"withheld": []}}, None),
+        ({ModelCheckpoint(monitor="loss").state_key: {}, ModelCheckpoint: {}}, None),
+    ):
+        assert key_to_load(states, mine, ()) == expected
+    assert key_to_load({slower: {}}, mine, {slower}) is None
