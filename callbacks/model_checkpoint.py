@@ -14,17 +14,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.lightning import require_tiered_io
-from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
-from tiered_checkpoint_io.callbacks.places import check_places
+from tiered_checkpoint_io.callbacks.ending import DurableEnd
+from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.callbacks.trainer import (
     check_every,
     check_strategy,
-    fail_together,
     if_known,
-    is_below,
     on_rank_0,
+    save_together,
     tiers_for_step,
 )
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -33,7 +32,6 @@ from tiered_checkpoint_io.errors import (
     ConfigError,
     DrainError,
     StoreError,
-    TieredCheckpointError,
 )
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -42,7 +40,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 
 
-class TieredModelCheckpoint(SafeDeletes):
+class TieredModelCheckpoint(DurableEnd):
     """A ModelCheckpoint whose own checkpoints are durable, with cheap memory steps in between.
 
     All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the
@@ -204,20 +202,12 @@ class TieredModelCheckpoint(SafeDeletes):
         check_strategy(trainer.strategy)
         root = io.config.dirpath
         dirpath = root if self.dirpath is None else str(self.dirpath)
-        if not trainer.strategy.reduce_boolean_decision(dirpath == trainer.strategy.broadcast(dirpath)):
-            raise ConfigError(
-                f"dirpath differs between ranks; here it is {dirpath!r}",
-                hint="it must not depend on the rank or the time of day",
-            )
-        if not is_below(f"{dirpath}/x", root):
-            raise ConfigError(
-                f"the callback's dirpath {dirpath!r} is not below the IO's {root!r}",
-                hint="leave the callback's dirpath out",
-            )
+        check_dirpath(trainer, dirpath, root)
         if stage == "fit":
             check_places(self._siblings(trainer), root)
             # Before anything is trained: whether another run writes there.
             on_rank_0(trainer, io.checkpointer.session.claims.claim)
+            self._begin_fit(trainer)
         self._io = io
         self._ask_exists = True
         if ids.parse_best_url(self.best_model_path) is not None:
@@ -236,6 +226,7 @@ class TieredModelCheckpoint(SafeDeletes):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        self._begin_training(trainer)
         if trainer.is_global_zero:
             self._reporter.start(trainer)
 
@@ -249,13 +240,14 @@ class TieredModelCheckpoint(SafeDeletes):
         if "memory" in tiers and not (self._should_skip_saving_checkpoint(trainer) or self._saved(trainer, step)):
             self._last_memory_step = step
             name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"
-            self._save(trainer, ids.join_url(self._engine.dirpath, name), {"tiers": ["memory"]}, weights_only=False)
+            self._save_state(trainer, name, "memory")
         clock = self._engine.session.clock
         if clock.monotonic() - self._polled > clock.timing.outcome_poll_s:
             self._look_after(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
+        self._save_end(trainer)
         if trainer.is_global_zero:
             # What cannot be finished is shown by the IO's teardown, and taken up by the next start.
             with contextlib.suppress(DrainError):
@@ -298,6 +290,8 @@ class TieredModelCheckpoint(SafeDeletes):
                 options["metric"] = (self.monitor, float(value))
             report = self._save(trainer, filepath, options, weights_only=self.save_weights_only)
             self._landed = report is not None and "durable" in report.tiers
+            if not self.save_weights_only:
+                self._resumable = self._resumable.after(step, report)
             if not self._naming_last:
                 self._durable_save = (step, filepath)
             if self._landed:
@@ -308,6 +302,9 @@ class TieredModelCheckpoint(SafeDeletes):
         self._look_after(trainer)
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            # Upstream saves it when training ends, whatever the training was.
+            return
         self._naming_last = True
         try:
             super()._save_last_checkpoint(trainer, monitor_candidates)
@@ -338,6 +335,13 @@ class TieredModelCheckpoint(SafeDeletes):
         super().to_yaml(filepath)
 
     # ----------------------------------------------------------------------------------- inside
+    def _begin_fit(self, trainer: Trainer) -> None:
+        """Forgets what an earlier fit has saved: the same step may be another state now."""
+        self._last_memory_step, self._durable_save = -1, (-1, "")
+        self._landed, self._last_checkpoint_saved = False, ""
+        if self._last_global_step_saved != trainer.global_step:
+            self._last_global_step_saved = 0
+
     def _promise_best(self) -> None:
         """Lets ``ckpt_path="best"`` find, in a process that has not trained, what earlier ones saved."""
         self.best_model_path = self.best_model_path or ids.best_url(self.monitor, self.mode)
@@ -350,16 +354,8 @@ class TieredModelCheckpoint(SafeDeletes):
         Returns:
             None where the save failed, and on all ranks but the first.
         """
-        error: TieredCheckpointError | None = None
         before = self._engine.progress().last_save if trainer.is_global_zero else None
-        try:
-            trainer.save_checkpoint(filepath, weights_only, storage_options=options)
-        except TieredCheckpointError as caught:
-            error = caught
-            if trainer.world_size > 1:
-                # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
-                trainer.strategy.barrier("Trainer.save_checkpoint")
-        fail_together(trainer, error)
+        save_together(trainer, filepath, options, weights_only=weights_only)
         if not trainer.is_global_zero:
             return None
         progress = self._engine.progress()
@@ -375,8 +371,7 @@ class TieredModelCheckpoint(SafeDeletes):
         siblings = self._siblings(trainer)
         return any(step in (each._last_global_step_saved, each._last_memory_step) for each in siblings)
 
-    @staticmethod
-    def _siblings(trainer: Trainer) -> list[TieredModelCheckpoint]:
+    def _siblings(self, trainer: Trainer) -> list[TieredModelCheckpoint]:
         """The trainer's callbacks of this kind, this one included."""
         return [each for each in trainer.checkpoint_callbacks if isinstance(each, TieredModelCheckpoint)]
 

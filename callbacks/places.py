@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io.callbacks.trainer import is_below
@@ -27,6 +28,24 @@ def folder_of(dirpath: Any, root: str) -> str | None:
         # Lightning's own callback resolves symbolic links.
         text = root + text[len(real) :]
     return ids.normalize_dirpath(text) if is_below(f"{text.rstrip('/')}/x", root) else None
+
+
+def check_dirpath(trainer: Trainer, dirpath: str, root: str) -> None:
+    """Refuses a callback's dirpath that is not below the IO's, or not the same on all ranks; all ranks call this.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if not trainer.strategy.reduce_boolean_decision(dirpath == trainer.strategy.broadcast(dirpath)):
+        raise ConfigError(
+            f"dirpath differs between ranks; here it is {dirpath!r}",
+            hint="it must not depend on the rank or the time of day",
+        )
+    if not is_below(f"{dirpath}/x", root):
+        raise ConfigError(
+            f"the callback's dirpath {dirpath!r} is not below the IO's {root!r}",
+            hint="leave the callback's dirpath out",
+        )
 
 
 def check_places(callbacks: Iterable[ModelCheckpoint], root: str) -> None:

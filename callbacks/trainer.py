@@ -77,6 +77,19 @@ def fail_together(trainer: Trainer, error: TieredCheckpointError | None) -> None
     raise_first(errors)
 
 
+def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool) -> None:
+    """Saves on all ranks, or raises the same error on all."""
+    error: TieredCheckpointError | None = None
+    try:
+        trainer.save_checkpoint(filepath, weights_only, storage_options=options)
+    except TieredCheckpointError as caught:
+        error = caught
+        if trainer.world_size > 1:
+            # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
+            trainer.strategy.barrier("Trainer.save_checkpoint")
+    fail_together(trainer, error)
+
+
 def tiers_for_step(
     global_step: int, memory_every_n_train_steps: int | None, s3_every_n_train_steps: int | None
 ) -> frozenset[str]:

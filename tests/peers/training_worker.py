@@ -87,7 +87,7 @@ if __name__ == "__main__":
     seed_everything(1, verbose=False)
     strategy = TieredModelParallelStrategy(4, 1) if told["strategy"] == "fsdp2" else DDPStrategy()
     block = {**told["options"], "memory_every_n_train_steps": 1, "wait_timeout_s": 60, "on_save_error": "raise"}
-    block |= {"enable_async_checkpointing": True, "s3_every_n_train_steps": None}
+    block |= {"enable_async_checkpointing": True, "s3_every_n_train_steps": None, "save_on_train_end": False}
     io = TieredCheckpointIO.from_config(block)
     watch, model = Watch(), Toy()
     trainer = Trainer(

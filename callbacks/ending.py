@@ -1,0 +1,84 @@
+"""The end of training: the newest step that training can resume from is not left in memory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Trainer
+
+from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.model import ids
+
+#: The checkpoint's name below dirpath, without its ending. One job has one of them: the next one replaces it.
+NAME = "train_end"
+
+
+class Resumable(NamedTuple):
+    """The newest steps that a callback has saved and that training can resume from; -1 for none.
+
+    Attributes:
+        saved: In any tier.
+        durable: On the durable tier, or queued for it.
+    """
+
+    saved: int = -1
+    durable: int = -1
+
+    def after(self, step: int, report: SaveReport | None) -> Resumable:
+        """As it is after a save of a whole training state; without a report, one that failed."""
+        if report is None:
+            return self
+        return Resumable(step, step if "durable" in report.tiers else self.durable)
+
+
+def is_in_memory_alone(callbacks: Iterable[Resumable]) -> bool:
+    """Whether the newest step that training can resume from is not, and will not be, on the durable tier."""
+    known = [*callbacks]
+    return max(each.saved for each in known) > max(each.durable for each in known)
+
+
+class DurableEnd(SafeDeletes):
+    """A ModelCheckpoint after whose training the newest step to resume from is durable.
+
+    A checkpoint in memory can't be marked for the upload later, since all its parts say from the start where they go.
+    So the state is saved once more, at the step where training ended: under a name of its own, which neither the top-k
+    nor ``last`` knows.
+    """
+
+    save_on_train_end: bool
+    #: On rank 0, what is saved of this training.
+    _resumable: Resumable
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._resumable = Resumable()
+
+    def _begin_training(self, trainer: Trainer) -> None:
+        """Begins with what was restored: it may be in memory alone."""
+        restored, step = self._engine.restored, trainer.global_step
+        in_memory = restored is not None and restored.step == step and restored.tier != "durable"
+        self._resumable = Resumable(saved=step) if in_memory else Resumable()
+
+    def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> None:
+        """Saves the whole training state below the IO's dirpath, beside what ModelCheckpoint counts."""
+        report = self._save(trainer, ids.join_url(self._engine.dirpath, name), {"tiers": tiers}, weights_only=False)
+        self._resumable = self._resumable.after(trainer.global_step, report)
+
+    def _save_end(self, trainer: Trainer) -> None:
+        """Saves the last state to the durable tier, where the newest is in memory alone; all ranks call this."""
+        wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end
+        if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            missing = is_in_memory_alone(each._resumable for each in self._siblings(trainer))
+            # Rank 0 knows what became of the saves.
+            if trainer.strategy.broadcast(missing):
+                self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
+
+    def _siblings(self, trainer: Trainer) -> Sequence[DurableEnd]:
+        raise NotImplementedError
+
+    def _save(
+        self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
+    ) -> SaveReport | None:
+        raise NotImplementedError

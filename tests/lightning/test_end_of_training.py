@@ -1,0 +1,119 @@
+"""The end of training: the last steps are not in memory alone, and nothing of an earlier fit is taken for this one's."""
+
+import pytest
+from support.training import Model
+
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.ending import Resumable, is_in_memory_alone
+
+
+def every(**more):
+    return TieredModelCheckpoint(
+        **{"memory_every_n_train_steps": 2, "s3_every_n_train_steps": 10, "save_last": True, **more}
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each, asynchronous):
+    runs = runs_on_each
+    callback = every()
+    runs.fit(callback, max_steps=17, asynchronous=asynchronous)
+    # Neither the top-k nor last knows of it.
+    assert runs.durable() == ["epoch=0-step=10.ckpt", "last.ckpt", "train_end.ckpt"]
+    assert callback.best_model_path == f"{runs.dirpath}/epoch=0-step=10.ckpt"
+    assert callback.last_model_path == f"{runs.dirpath}/last.ckpt"
+    io = runs.io()
+    assert io.load_checkpoint("last.ckpt")["global_step"] == 10
+    io.teardown()
+    runs.wipe()
+    trainer, _ = runs.fit(every(), max_steps=25)
+    restored = trainer.io.checkpointer.restored
+    assert (restored.name, restored.step, restored.tier) == ("train_end.ckpt", 17, "durable")
+    assert trainer.global_step == 25
+    runs.wipe()
+    io = runs.io()
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 25
+    assert runs.durable() == ["epoch=1-step=20.ckpt", "last.ckpt", "train_end.ckpt"]
+    io.teardown()
+
+
+@pytest.mark.parametrize(
+    ("callback", "options", "expected"),
+    [
+        # What is durable already, or is not to be; no steps in memory; nothing trained; a trial.
+        (every, {"max_steps": 20}, ["epoch=0-step=20.ckpt", "last.ckpt"]),
+        (lambda: every(save_on_train_end=False), {"max_steps": 13}, ["epoch=0-step=10.ckpt", "last.ckpt"]),
+        (lambda: every(memory_every_n_train_steps=None), {"max_steps": 13}, ["epoch=0-step=10.ckpt", "last.ckpt"]),
+        (every, {"limit_train_batches": 0}, []),
+        (lambda: every(memory_every_n_train_steps=1), {"fast_dev_run": 3}, []),
+        # No other trigger at all; nothing else but weights; the time at an end.
+        (memory_alone, {"max_steps": 5}, ["train_end.ckpt"]),
+        (
+            lambda: every(save_weights_only=True, save_last=None),
+            {"max_steps": 10},
+            ["epoch=0-step=10.ckpt", "train_end.ckpt"],
+        ),
+        (memory_alone, {"max_time": {"seconds": 1}, "max_steps": 10**6}, ["train_end.ckpt"]),
+    ],
+)
+def test_what_ends_and_what_is_durable_then(callback, options, expected, runs):
+    runs.fit(callback(), ckpt_path=None, **options)
+    assert runs.durable() == expected
+
+
+def memory_alone():
+    return TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=0)
+
+
+def test_the_configuration_may_say_no(runs):
+    runs.fit(memory_alone(), max_steps=5, io=runs.io(save_on_train_end=False))
+    assert runs.durable() == []
+
+
+def test_a_crash_is_no_end_and_the_run_after_it_makes_up_for_it(runs):
+    runs.fit(memory_alone(), stop_at=5)
+    assert runs.durable() == []
+    # Ends before its own first step in memory.
+    trainer, _ = runs.fit(memory_alone(), max_steps=5)
+    assert trainer.io.checkpointer.restored.step == 4
+    assert runs.durable() == ["train_end.ckpt"]
+
+
+def test_a_trial_leaves_last_alone(runs):
+    runs.fit(every(), max_steps=10)
+    runs.fit(every(), ckpt_path=None, fast_dev_run=2)
+    runs.fit(every(), ckpt_path="last", fast_dev_run=2)
+    io = runs.io()
+    assert io.load_checkpoint("last.ckpt")["global_step"] == 10
+    io.teardown()
+    trainer, _ = runs.fit(every(), ckpt_path="last", max_steps=12)
+    assert trainer.io.checkpointer.restored.step == 10
+
+
+def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
+    """The second one's step 10 is another state, and has its own "last", though its step is not among the best."""
+    callback = every(monitor="score", mode="max", memory_every_n_train_steps=None)
+    runs.fit(callback, max_steps=10, ckpt_path=None)
+    assert callback._durable_save[0] == 10
+    other = Model()
+    other.layer.weight.data.fill_(7)
+    callback.current_score = None
+    trainer, _ = runs.fit(callback, model=other, max_steps=10, ckpt_path=None)
+    for path in (callback.last_model_path, "last.ckpt"):
+        state = trainer.io.load_checkpoint(path)
+        assert state["global_step"] == 10
+        assert state["state_dict"]["layer.weight"].equal(other.layer.weight)
+    trainer.io.teardown()
+    trainer.test(Model(), ckpt_path="best", verbose=False)
+    again, _ = runs.fit(every(monitor="score", mode="max"), ckpt_path="last", max_steps=12)
+    assert again.io.checkpointer.restored.step == 10
+
+
+def test_which_ends_are_not_durable():
+    report = lambda *tiers: type("Report", (), {"tiers": frozenset(tiers)})  # noqa: E731
+    memory = Resumable().after(8, report("memory"))
+    assert is_in_memory_alone([memory])
+    assert not is_in_memory_alone([memory.after(10, report("memory", "durable"))])
+    assert not is_in_memory_alone([memory, Resumable().after(8, report("durable"))])
+    assert is_in_memory_alone([Resumable().after(5, report("durable")), memory])
+    assert not is_in_memory_alone([Resumable().after(5, None)])
