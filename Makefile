@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers
+.PHONY: venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
 
 venv: $(STAMP)
 
@@ -62,6 +62,10 @@ test-all: venv
 	$(MAKE) test-crash-states
 	$(MAKE) test-sim
 	$(MAKE) test-corruption
+
+# Short scripts as a stranger writes them, and every block of README.md; their output is compared, as `make test` does too.
+test-first-hour: venv
+	$(BIN)/python -m pytest -n 2 tests/first_hour
 
 test-crash: venv
 	$(BIN)/python tests/crash/sweep.py

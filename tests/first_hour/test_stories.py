@@ -1,0 +1,91 @@
+"""The first hour with this package: each story's output is in ``expected/``, and is read by people.
+
+``TIERED_UPDATE_EXPECTED=1 make test-first-hour`` records the texts anew.
+"""
+
+import re
+import socket
+from pathlib import Path
+
+from support.first_hour import FOLDER
+
+
+def test_a_run_that_is_killed_resumes(story):
+    assert story.python("train.py", "kill=37")[1] is None
+    story.drained()
+    assert "trained to step 60" in story.python("train.py")[0]
+    story.tiered_ckpt("ls", "s3://bucket/run")
+    story.tiered_ckpt("verify", "s3://bucket/run")
+    story.tiered_ckpt("verify", "s3://bucket/run", "tiered:latest")
+    story.shown("killed_and_resumed")
+
+
+def test_what_is_mistyped(story):
+    story.python("mistakes.py")
+    story.python("defaults.py")
+    story.shown("mistakes")
+
+
+def test_a_bucket_that_is_not_there(story):
+    story.python("train.py", "dirpath=s3://no-such-bucket/run")
+    story.shown("no_bucket")
+
+
+def test_no_credentials(story, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    story.python("train.py")
+    story.tiered_ckpt("ls", "s3://bucket/run")
+    story.shown("no_credentials")
+
+
+def test_where_trainer_save_checkpoint_saves(story):
+    story.python("save_checkpoint.py")
+    story.tiered_ckpt("ls", "s3://bucket/run")
+    story.shown("save_checkpoint")
+
+
+def test_an_evaluation_with_nothing_there(story):
+    story.python("evaluate.py")
+    story.shown("evaluate_nothing")
+
+
+def test_two_callbacks_keep_the_newest_and_the_best(story):
+    story.python("two_callbacks.py")
+    story.tiered_ckpt("ls", "s3://bucket/run")
+    story.shown("two_callbacks")
+
+
+def test_the_end_of_training_is_uploaded(story):
+    story.python("train.py", "max_steps=35")
+    story.drained()
+    story.tiered_ckpt("ls", "s3://bucket/run")
+    story.tiered_ckpt("clean", "--namespace", "first")
+    story.shown("train_end")
+
+
+def test_ctrl_c_and_the_only_copy(story):
+    story.python("train.py", "interrupt=37")
+    story.drained()
+    story.tiered_ckpt("status", "--namespace", "first")
+    # Steps 10 to 30 are in memory alone.
+    story.tiered_ckpt("clean", "--namespace", "first")
+    story.shown("interrupted")
+
+
+def test_a_server_that_is_silent(story, monkeypatch):
+    story.python("train.py", "max_steps=30", "save_on_train_end=false")
+    story.drained()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        # Connections are made, and never answered.
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        limits = ("durable_timeout_s=2", "pending_timeout_s=2", "wait_timeout_s=5")
+        story.python("train.py", "max_steps=40", "save_on_train_end=false", *limits)
+    story.shown("silent_server")
+
+
+def test_every_text_belongs_to_a_story():
+    told = set(re.findall(r"story\.shown\(\"(\w+)\"\)", Path(__file__).read_text()))
+    assert {path.stem for path in (FOLDER / "expected").glob("*.txt")} == told
+    scripts = set(re.findall(r"story\.python\(\"(\w+\.py)\"", Path(__file__).read_text()))
+    assert {path.name for path in (FOLDER / "scripts").glob("*.py")} == scripts

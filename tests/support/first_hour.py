@@ -1,0 +1,190 @@
+"""What a stranger sees in the first hour: commands over a real S3 server, and their output, compared with a text."""
+
+import contextlib
+import difflib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from support.launch import launch
+
+from tiered_checkpoint_io.engine.drain.locks import is_locked
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
+from tiered_checkpoint_io.memory.tier import MemoryTier
+
+FOLDER = Path(__file__).parents[1] / "first_hour"
+UPDATE = os.environ.get("TIERED_UPDATE_EXPECTED") == "1"
+BUCKET = "bucket"
+DEADLINE_S = 120.0
+
+#: Lines of Lightning's and torch's own, and those that only a slow machine shows.
+_FOREIGN = re.compile(
+    r"^(GPU available|TPU available|HPU available|💡 Tip|`Trainer[.(]|`weights_only` was not|Loaded model weights|Restor(ing|ed) |LOCAL_RANK|You are using|Testing: "
+    r"|Adding \d+ callbacks|Detected KeyboardInterrupt|.*/site-packages/.*:\d+: |.*waiting: \d+ saves? )"
+)
+#: What differs from run to run, and what stands for it.
+_PLACEHOLDERS = [
+    (r"\d\d\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d([.,]\d+)?(\+00:00|Z| UTC)?", "<date>"),
+    (r"\[<date>\] \[([\w-]+)\] \[[\w.]+\] \[(\w+)\] \[[\w.]+:\d+\] \[Rank (\d+)\] ", r"\2 "),
+    (r"\(?\d+(\.\d+)? [GMK]iB/s\)?", "<rate>"),
+    (r"\d+(\.\d+)? ([GMK]i)?B\b", "<size>"),
+    (r"\d+ bytes", "<size>"),
+    (r"\d+\.\d+ s\b", "<time>"),
+    (r"last seen \d+ s ago", "last seen <time> ago"),
+    (r"\b(process|pid) \d+", r"\1 <pid>"),
+    (r"tiered-\d+/", "tiered-<uid>/"),
+    (r"\b[0-9a-f]{16,}\b", "<id>"),
+    (r"http://127\.0\.0\.1:\d+", "<endpoint>"),
+    (r"[━─]{2,}", "─"),
+    (r" {2,}", " "),
+]
+#: A save id: time, counter and a random part.
+_IDS = re.compile(r"\b\d{8,}[0-9a-zA-Z]*(-[0-9a-zA-Z]+)+\b")
+
+
+def normalized(text, places):
+    """A command's output with times, sizes, paths and process ids replaced, and without Lightning's own lines.
+
+    Args:
+        text: What it printed to stdout and stderr.
+        places: What stands for a path, a host or a port of this run, by what is printed of it.
+    """
+    for real, shown in sorted(places.items(), key=lambda place: -len(place[0])):
+        text = text.replace(real, shown)
+    for pattern, shown in _PLACEHOLDERS:
+        text = re.sub(pattern, shown, text)
+    text = _IDS.sub("<id>", text)
+    lines, inside = [], ""
+    for line in text.splitlines():
+        if inside and line.startswith((" ", "\t")):
+            # Of a warning, one line of the source.
+            inside = inside if inside == "traceback" else ""
+            continue
+        inside = ""
+        if line.startswith("Traceback (most recent call last)"):
+            # The last line says what happened; the others say where, which changes with every release.
+            inside = "traceback"
+        elif _FOREIGN.match(line):
+            inside = "warning"
+        elif line.strip() and not line.startswith(("During handling of", "The above exception was")):
+            lines.append(line.rstrip())
+    return lines
+
+
+def compare(name, sections):
+    """Compares what the commands of a story printed with ``expected/<name>.txt``, or writes that text anew.
+
+    Args:
+        name: Of the story.
+        sections: Each command with its lines. Those of the log may come in another order: the drain and the trainer
+            run side by side.
+    """
+    path = FOLDER / "expected" / f"{name}.txt"
+    text = "\n".join("\n".join([f"$ {command}", *lines, ""]) for command, lines in sections)
+    if UPDATE:
+        path.write_text(text)
+        return
+    assert path.exists(), f"{path.name} is not recorded: run with TIERED_UPDATE_EXPECTED=1, and read it"
+    expected = path.read_text()
+    if _comparable(expected) != _comparable(text):
+        difference = "\n".join(difflib.unified_diff(expected.splitlines(), text.splitlines(), "expected", "now", n=2))
+        raise AssertionError(f"{path.name} differs (TIERED_UPDATE_EXPECTED=1 records it):\n{difference}")
+
+
+def _comparable(text):
+    return [
+        ([line for line in lines if not _is_log(line)], sorted(filter(_is_log, lines)))
+        for lines in (section.splitlines() for section in re.split(r"^(?=\$ )", text, flags=re.MULTILINE))
+    ]
+
+
+def _is_log(line):
+    return line.startswith(("INFO ", "WARNING ", "ERROR "))
+
+
+class Story:
+    """One stranger: a folder, a bucket, a node's memory, and the commands that were run there."""
+
+    def __init__(self, folder, memory_dir, endpoint_url):
+        self.folder = Path(folder)
+        self.memory_dir = memory_dir
+        self.sections = []
+        self._places = {str(folder): "<here>", memory_dir: "/dev/shm", str(FOLDER / "scripts"): "<scripts>"}
+        self._places |= {endpoint_url: "<endpoint>", endpoint_url.partition("//")[2]: "<endpoint>"}
+
+    def python(self, script, *arguments, prelude=""):
+        """Runs a script of ``scripts/``, or a file of the folder; gives its output and status."""
+        path = FOLDER / "scripts" / script
+        return self._run(f"python {script}", [str(path if path.exists() else script), *arguments], prelude)
+
+    def tiered_ckpt(self, *arguments):
+        return self._run("tiered-ckpt", ["tiered-ckpt", *arguments])
+
+    def shown(self, name):
+        """Compares all that was printed so far with the text of that name."""
+        compare(name, self.sections)
+
+    def drained(self):
+        """Waits until no drain of this story works any more."""
+        for root in self.roots():
+            end = time.monotonic() + DEADLINE_S
+            while Queue(root).doable(MemoryTier(root)) or _has_drain(root):
+                assert time.monotonic() < end, f"the drain of {root} does not end"
+                time.sleep(0.1)
+
+    def loses_memory(self):
+        """The node is replaced: nothing is left in its memory."""
+        self.drained()
+        for root in self.roots():
+            for path in sorted(root.rglob("saves/*/**/*"), reverse=True):
+                path.unlink() if not path.is_dir() else path.rmdir()
+            for path in root.glob("saves/*"):
+                path.rmdir()
+
+    def roots(self):
+        return [path for path in Path(self.memory_dir).glob("tiered-*/*") if (path / "status").is_dir()]
+
+    def close(self):
+        """Ends drains that still try to reach a durable tier that is not there."""
+        for root in self.roots():
+            end = time.monotonic() + DEADLINE_S
+            while _has_drain(root):
+                assert time.monotonic() < end, f"the drain of {root} does not end"
+                if (pid := Queue(root).progress().pid) > 0:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+                time.sleep(0.1)
+
+    def _run(self, shown, command, prelude=""):
+        log = self.folder / "log-0.txt"
+        job = {"folder": str(self.folder), "memory_dir": self.memory_dir, "command": command, "prelude": prelude}
+        (status,) = launch(self.folder, [job], deadline_s=DEADLINE_S, worker=FOLDER / "runner.py")
+        output = log.read_text()
+        lines = normalized(output, self._places)
+        lines.append("[killed]" if status is None else f"[exit {status}]")
+        self.sections.append((" ".join([shown, *command[1:]]), lines))
+        return output, status
+
+
+def _has_drain(root):
+    return (root / LOCK_FILE).exists() and is_locked(root / LOCK_FILE)
+
+
+def blocks_of(document):
+    """The fenced blocks of a Markdown text: heading, language and text of each, word for word."""
+    found, heading, language, inside = [], "", None, []
+    for line in document.splitlines():
+        if language is None and line.startswith("#"):
+            heading = line.lstrip("# ").strip()
+        if line.startswith("```"):
+            if language is None:
+                language, inside = line[3:].strip(), []
+            else:
+                found.append((heading, language, "\n".join(inside) + "\n"))
+                language = None
+        elif language is not None:
+            inside.append(line)
+    return found
