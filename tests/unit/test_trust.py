@@ -76,7 +76,7 @@ def refusal(saved, **trust):
 def test_an_object_is_refused_until_it_is_allowed_by_its_name(saved):
     saved.save(Schedule(100))
     said = refusal(saved)
-    assert f"it holds {NAME}: list them under safe_globals" in said
+    assert f"it holds {NAME}; to allow that, set safe_globals: [{NAME}]" in said
     assert "intact: Unsupported global" in said
     assert saved.load(safe_globals=[NAME]).warmup == 100
     assert saved.load(weights_only=False).warmup == 100
@@ -86,7 +86,8 @@ def test_an_object_is_refused_until_it_is_allowed_by_its_name(saved):
 def test_what_would_run_code_runs_none(saved, tmp_path):
     witness = tmp_path / "ran"
     saved.save(Intruder(witness))
-    assert "posix.mkdir" in refusal(saved)
+    assert "it holds posix.mkdir, which no list can allow" in refusal(saved)
+    assert "posix.mkdir" in refusal(saved, safe_globals=["posix.mkdir"])
     assert not witness.exists()
     saved.load(weights_only=False)
     assert witness.exists(), "who trusts it wholly gets what they asked for"

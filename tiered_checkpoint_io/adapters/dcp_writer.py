@@ -25,6 +25,7 @@ from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
+from tiered_checkpoint_io.engine.trust import warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
 from tiered_checkpoint_io.formats.shard_image import Item
 from tiered_checkpoint_io.logs import Logger
@@ -302,6 +303,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         # As FileSystemWriter orders them.
         ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
         items = [self._item(item, planner) for item in ordered]
+        self._warn_of_objects([data for data, names in items if not (names or isinstance(data, torch.Tensor))])
         background = self.seals_in_background and not self.waits
         placed, in_memory = self.saver.capture(
             facts, self._rank, [data for data, _ in items], threads=self.threads, background=background
@@ -314,6 +316,12 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             )
             results.append(WriteResult(item.index, where.length, (info, in_memory)))
         return results
+
+    def _warn_of_objects(self, written: list[Any]) -> None:
+        files = [*written, *([self.extra[1]] if self.extra is not None else [])]
+        if files:
+            name = self.located.name
+            warn_at_first_save(self.session, self.settings.config, self.session.log, name, files)
 
     def _item(self, item: WriteItem, planner: SavePlanner) -> tuple[Item, list[str]]:
         data = planner.resolve_data(item)

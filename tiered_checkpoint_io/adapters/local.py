@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place, save_local
-from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
 from tiered_checkpoint_io.formats.image import plan
 
@@ -47,9 +47,13 @@ def save_local_state(
         return None
     settings.check_world_size(place.degree, writer.checkpoint_id)
     try:
+        image = plan(local_part(state_dict))
+        if place.shard == 0:
+            # The others hold the same beside their tensors.
+            warn_at_first_save(session, settings.config, session.log, located.name, image)
         return save_local(
             session,
-            plan(local_part(state_dict)),
+            image,
             place,
             name=located.name,
             step=located.step,

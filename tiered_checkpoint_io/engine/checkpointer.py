@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
-from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -116,6 +116,7 @@ class Checkpointer:
             part = PartSave(session, admit(session, facts), rank, image, started=started)
             part.capture()
             part.seal()
+            warn_at_first_save(session, self.config, session.log, name, image)
             # Before the next save's slot is prepared: what goes may be that slot.
             self._retain(part)
             part.prepare_next()

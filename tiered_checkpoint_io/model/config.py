@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -204,7 +204,9 @@ class TieredCheckpointConfig:
         if self.weights_only is not None and not isinstance(self.weights_only, bool):
             _refuse("weights_only", self.weights_only, "true, false or null")
         names = self.safe_globals
-        if not isinstance(names, list | tuple) or not all(isinstance(n, str) and _GLOBAL.fullmatch(n) for n in names):
+        # OmegaConf's lists are sequences, too.
+        listed = isinstance(names, Sequence) and not isinstance(names, str)
+        if not listed or not all(isinstance(n, str) and _GLOBAL.fullmatch(n) for n in names):
             _refuse("safe_globals", names, "a list of names such as 'package.module.Class'")
         object.__setattr__(self, "safe_globals", tuple(names))
         if self.verify is not True:

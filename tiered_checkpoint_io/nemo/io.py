@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
@@ -15,32 +14,19 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.nemo.layouts import rank_folder_of
 
 _FULL_STATE = ("optimizer_states", "lr_schedulers")
-_NODES = ("Any", "Boolean", "Bytes", "Enum", "Float", "Integer", "InterpolationResult", "Path", "String")
 #: NeMo's own behaviour, where the user says nothing: which steps are saved is a matter of its callback, and saves wait.
 NEMO_DEFAULTS: Mapping[str, Any] = {
     "memory_every_n_train_steps": None,
     "s3_every_n_train_steps": None,
     "enable_async_checkpointing": False,
 }
-#: What the hyper-parameters of NeMo's models are made of; loading these runs no code of a user's.
-_OMEGACONF = (
-    "omegaconf.dictconfig.DictConfig",
-    "omegaconf.listconfig.ListConfig",
-    "omegaconf.base.ContainerMetadata",
-    "omegaconf.base.Metadata",
-    *(f"omegaconf.nodes.{kind}Node" for kind in _NODES),
-    *(f"builtins.{kind}" for kind in ("dict", "list", "tuple", "set", "int", "float", "str", "bool", "bytes")),
-    "collections.defaultdict",
-    "typing.Any",
-)
 
 
 class NeMoCheckpointIO(TieredCheckpointIO):
     """A TieredCheckpointIO that understands what NeMo's callbacks and strategies pass to a checkpoint IO.
 
     ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once the checkpoint is
-    committed, and ``include_optimizer``. Checkpoints that hold OmegaConf's objects, as NeMo's models do,
-    load without ``weights_only=False``. A path in a folder such as ``mp_rank_00/`` belongs to one rank.
+    committed, and ``include_optimizer``. A path in a folder such as ``mp_rank_00/`` belongs to one rank.
     """
 
     def __init__(self, dirpath: Any = None, *, async_checkpointing: bool | None = False, **options: Any) -> None:
@@ -48,8 +34,6 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         if not isinstance(dirpath, TieredCheckpointConfig):
             options = {**NEMO_DEFAULTS, **options}
         super().__init__(dirpath, **options)
-        trusted = dict.fromkeys((*self.config.safe_globals, *_OMEGACONF))
-        self.config = replace(self.config, safe_globals=tuple(trusted))
         self.async_checkpointing = bool(async_checkpointing) or self.config.enable_async_checkpointing
         #: Functions to call once a save is durable, by save id, in order.
         self._to_finalize: dict[str, Callable[[], object]] = {}
