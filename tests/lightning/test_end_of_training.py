@@ -13,6 +13,10 @@ def every(**more):
     )
 
 
+def memory_alone():
+    return TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=0)
+
+
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each, asynchronous):
     runs = runs_on_each
@@ -59,10 +63,6 @@ def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each, asynchronous)
 def test_what_ends_and_what_is_durable_then(callback, options, expected, runs):
     runs.fit(callback(), ckpt_path=None, **options)
     assert runs.durable() == expected
-
-
-def memory_alone():
-    return TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=0)
 
 
 def test_the_configuration_may_say_no(runs):
