@@ -18,14 +18,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     ExportError,
-    OtherKindError,
     RestoreError,
 )
 from tiered_checkpoint_io.export import export_checkpoint, items
@@ -261,10 +259,5 @@ def test_the_command_exports_what_our_writer_saved_and_finds_damage(s3_url, memo
     writer.close()
 
 
-def test_folders_that_plain_dcp_wrote_and_full_checkpoints(folder, tmp_path, memory_dir):
+def test_folders_that_plain_dcp_wrote(folder, tmp_path):
     assert export_checkpoint(tmp_path, "sharded", tmp_path / "ours.pt") == [tmp_path / "ours.pt"]
-    io = TieredCheckpointIO(tmp_path / "durable", memory_dir=memory_dir)
-    io.save_checkpoint({"global_step": 1}, "full.ckpt")
-    io.teardown()
-    with pytest.raises(OtherKindError, match=r"torch\.load reads"):
-        export_checkpoint(tmp_path / "durable", "full.ckpt", tmp_path / "full.pt")

@@ -1,4 +1,4 @@
-"""Sharded checkpoints as files for others: see :func:`export_checkpoint`."""
+"""Checkpoints as files for others: see :func:`export_checkpoint`."""
 
 from tiered_checkpoint_io.export.checkpoint import export_checkpoint
 

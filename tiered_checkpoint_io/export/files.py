@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
 from tiered_checkpoint_io.export.folder import Folder
-from tiered_checkpoint_io.export.items import Items
+from tiered_checkpoint_io.export.items import Items, Tensors
 from tiered_checkpoint_io.formats.image import plan
 
 #: The names of element types in safetensors.
@@ -67,7 +67,7 @@ def to_torch_file(folder: Folder, target: str | os.PathLike[str], *, weights_onl
                 tensor.copy_(torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape))
         image = plan(state)
     names = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
-    with _new_file(Path(target), image.size) as mapping:
+    with new_file(Path(target), image.size) as mapping:
         for segment in image.segments:
             mapping[segment.offset : segment.offset + len(segment.data)] = segment.data
         for region in image.regions:
@@ -90,14 +90,20 @@ def to_safetensors(
 
     See :func:`export_checkpoint`; a tensor larger than ``max_shard_size`` gets a file of its own.
     """
+    return write_safetensors(Items(folder), target, prefix=prefix, max_shard_size=max_shard_size)
+
+
+def write_safetensors(
+    items: Tensors, target: str | os.PathLike[str], *, prefix: str | None, max_shard_size: int
+) -> list[Path]:
+    """As :func:`to_safetensors`, of tensors from anywhere."""
     target = Path(target)
-    items = Items(folder)
-    tensors = _named(items, prefix, folder)
+    tensors = _named(items, prefix)
     shards = _split(tensors, items, max_shard_size)
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_written(target, error) from error
+        raise not_written(target, error) from error
     files: list[Path] = []
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -105,7 +111,7 @@ def to_safetensors(
             f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
         )
         header, offsets, size = _header(shard, items)
-        with _new_file(file, size) as mapping:
+        with new_file(file, size) as mapping:
             mapping[: len(header)] = header
             for name, source in shard.items():
                 items.copy(source, mapping, len(header) + offsets[name])
@@ -117,7 +123,7 @@ def to_safetensors(
         # Written last: where it is, all files that it names are.
         file = target / "model.safetensors.index.json"
         text = json.dumps(index, indent=2, sort_keys=True).encode()
-        with _new_file(file, len(text)) as mapping:
+        with new_file(file, len(text)) as mapping:
             mapping[:] = text
         files.append(file)
     return files
@@ -134,7 +140,7 @@ def _placeholder(items: Items, name: str) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------------------------ safetensors
-def _named(items: Items, prefix: str | None, folder: Folder) -> dict[str, str]:
+def _named(items: Tensors, prefix: str | None) -> dict[str, str]:
     """The names to write, and whose elements they are."""
     names = list(items.tensors)
     if prefix is None:
@@ -146,13 +152,13 @@ def _named(items: Items, prefix: str | None, folder: Folder) -> dict[str, str]:
             f"no tensor's name begins with {prefix!r}",
             operation="export",
             tier="durable",
-            key=folder.where,
+            key=items.where,
             hint=f"names begin with: {', '.join(heads[:20]) or 'nothing, there are no tensors'}",
         )
     return found
 
 
-def _split(tensors: Mapping[str, str], items: Items, max_shard_size: int) -> list[dict[str, str]]:
+def _split(tensors: Mapping[str, str], items: Tensors, max_shard_size: int) -> list[dict[str, str]]:
     if max_shard_size < 1:
         raise ExportError(
             f"max_shard_size is {max_shard_size}", operation="export", hint="allowed: bytes, a whole number from 1"
@@ -169,7 +175,7 @@ def _split(tensors: Mapping[str, str], items: Items, max_shard_size: int) -> lis
     return shards
 
 
-def _header(shard: Mapping[str, str], items: Items) -> tuple[bytes, dict[str, int], int]:
+def _header(shard: Mapping[str, str], items: Tensors) -> tuple[bytes, dict[str, int], int]:
     """The first bytes of a safetensors file, where behind them each tensor begins, and the size of the file."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -193,7 +199,7 @@ def _header(shard: Mapping[str, str], items: Items) -> tuple[bytes, dict[str, in
 
 # ----------------------------------------------------------------------------------------- common
 @contextlib.contextmanager
-def _new_file(target: Path, size: int) -> Iterator[mmap.mmap]:
+def new_file(target: Path, size: int) -> Iterator[mmap.mmap]:
     """A mapped file that has its name only once it is complete, and on disk."""
     begun = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
@@ -212,10 +218,10 @@ def _new_file(target: Path, size: int) -> Iterator[mmap.mmap]:
     except OSError as error:
         if isinstance(error, TieredCheckpointError):
             raise
-        raise _not_written(target, error) from error
+        raise not_written(target, error) from error
 
 
-def _not_written(target: Path, error: OSError) -> ExportError:
+def not_written(target: Path, error: OSError) -> ExportError:
     return ExportError(
         f"{target} can't be written: {error.strerror or error}",
         operation="export",

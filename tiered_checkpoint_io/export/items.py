@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import math
 import mmap
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,28 @@ _READ_AHEAD = 64 << 10
 _Read = Callable[[int, int], memoryview]
 
 
+class Tensors(Protocol):
+    """Tensors to be written into files: what they are, and a way to copy their elements."""
+
+    @property
+    def where(self) -> str:
+        """Where they come from, for errors."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorStorageMetadata]:
+        """Shape and element type of each, by its name."""
+        ...
+
+    def nbytes(self, name: str) -> int:
+        """See :meth:`Items.nbytes`."""
+        ...
+
+    def copy(self, name: str, target: mmap.mmap, base: int) -> None:
+        """See :meth:`Items.copy`."""
+        ...
+
+
 class Items:
     """What a folder of torch.distributed.checkpoint holds, by its fully qualified names."""
 
@@ -41,6 +63,7 @@ class Items:
         data = folder.read(METADATA, 0, folder.size(METADATA))
         metadata = parse_metadata(data, tier="durable", where=f"{folder.where}/{METADATA}")
         self._folder = folder
+        self.where = folder.where
         self._places = metadata.storage_data or {}
         #: By name; what are not tensors are objects that torch.save wrote.
         self.entries = metadata.state_dict_metadata
