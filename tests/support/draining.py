@@ -1,5 +1,7 @@
 """A memory tier with parts of raw bytes in it, and a durable tier to drain them to."""
 
+from dataclasses import replace
+
 from support.sharded import make_part
 from support.story import op_id
 
@@ -26,12 +28,12 @@ def part_of(name, data, number, dirpath):
 class Node:
     """One node's memory tier, as a trainer fills it; operations are numbered in order."""
 
-    def __init__(self, memory_dir, dirpath, **options):
+    def __init__(self, memory_dir, dirpath, *, namespace="default", **options):
         self.dirpath = dirpath
-        self.tier = MemoryTier.open(memory_dir, "default")
+        self.tier = MemoryTier.open(memory_dir, namespace)
         self.root = self.tier.root
         self.queue = Queue(self.root)
-        self.config = self.config_of(memory_dir, dirpath, **options)
+        self.config = self.config_of(memory_dir, dirpath, namespace=namespace, **options)
         write_atomic(self.root / "drain.json", self.config.to_json().encode())
         self.number = 0
 
@@ -39,11 +41,13 @@ class Node:
     def config_of(memory_dir, dirpath, **options):
         return TieredCheckpointConfig.from_any(dirpath=dirpath, memory_dir=memory_dir, **options)
 
-    def save(self, name, data):
+    def save(self, name, data, *, durable=True, **facts):
         self.number += 1
         slot = self.tier.acquire(len(data))
         slot.view[: len(data)] = data
-        self.tier.commit(part_of(name, data, self.number, self.dirpath), {name.rpartition("/")[2]: slot})
+        part = part_of(name, data, self.number, self.dirpath)
+        part = replace(part, durable=durable, content=replace(part.content, **facts))
+        self.tier.commit(part, {name.rpartition("/")[2]: slot})
         return op_id(self.number)
 
     def part(self, name, number, rank, **options):

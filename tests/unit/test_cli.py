@@ -1,7 +1,8 @@
-"""The command line, as a person at a node uses it."""
+"""The command line over node memory, as a person at a node uses it."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,7 @@ from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
-from tiered_checkpoint_io.model.ids import manifest_key
+from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -40,10 +40,6 @@ def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
     shown = command("status", *where).stdout
     assert "committed" in shown
     assert "waits for" not in shown
-    listed = command("ls", node.dirpath).stdout
-    assert "last.ckpt" in listed
-    assert listed.count("epoch=0-step=1.ckpt") == 2
-
     whole = command("verify", node.dirpath)
     assert (whole.exit_code, whole.stdout.count("intact")) == (0, 2)
     path = tmp_path / "durable" / "epoch=0-step=1.ckpt"
@@ -51,7 +47,6 @@ def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
         path.write_bytes(damaged)
         found = command("verify", node.dirpath, "epoch=0-step=1.ckpt")
         assert (found.exit_code, found.stdout.count("DAMAGED")) == (1, 1)
-    assert command("verify", node.dirpath, "never.ckpt").exit_code == 1
     # As a callback's best_model_path has it.
     assert command("verify", node.dirpath, f"{node.dirpath}/last.ckpt").stdout.startswith("DAMAGED  last.ckpt")
 
@@ -144,21 +139,6 @@ def test_a_root_that_is_no_memory_tier_is_left_as_it_is(what, tmp_path):
     assert os.listdir(tmp_path / "precious") == ["file"]
 
 
-def test_one_damaged_manifest_hides_no_other_checkpoint(node):
-    for name in ("a.ckpt", "b.ckpt"):
-        node.save(name, b"A")
-    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
-    DirectoryStore(node.dirpath).put(manifest_key("a.ckpt"), b"{")
-    listed = command("ls", node.dirpath)
-    assert listed.exit_code == 1
-    assert "damaged: not JSON" in listed.stdout
-    assert "b.ckpt" in listed.stdout
-
-
-def test_nothing_to_verify_is_no_good_news(tmp_path):
-    assert isinstance(command("verify", str(tmp_path / "mistyped")).exception, CheckpointNotFoundError)
-
-
 def test_what_a_drain_leaves_undone_is_told_and_kept_from_cleaning(node, tmp_path):
     """A save and an alias, and a place that nobody can write to; with the save alone done, the alias is not."""
     node.save("a.ckpt", b"A")
@@ -173,3 +153,74 @@ def test_what_a_drain_leaves_undone_is_told_and_kept_from_cleaning(node, tmp_pat
         raise command("clean", "--root", str(node.root)).exception
     assert command("drain", "--root", str(node.root), "--once").exit_code == 0
     assert command("clean", "--root", str(node.root)).exit_code == 0
+
+
+# ----------------------------------------------------------------------------------- all namespaces
+def test_status_shows_all_namespaces_their_durable_tiers_and_what_is_pending(memory_dir, tmp_path):
+    first = Node(memory_dir, str(tmp_path / "one"), namespace="one")
+    second = Node(memory_dir, str(tmp_path / "two"), namespace="two")
+    first.save("a.ckpt", b"A")
+    first.alias("last.ckpt", "a.ckpt")
+    # Later, but nothing to resume from.
+    first.save("c[/b].ckpt", b"W", resumable=False)
+    second.save("b.ckpt", b"B", durable=False)
+    shown = command("status", "--memory-dir", memory_dir).stdout
+    one, _, two = shown.partition("namespace: two")
+    assert f"dirpath: {first.dirpath}" in one
+    assert f"dirpath: {second.dirpath}" in two
+    weights, resumable, *_ = rows(one, ".ckpt")
+    assert (weights[0], weights[6], resumable[0], resumable[6]) == ("c[/b].ckpt", "not resumable", "a.ckpt", "latest")
+    assert f"alias\tlast.ckpt\ta.ckpt\t{first.dirpath}" in one
+    assert "3 pending" in one
+    assert "memory only" in two
+    assert "0 pending" in two
+    assert "b.ckpt" not in command("status", "--memory-dir", memory_dir, "--namespace", "one").stdout
+
+
+def test_status_of_no_namespace_is_none_and_of_no_folder_an_error(memory_dir, tmp_path):
+    nothing = command("status", "--memory-dir", memory_dir)
+    assert nothing.exit_code == 0
+    assert "no namespace" in nothing.stderr
+    assert isinstance(command("status", "--memory-dir", str(tmp_path / "mistyped")).exception, ConfigError)
+    assert command("status", "--memory-dir", memory_dir, "--namespace", "a/b").exit_code == 2
+
+
+# ------------------------------------------------------------------------------------------- clean
+def test_clean_keeps_a_newest_checkpoint_that_is_nowhere_else(node, memory_dir):
+    where = ("--memory-dir", memory_dir)
+    node.save("1.ckpt", b"A")
+    node.save("2.ckpt", b"B", durable=False)
+    assert command("drain", *where, "--once").exit_code == 0
+    refused = command("clean", *where)
+    assert isinstance(refused.exception, ConfigError)
+    assert "newest checkpoint 2.ckpt (step 2) is not on the durable tier" in str(refused.exception)
+    assert len(node.tier.parts()) == 2
+    # What is not the newest, or can't be resumed from, keeps nothing.
+    node.save("3.ckpt", b"C")
+    node.save("weights.ckpt", b"W", durable=False, resumable=False)
+    assert command("drain", *where, "--once").exit_code == 0
+    done = command("clean", *where)
+    assert done.exit_code == 0
+    assert "removed 2.ckpt (step 2): 1 part" in done.stdout
+    assert "removed 4 parts" in done.stdout
+    assert not node.root.exists()
+
+
+def test_clean_by_force_and_of_what_another_node_has_too(node, memory_dir):
+    """Replicas are in memory as well: all nodes may be cleaned at once."""
+    node.save("1.ckpt", b"A", durable=False)
+    node.tier.mark_replicated(node.tier.parts()[0])
+    assert "not on the durable tier" in str(command("clean", "--memory-dir", memory_dir).exception)
+    forced = command("clean", "--memory-dir", memory_dir, "--force")
+    assert (forced.exit_code, "removed 1.ckpt" in forced.stdout) == (0, True)
+
+
+def test_clean_leaves_all_where_it_can_not_ask(memory_dir):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint, durable_timeout_s=1)
+        node.save("1.ckpt", b"A", durable=False)
+        refused = command("clean", "--memory-dir", memory_dir)
+    assert isinstance(refused.exception, ConfigError)
+    assert "could not check whether its newest checkpoint 1.ckpt" in str(refused.exception)
+    assert len(node.tier.parts()) == 1

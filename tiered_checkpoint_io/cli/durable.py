@@ -133,7 +133,7 @@ def _row(each: Found, latest: str | None) -> tuple[str, ...]:
     content = each.manifest.content
     created = datetime.fromtimestamp(content.created, timezone.utc).isoformat(timespec="seconds")
     step = str(content.step) if content.step >= 0 else ""
-    kind = content.kind if content.resumable else f"{content.kind}, weights only"
+    kind = content.kind if content.resumable else f"{content.kind}, not resumable"
     note = f"alias of {each.manifest.alias_of}" if each.manifest.alias_of else "latest" if each.name == latest else ""
     return (each.name, step, gib(content.size), created, kind, note)
 

@@ -131,7 +131,7 @@ def _row(stored: StoredPart, state: str, latest: Sequence[str] | set[str]) -> tu
     # Of a save of several ranks, only all parts together are safe.
     safe = "yes" if stored.replicated else "no"
     step = str(content.step) if content.step >= 0 else ""
-    note = "latest" if stored.save_id in latest else "" if content.resumable else "weights only"
+    note = "latest" if stored.save_id in latest else "" if content.resumable else "not resumable"
     return part.name, step, str(part.rank), gib(content.size), state, safe, note, part.dirpath
 
 

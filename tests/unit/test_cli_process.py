@@ -1,0 +1,129 @@
+"""The command line as a process: its statuses, its output in a pipe and on a terminal, and a server that is silent."""
+
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from support.draining import Node
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import __version__
+from tiered_checkpoint_io.cli import app
+
+#: For a process on a busy machine.
+PATIENCE_S = 120
+KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+def start(*arguments, **options):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    line = [sys.executable, "-m", "tiered_checkpoint_io", *arguments]
+    return subprocess.Popen(line, env={**os.environ, **KEYS, "COLUMNS": "80"}, **options)
+
+
+def end(process):
+    try:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def dirpath(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run[/b]"))
+    node.save("c[/b].ckpt", b"C")
+    assert CliRunner().invoke(app, ["drain", "--root", str(node.root), "--once"]).exit_code == 0
+    return node.dirpath
+
+
+@pytest.fixture
+def silent():
+    """A server that accepts and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+        yield server
+
+
+def asking(server, command, timeout):
+    endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+    return start(command, "s3://bucket/run", "--endpoint-url", endpoint, "--timeout", str(timeout))
+
+
+def test_a_server_that_does_not_answer_is_waited_for_with_a_count_down(silent):
+    for process in [asking(silent, command, 6) for command in ("ls", "verify")]:
+        status, out, err = end(process)
+        lines = [line for line in err.splitlines() if "retrying" not in line]
+        assert (status, out) == (1, ""), err
+        assert lines[0] == "s3://bucket/run has not answered for 5 s; giving up in 1 s"
+        assert lines[1].startswith("error: s3://bucket/run has not answered for 6 s")
+        assert len(lines) == 2
+
+
+def test_ctrl_c_is_one_line_and_ends_at_once(silent):
+    process = asking(silent, "verify", 3600)
+    connection, _ = silent.accept()
+    with connection:
+        process.send_signal(signal.SIGINT)
+        assert end(process) == (130, "", "interrupted\n")
+
+
+def test_a_pipe_that_nothing_reads_is_silent(dirpath):
+    for command in ("ls", "verify"):
+        reader, writer = os.pipe()
+        os.close(reader)
+        process = start(command, dirpath, stdout=writer)
+        os.close(writer)
+        assert end(process) == (141, None, "")
+
+
+def test_errors_are_one_line_and_have_a_status(dirpath, tmp_path):
+    status, out, err = end(start("ls", str(tmp_path / "no\nwhere")))
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("error: there is nothing at this dirpath")
+    assert end(start("ls", dirpath, "--timeout", "0"))[0] == 2
+    assert end(start("verify", dirpath))[:2] == (0, "intact   c[/b].ckpt\n")
+
+
+def test_on_a_terminal_it_is_a_table(dirpath):
+    main, terminal = pty.openpty()
+    try:
+        process = start("ls", dirpath, stdout=terminal)
+        os.close(terminal)
+        shown = b""
+        # At the end of the process reading fails.
+        while not shown.endswith(b"\0"):
+            try:
+                shown += os.read(main, 1 << 16)
+            except OSError:
+                break
+        assert end(process)[0] == 0
+    finally:
+        os.close(main)
+    assert "c[/b].ckpt" in shown.decode()
+    assert "\t" not in shown.decode()
+
+
+def test_help_and_version():
+    for arguments in (["-h"], *([name, "-h"] for name in ("status", "ls", "verify", "export", "drain", "clean"))):
+        shown = CliRunner().invoke(app, arguments)
+        assert shown.exit_code == 0
+        assert shown.stdout.startswith("Usage: ")
+    assert "Exit status: 0 good" in CliRunner().invoke(app, ["-h"]).stdout
+    version = CliRunner().invoke(app, ["--version"])
+    assert (version.exit_code, version.stdout) == (0, f"tiered-ckpt {__version__}\n")
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_are_refused_by_name(platform, tmp_path):
+    code = f"import sys; sys.platform = {platform!r}; sys.modules['fcntl'] = None; import tiered_checkpoint_io.cli"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"ImportError: tiered_checkpoint_io runs on Linux only; this is {platform}"
