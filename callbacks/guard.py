@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.places import folder_of
+from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.errors import UsageError
@@ -24,6 +25,9 @@ class StrategyGuard(Callback):
     What saves will need is tried before the first batch: see :func:`preflight`.
     Where parts have copies in the memory of peers, it also is where the ranks meet.
     """
+
+    #: See :func:`say_summary_last`.
+    says_summary = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
@@ -67,6 +71,15 @@ class StrategyGuard(Callback):
                 found.content.step,
                 "memory" if found.held else "durable",
             )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Says where the newest checkpoints are: Lightning calls no teardown after an exception, Ctrl-C included."""
+        say_summary_last(trainer, self)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Says where the newest checkpoints are, once the IO has waited for uploads."""
+        if stage == "fit":
+            say_summary(trainer)
 
 
 def guard() -> list[Callback]:

@@ -18,6 +18,7 @@ from tiered_checkpoint_io.callbacks.ending import DurableEnd
 from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
+from tiered_checkpoint_io.callbacks.summary import say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import (
     check_every,
     check_strategy,
@@ -49,6 +50,8 @@ class TieredModelCheckpoint(DurableEnd):
 
     Until a run begins, ``best_model_path`` is a URL that loads the best checkpoint there is.
     """
+
+    says_summary = True
 
     def __init__(
         self,
@@ -260,6 +263,7 @@ class TieredModelCheckpoint(DurableEnd):
         if self._io is not None:
             super().on_exception(trainer, pl_module, exception)
         self._reporter.stop()
+        say_summary_last(trainer, self)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Training starts from scratch where there is no checkpoint; an evaluation has no use for that."""

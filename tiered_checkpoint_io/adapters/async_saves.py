@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from tiered_checkpoint_io.engine.drain.messages import say_outcome
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import DrainError, SaveError
 
@@ -79,7 +80,7 @@ class AsyncSave(Future[Any]):
                 step=self.step if self.step >= 0 else None,
                 hint="it stays in node memory and is tried again",
             )
-        session.tell_durable(outcome)
+        say_outcome(session.log, outcome, session.config)
 
     def show(self) -> SaveError | None:
         """Logs and counts a failure that nobody has seen; gives it where ``on_save_error`` is ``raise``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter, deque
@@ -11,18 +12,20 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain.messages import Standing, look_at, not_uploaded, say_outcome
 from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
-from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport, told_as
+from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.leasing.claims import Claims
-from tiered_checkpoint_io.engine.ranks.world import current_rank
+from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
+from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError, TieredCheckpointError
-from tiered_checkpoint_io.logs import Logger, get_logger, rate
+from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -63,7 +66,8 @@ class Session:
         self.config = config
         self.clock = clock
         self.dirpath = config.dirpath
-        self.log = get_logger(config.namespace, rank=current_rank(), log_dir=config.log_dir, logger=logger)
+        rank = current_rank() or (launch_rank() if current_world_size() == 1 else 0)
+        self.log = get_logger(config.namespace, rank=rank, log_dir=config.log_dir, logger=logger)
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
         self.newest_seen: str | None = None
@@ -80,7 +84,9 @@ class Session:
         self._counter = 0
         self._asked: Counter[str] = Counter()
         self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
-        self._unshown: list[Outcome] = []
+        self._unshown: list[SaveError] = []
+        self._standing = Standing()
+        self._trouble = ""
         self.claims = Claims(
             config,
             self.log,
@@ -159,18 +165,28 @@ class Session:
                     drain.start()
                     self.wait()
             except Exception as error:
-                if self._is_leaving and isinstance(error, DrainError):
-                    self.log.warning(
-                        "queued uploads are left to the drain and to the next start on this node: %s", error
-                    )
-                else:
-                    self.failed("queued checkpoints", -1, error)
+                self._not_drained(drain, error)
             self.surface()
         finally:
+            self.standing()
             self._opened = None
             capturer.close()
             drain.close(timeout_s=self.config.wait_timeout_s)
             tier.close()
+
+    def _not_drained(self, drain: DrainHandle, error: Exception) -> None:
+        if not isinstance(error, DrainError):
+            self.failed("queued checkpoints", -1, error)
+            return
+        # The reasons first. Each is counted where it is logged, and what is slow has not failed.
+        self._look_for_outcomes(drain)
+        left = not_uploaded(self.standing().pending, self.config, error)
+        if self._leads:
+            level = logging.WARNING if self._is_leaving else logging.ERROR
+            self.log.log(level, "%s — %s", left.message, left.hint)
+        if self.config.on_save_error == "raise" and not self._is_leaving:
+            self.surface()
+            raise left from error
 
     def release(self) -> None:
         """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
@@ -231,26 +247,28 @@ class Session:
         if self._opened is None:
             return []
         self._look_for_outcomes(self._opened.drain)
-        fresh = [*self._unread]
-        self._unread.clear()
+        fresh, self._unread = [*self._unread], deque(maxlen=_UNREAD)
         return fresh
 
     def _look_for_outcomes(self, drain: DrainHandle) -> None:
         fresh = self._looking(drain.new_outcomes, list[Outcome]())
         self._unread.extend(fresh)
-        self._unshown += [each for each in fresh if each.state == "failed" and each.action != "cancel"]
         for outcome in fresh:
-            self.tell_durable(outcome)
+            failure = say_outcome(self.log, outcome, self.config, leads=self._leads)
+            if failure is not None:
+                self.counts["failed"] += self._leads
+                self._unshown.append(failure)
+        trouble = self._looking(lambda: drain.progress().trouble, "")
+        if trouble and trouble != self._trouble and self._leads:
+            self.log.error("the drain can't get at its queue, so nothing is uploaded; it tries again: %s", trouble)
+        self._trouble = trouble
 
-    def tell_durable(self, outcome: Outcome) -> None:
-        """Logs, on rank 0, that a queued save is durable now; to be called by whoever saw its outcome first."""
-        # A drain in a thread logs to the same place itself.
-        if outcome.action != "save" or outcome.state != "committed" or self.config.drain == "thread":
-            return
-        if current_rank() == 0:
-            amount = rate(outcome.bytes, outcome.seconds)
-            where = told_as(outcome.dirpath or self.dirpath)
-            self.log.at_step(outcome.step).info("%s is durable on %s: %s", outcome.name, where, amount)
+    def standing(self) -> Standing:
+        """Where the newest checkpoints are; of a closed session, where they were when it was closed."""
+        if self._opened is not None:
+            tier, queue = self._opened.tier, self._opened.drain.queue
+            self._standing = self._looking(lambda: look_at(tier, queue, self.dirpath, self.last_save), self._standing)
+        return self._standing
 
     @property
     def asked(self) -> dict[str, int]:
@@ -346,40 +364,29 @@ class Session:
     def take_up(self) -> None:
         """Starts the drain for what an earlier process left; one rank of each node does so."""
         tier, _, drain = self.open()
-        leads = os.environ.get("LOCAL_RANK", str(current_rank())) == "0"
-        if leads and any(stored.pending for stored in tier.parts()):
+        if self._leads and any(stored.pending for stored in tier.parts()):
             try:
                 drain.start()
             except MemoryFullError as full:
                 self.log.warning("queued uploads wait until memory_dir has room for the drain: %s", full)
 
+    @property
+    def _leads(self) -> bool:
+        # One rank of each node.
+        return os.environ.get("LOCAL_RANK", str(current_rank())) == "0"
+
     def surface(self) -> None:
-        """Shows failures of the background, each once.
+        """Counts and logs failures of the background, each once.
 
         Raises:
-            SaveError: There is one, and ``on_save_error`` is ``raise``.
+            SaveError: There is one that was not raised yet, and ``on_save_error`` is ``raise``.
         """
         if self._opened is None:
             return
         self._look_for_outcomes(self._opened.drain)
         failures, self._unshown = self._unshown, []
-        raised: list[SaveError] = []
-        for outcome in failures:
-            error = SaveError(
-                f"{outcome.action} of {outcome.name} did not reach the durable tier: {outcome.error}",
-                operation=outcome.action,
-                tier="durable",
-                key=ids.join_url(self.dirpath, outcome.name),
-                step=outcome.step if outcome.step >= 0 else None,
-                hint="it stays in node memory and is tried again",
-            )
-            try:
-                self.failed(outcome.name, outcome.step, error)
-            except SaveError as first:
-                # All are counted and logged, one can be raised.
-                raised.append(first)
-        if raised:
-            raise raised[0]
+        if failures and self.config.on_save_error == "raise":
+            raise failures[0]
 
     def failed(self, name: str, step: int, error: Exception) -> None:
         """Counts and logs a failure.
@@ -392,9 +399,5 @@ class Session:
         if self.config.on_save_error == "raise":
             if isinstance(error, SaveError):
                 raise error
-            raise SaveError(
-                f"saving {name} failed: {error}",
-                operation="save",
-                key=self.dirpath,
-                step=step if step >= 0 else None,
-            ) from error
+            known = step if step >= 0 else None
+            raise SaveError(f"saving {name} failed: {error}", operation="save", key=self.dirpath, step=known) from error

@@ -27,7 +27,7 @@ from tiered_checkpoint_io.engine.drain.standstill import Standstill, StandstillE
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError
-from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.logs import DebugOnly, Logger
 from tiered_checkpoint_io.memory.private import write_atomic, write_over
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -117,16 +117,19 @@ class DrainHandle:
         self._spawned_at = now
         if self._config.drain == "thread":
             self._stop = threading.Event()
-            self._drain = Drain(self._root, logger=self._log, stop=self._stop, stay=True, clock=self._clock)
+            # What it says is said of its outcomes, whether it is a thread or a process.
+            self._drain = Drain(
+                self._root, logger=DebugOnly(self._log, {}), stop=self._stop, stay=True, clock=self._clock
+            )
             self._thread = threading.Thread(target=self._run, args=(self._drain,), name="tiered-drain", daemon=True)
             self._thread.start()
             return
-        with self._open_log() as log:
+        with self._open_log() as file:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--root", str(self._root)],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=file,
+                stderr=file,
                 # Launchers kill the process group of their workers; the drain has work to finish.
                 start_new_session=True,
                 cwd="/",
@@ -359,9 +362,15 @@ class DrainHandle:
 
     def _too_slow(self, what: str, timeout_s: float) -> DrainError:
         progress = self.progress()
-        done = f"{progress.bytes_done} of {progress.bytes_total} bytes of {progress.name or 'nothing'}"
+        done = "no upload in progress"
+        if progress.name:
+            done = f"{progress.bytes_done} of {progress.bytes_total} bytes of {progress.name}"
         hint = f"last error: {progress.last_error or 'none'}; {self._last_words()}"
-        return self._error(f"{what} not durable after {timeout_s:.0f} s ({done})", self._config.dirpath, hint)
+        return self._error(
+            f"{what} not durable after {timeout_s:.0f} s ({done})",
+            self._config.dirpath,
+            hint,
+        )
 
     def _error(self, text: str, key: str, hint: str, *, tier: str = "durable") -> DrainError:
         return DrainError(text, operation="drain", tier=tier, key=key, hint=hint)

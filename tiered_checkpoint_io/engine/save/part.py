@@ -285,7 +285,11 @@ class PartSave:
         queued = facts.durable and not waited and (background or not self.streams)
         report = SaveReport(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled)
         session.last_save = report
-        session.log.at_step(facts.step).info(report.line(session.dirpath, self._label))
+        log = session.log.at_step(facts.step)
+        # One part speaks for the save; steps of memory alone are too many.
+        (log.info if facts.durable and self.rank == facts.coordinator else log.debug)(
+            report.line(session.dirpath, self._label)
+        )
         return report
 
     @property

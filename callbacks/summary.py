@@ -1,0 +1,55 @@
+"""At the end of a training: where the newest checkpoints are, what is still queued, and what to type."""
+
+from __future__ import annotations
+
+import contextlib
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from tiered_checkpoint_io.adapters.lightning import tiered_io_of
+from tiered_checkpoint_io.engine.drain.messages import Standing, drain_command
+from tiered_checkpoint_io.engine.drain.progress import told_as
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+#: Names that a line lists.
+_NAMED = 3
+
+
+def summary(standing: Standing, config: TieredCheckpointConfig) -> list[str]:
+    """The lines; none where nothing was saved."""
+    where = told_as(config.dirpath)
+    if standing == Standing():
+        return []
+    memory = f"{standing.memory} in node memory" if standing.memory else "none in node memory"
+    durable = f"{standing.durable} on {where}" if standing.durable else f"none uploaded to {where} from this node"
+    lines = [f"newest checkpoints: {memory}; {durable}"]
+    if standing.pending:
+        count, names = len(standing.pending), ", ".join(each.name for each in standing.pending[:_NAMED])
+        what = "checkpoints are" if count > 1 else "checkpoint is"
+        lines.append(
+            f"{count} {what} not on {where} yet ({names}{', ...' if count > _NAMED else ''}): uploaded by a drain that"
+            f" runs, or by the next start on this node, or by: {drain_command(config)}"
+        )
+    lines.append('to resume: trainer.fit(..., ckpt_path="tiered:latest")')
+    return lines
+
+
+def say_summary(trainer: Trainer) -> None:
+    """Logs the lines on rank 0, where a training with our checkpoint IO ends."""
+    if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
+        return
+    # An exception that ends a training must not be replaced by one of its summary.
+    with contextlib.suppress(UsageError):
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is not None:
+            session = io.checkpointer.session
+            for line in summary(session.standing(), io.config):
+                session.log.info("%s", line)
+
+
+def say_summary_last(trainer: Trainer, callback: Callback) -> None:
+    """As :func:`say_summary`, from the last of the callbacks that call this: those before may still save."""
+    if callback is [each for each in trainer.callbacks if getattr(each, "says_summary", False)][-1]:  # type: ignore[attr-defined]
+        say_summary(trainer)

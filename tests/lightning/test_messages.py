@@ -1,0 +1,201 @@
+"""What a user reads: a script of their own, run in a process of its own, with logging as they have configured it."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(360)
+WAIT_S = 120
+
+SCRIPT = """
+import logging, logging.config, sys, time
+import torch
+from lightning.pytorch import Trainer
+sys.path.insert(0, sys.argv[1])
+from support.training import Model
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+
+logger = None
+{setting}
+
+
+class Training(Model):
+    def on_train_batch_end(self, *_):
+        if {stops} and self.global_step == 10:
+            print("waiting for Ctrl-C", flush=True)
+            while True:
+                time.sleep(0.1)
+
+
+io = TieredCheckpointIO(
+    dirpath=sys.argv[2], memory_dir=sys.argv[3], namespace="gpt-1", wait_timeout_s=60, logger=logger, {options}
+)
+callbacks = {callbacks}
+trainer = Trainer(
+    plugins=[AsyncCheckpointIO(io)], callbacks=callbacks, max_steps=20, logger=False, accelerator="cpu",
+    enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[4],
+)
+trainer.fit(Training(), ckpt_path="tiered:latest")
+"""
+WITH_CALLBACK = (
+    "[TieredModelCheckpoint(memory_every_n_train_steps=5, s3_every_n_train_steps=10, save_top_k=-1, filename='{step}')]"
+)
+HYDRA = """
+logging.config.dictConfig({
+    "version": 1, "disable_existing_loggers": False,
+    "formatters": {"simple": {"format": "%(levelname)s %(message)s"}},
+    "handlers": {
+        "console": {"class": "logging.StreamHandler", "formatter": "simple", "stream": "ext://sys.stderr"},
+        "file": {"class": "logging.FileHandler", "formatter": "simple", "filename": "job.log"},
+    },
+    "root": {"level": "INFO", "handlers": ["console", "file"]},
+})
+"""
+BASIC = "logging.basicConfig(level=logging.%s, format='%%(levelname)s %%(message)s')"
+CUSTOM = """
+logger = logging.getLogger("mine")
+logger.setLevel(logging.INFO)
+logger.addHandler(logging.StreamHandler())
+logger.handlers[0].setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+"""
+OURS = re.compile(r"(?:\[[^]]*\] ){2}\[tiered_checkpoint_io[\w.]*\] \[(\w+)\] \[[^]]*\] \[[^]]*\] (.*)")
+
+RESUME = 'INFO to resume: trainer.fit(..., ckpt_path="tiered:latest")'
+STORY = [
+    "INFO no checkpoint at DIR: starting from scratch",
+    "INFO Step 10: saved step=10.ckpt to memory: AMOUNT; upload to DIR queued",
+    "INFO Step 10: step=10.ckpt is durable on DIR: AMOUNT",
+    "INFO Step 20: saved step=20.ckpt to memory: AMOUNT; upload to DIR queued",
+    "INFO Step 20: step=20.ckpt is durable on DIR: AMOUNT",
+    "INFO newest checkpoints: step=20.ckpt in node memory; step=20.ckpt on DIR",
+    RESUME,
+]
+MEMORY_STEP = "DEBUG Step 5: saved memory/epoch=0-step=5.ckpt to memory: AMOUNT"
+
+
+@pytest.fixture
+def job(tmp_path, memory_dir):
+    durable, script = tmp_path / "durable", tmp_path / "train.py"
+
+    def start(setting="", *, stops=False, callbacks=WITH_CALLBACK, options=""):
+        script.write_text(SCRIPT.format(setting=setting, stops=stops, callbacks=callbacks, options=options))
+        tests = str(Path(__file__).parents[1])
+        return subprocess.Popen(
+            [sys.executable, str(script), tests, str(durable), memory_dir, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    def read(process):
+        try:
+            return said(process.communicate(timeout=WAIT_S)[0], durable, memory_dir)
+        finally:
+            process.kill()
+
+    start.read, start.durable = read, durable
+    yield start
+    # A drain that had nothing it could do has left, or does so at once.
+    deadline = time.monotonic() + WAIT_S
+    while drains(memory_dir):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def drains(memory_dir):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"drain" in (line := path.read_bytes()) and memory_dir.encode() in line:
+                found.append(path.parent.name)
+    return found
+
+
+def said(output, durable, memory_dir):
+    """The lines that are ours, without what differs from run to run."""
+    lines = []
+    for line in output.splitlines():
+        match = OURS.fullmatch(line)
+        text = f"{match[1]} {match[2]}" if match else line
+        if match or re.match("(DEBUG|INFO|WARNING|ERROR) ", line):
+            text = text.replace(str(durable), "DIR").replace(memory_dir, "MEMORY")
+            lines.append(re.sub(r"[\d.]+ .iB in [\d.]+ s \([^)]*\)", "AMOUNT", text))
+    # Lightning's own, where its loggers propagate.
+    return [line for line in lines if re.search(r"DIR|MEMORY|\.ckpt|to resume|not on", line) and "Restor" not in line]
+
+
+@pytest.mark.parametrize(
+    ("setting", "also"),
+    [
+        pytest.param("", [], id="nothing configured"),
+        pytest.param(HYDRA, [], id="Hydra"),
+        pytest.param(BASIC % "INFO", [], id="basicConfig", marks=pytest.mark.matrix),
+        pytest.param(CUSTOM, [], id="a custom logger", marks=pytest.mark.matrix),
+        pytest.param(
+            "logging.getLogger('tiered_checkpoint_io').setLevel(logging.DEBUG)",
+            [MEMORY_STEP, MEMORY_STEP.replace("5", "15")],
+            id="DEBUG",
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def test_a_training_in_lines(job, tmp_path, setting, also):
+    lines = job.read(job(setting))
+    assert sorted(lines) == sorted(STORY + also)
+    # When an upload ends is not known; all else has its order.
+    assert [line for line in lines if "is durable" not in line and line not in also] == [
+        line for line in STORY if "is durable" not in line
+    ]
+    if setting == HYDRA:
+        in_file = said((tmp_path / "job.log").read_text(), job.durable, "-")
+        assert in_file == lines
+
+
+@pytest.mark.matrix
+def test_a_level_of_the_users_is_kept(job):
+    assert job.read(job(BASIC % "WARNING")) == []
+
+
+@pytest.mark.parametrize("callbacks", [WITH_CALLBACK, pytest.param("[]", marks=pytest.mark.matrix)])
+def test_an_upload_that_fails_is_logged_once_with_what_to_do(job, callbacks):
+    name = "step=20.ckpt" if callbacks == WITH_CALLBACK else "epoch=0-step=20.ckpt"
+    (job.durable / name / "in the way").mkdir(parents=True)
+    lines = job.read(job(callbacks=callbacks))
+    why = "put failed: Is a directory"
+    command = "tiered-ckpt drain --namespace gpt-1 --memory-dir MEMORY"
+    (failure,) = [line for line in lines if line.startswith("ERROR Step 20:")]
+    assert failure.startswith(f"ERROR Step 20: {name} did not reach the durable tier: {why}")
+    assert failure.endswith(f"it stays in node memory and is tried again; by hand: {command}")
+    (left,) = [line for line in lines if line.startswith("ERROR") and line != failure]
+    assert left.startswith(f"ERROR 1 queued checkpoint was not uploaded ({name}): ")
+    assert left.endswith(f"it stays in node memory; retry with: {command}")
+    uploaded = "step=10.ckpt on DIR" if callbacks == WITH_CALLBACK else "none uploaded to DIR from this node"
+    assert lines[-3:] == [
+        f"INFO newest checkpoints: {name} in node memory; {uploaded}",
+        f"INFO 1 checkpoint is not on DIR yet ({name}): uploaded by a drain that runs, or by the next start"
+        f" on this node, or by: {command}",
+        RESUME,
+    ]
+
+
+def test_after_ctrl_c_it_says_what_there_is_and_what_to_type(job):
+    process = job(stops=True)
+    for line in process.stdout:
+        if "waiting for Ctrl-C" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    lines = job.read(process)
+    (newest,) = [line for line in lines if line.startswith("INFO newest")]
+    assert newest.startswith("INFO newest checkpoints: step=10.ckpt in node memory; ")
+    assert lines.count(RESUME) == 1

@@ -1,0 +1,157 @@
+"""What is said of the drain's outcomes in the trainer's log, and where a job's checkpoints are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
+from tiered_checkpoint_io.engine.drain.progress import SaveReport, told_as
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.errors import DrainError, SaveError
+from tiered_checkpoint_io.logs import CheckpointLogger, rate
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+#: Where the memory tier lies by default, for the command line as well.
+_SHM = "/dev/shm"  # noqa: S108
+#: Names that a message lists.
+_NAMED = 3
+
+
+def say_outcome(
+    log: CheckpointLogger, outcome: Outcome, config: TieredCheckpointConfig, *, leads: bool = True
+) -> SaveError | None:
+    """Logs what became of a queued operation, where that concerns the user.
+
+    Args:
+        log: The trainer's log.
+        outcome: What the drain noted.
+        config: Of the job.
+        leads: Whether this process speaks for its node; all others log failures at DEBUG.
+
+    Returns:
+        The failure, if it is one.
+    """
+    log = log.at_step(outcome.step)
+    if outcome.state == "committed" and outcome.action == "save":
+        where, amount = told_as(outcome.dirpath or config.dirpath), rate(outcome.bytes, outcome.seconds)
+        log.info("%s is durable on %s: %s", outcome.name, where, amount)
+    elif outcome.state == "skipped" and outcome.action in ("alias", *SAVES):
+        (log.warning if leads else log.debug)("%s will not be durable: %s", outcome.name, outcome.error)
+    elif outcome.state == "failed" and outcome.action != "cancel":
+        failure = failure_of(outcome, config)
+        (log.error if leads else log.debug)("%s — %s", failure.message, failure.hint)
+        return failure
+    return None
+
+
+class Saved(NamedTuple):
+    """A checkpoint, by its name and step; the step is -1 where it is not known."""
+
+    name: str
+    step: int
+
+    def __str__(self) -> str:
+        return (
+            self.name
+            if self.step < 0 or ids.step_in_name(self.name) == self.step
+            else f"{self.name} (step {self.step})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a node knows of a job's checkpoints.
+
+    Attributes:
+        memory: The newest in its memory, if any.
+        durable: The newest that was uploaded, and not deleted since, as far as the operation log reaches back.
+        pending: Those whose upload is still queued, or has failed and is tried again; in order.
+    """
+
+    memory: Saved | None = None
+    durable: Saved | None = None
+    pending: tuple[Saved, ...] = ()
+
+
+def standing_of(
+    parts: Iterable[StoredPart],
+    outcomes: Iterable[Outcome],
+    operations: Iterable[Request],
+    dirpath: str,
+    last_save: SaveReport | None = None,
+) -> Standing:
+    """What is where, by what lies in memory, by the operation log, and by the newest save of this process."""
+    held = max((each for each in parts if each.part.dirpath == dirpath), key=lambda each: each.save_id, default=None)
+    there: dict[str, tuple[str, Saved]] = {}
+    for outcome in sorted(outcomes, key=lambda each: each.op_id):
+        if outcome.state == "committed" and outcome.dirpath == dirpath:
+            if outcome.action == "save":
+                there[outcome.name] = (outcome.op_id, Saved(outcome.name, outcome.step))
+            elif outcome.action == "delete":
+                there.pop(outcome.name, None)
+    if last_save is not None and "durable" in last_save.tiers and not last_save.queued:
+        # Streamed, that is past the queue.
+        there.setdefault(last_save.name, (last_save.save_id, Saved(last_save.name, last_save.step)))
+    pending = {each.name: each.stored for each in operations if each.action in SAVES and each.dirpath == dirpath}
+    return Standing(
+        Saved(held.part.name, held.part.content.step) if held is not None else None,
+        max(there.values())[1] if there else None,
+        tuple(Saved(name, stored.part.content.step if stored else -1) for name, stored in pending.items()),
+    )
+
+
+def look_at(tier: MemoryTier, queue: Queue, dirpath: str, last_save: SaveReport | None) -> Standing:
+    """See :func:`standing_of`; raises OSError where a node has no descriptor left to look."""
+    return standing_of(tier.parts(), queue.outcomes(), queue.look(tier), dirpath, last_save)
+
+
+def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
+    """What to say of an operation that failed in the background: why, what becomes of it, and what can be done."""
+    what = outcome.name if outcome.action == "save" else f"{outcome.action} of {outcome.name}"
+    again = f"is tried again; by hand: {drain_command(config)}"
+    if outcome.error_type == "CorruptCheckpointError":
+        hint = "its copy in node memory was moved to quarantine/, and it is not tried again"
+    elif outcome.action == "unknown":
+        hint = "it is not tried again"
+    elif outcome.action in SAVES:
+        hint = f"it stays in node memory and {again}"
+    else:
+        hint = f"it stays queued and {again}"
+    return SaveError(
+        f"{what} did not reach the durable tier: {outcome.error}",
+        operation=outcome.action,
+        tier="durable",
+        key=ids.join_url(config.dirpath, outcome.name),
+        step=outcome.step if outcome.step >= 0 else None,
+        hint=hint,
+    )
+
+
+def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error: DrainError) -> SaveError:
+    """What to say at the end of what is queued still."""
+    names = ", ".join(each.name for each in pending[:_NAMED]) + (" ..." if len(pending) > _NAMED else "")
+    what = (
+        f"{len(pending)} queued checkpoint{'s were' if len(pending) > 1 else ' was'} not uploaded ({names})"
+        if pending
+        else "queued aliases and deletes were not done"
+    )
+    # What has not failed is slow, and then the hint has the last words of the drain.
+    why = "" if error.hint is None or "stays in node memory" in error.hint else f"; {error.hint}"
+    return SaveError(
+        f"{what}: {error.message}{why}",
+        operation="drain",
+        tier="durable",
+        key=config.dirpath,
+        hint=f"{'they stay' if len(pending) != 1 else 'it stays'} in node memory; retry with: {drain_command(config)}",
+    )
+
+
+def drain_command(config: TieredCheckpointConfig) -> str:
+    """What to type to have the queue of a job worked on."""
+    place = "" if config.memory_dir == _SHM else f" --memory-dir {config.memory_dir}"
+    return f"tiered-ckpt drain --namespace {config.namespace}{place}"
