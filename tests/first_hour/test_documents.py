@@ -6,7 +6,10 @@ A block runs in a fresh namespace, which has what its prelude makes: what a read
 from pathlib import Path
 
 import pytest
+import typer
 from support.first_hour import blocks_of
+
+from tiered_checkpoint_io import cli
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,6 +127,17 @@ def test_the_first_five_minutes(story):
         output, status = story.tiered_ckpt(*command)
         assert status == 0, output[-3000:]
         assert "step=500" in output
+
+
+def test_every_command_of_the_documents_is_understood():
+    known = typer.main.get_command(cli.app).commands
+    texts = [*blocks("README.md", "bash").values(), *blocks("docs/command-line.md", "bash").values()]
+    lines = [line.partition("#")[0].split() for text in texts for line in text.splitlines()]
+    used = [arguments for program, *arguments in filter(None, lines) if program == "tiered-ckpt"]
+    for name, *arguments in used:
+        # Parsed, and not run; what is not understood is an error.
+        known[name].make_context(name, arguments)
+    assert {name for name, *_ in used} == set(known)
 
 
 def test_readme_is_short():
