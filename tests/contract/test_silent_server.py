@@ -17,6 +17,8 @@ from support.training import Runs
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import SaveError, StoreUnavailableError
+from tiered_checkpoint_io.nemo.connector import _find
+from tiered_checkpoint_io.nemo.layouts import Rules
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.retry import Retry
 from tiered_checkpoint_io.stores.silence import answer_within
@@ -141,6 +143,15 @@ def test_where_memory_is_damaged_the_answer_is_waited_for(io_of, proxy, book, me
     assert torch.equal(io.load_checkpoint("tiered:latest")["w"], state(1)["w"])
     assert io.checkpointer.restored.tier == "durable"
     assert book.having("restoring from node memory: S3 has not answered for 1 s")
+
+
+def test_nemos_rules_do_without_the_names_where_memory_was_resumed_from(io_of, proxy, book):
+    gate, io = Gate(proxy), io_of()
+    assert _find(io, Rules(), 1, restored=True) is None
+    assert book.having("could not check whether this training has completed: the durable tier has not answered for 1 s")
+    gate.open()
+    assert io.checkpointer.session.known.all() == frozenset(), "the first question is still answered"
+    assert proxy.counts["list"] == 2, "once, and again where it was cut off"
 
 
 def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, book):

@@ -164,9 +164,13 @@ class Checkpointer:
         self.session.known.note(name, exists=False)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a name is taken on the durable tier, or queued for it, as far as this process knows."""
+        """Whether a name is taken on the durable tier, or queued for it, as far as this process knows.
+
+        Raises:
+            StoreError: The durable tier could not be asked, or was silent for ``durable_timeout_s``.
+        """
         name = ids.name_in(self.dirpath, path)
-        return name in self.session.known.all()
+        return name in self.session.known.all(self.config.durable_timeout_s)
 
     # ------------------------------------------------------------------------------------- load
     def load(

@@ -15,7 +15,7 @@ from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoin
 from tiered_checkpoint_io.callbacks.trainer import fail_together, on_rank_0
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.rewrite import rewrite
-from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import EMA, ranks_with_files, step_of, without_rank
@@ -187,7 +187,12 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         """
         engine = self._engine
         pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
-        known = {without_rank(name) for name in engine.session.known.all()}
+        try:
+            names = engine.session.known.all(engine.config.durable_timeout_s)
+        except StoreUnavailableError as error:
+            engine.session.log.warning('could not look for the "last" checkpoints of earlier runs: %s', error)
+            names = frozenset()
+        known = {without_rank(name) for name in names}
         known |= {without_rank(engine.restored.name)} if engine.restored is not None else set()
         paths = {ids.join_url(engine.dirpath, name) for name in known} | {self.last_model_path}
         return sorted((path for path in paths if pattern.match(path.removeprefix(f"{self.dirpath}/"))), key=_progress)

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.trainer import on_rank_0
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.layouts import Rules, check_not_completed, choose, ranks_with_files
 
@@ -72,7 +72,13 @@ def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) 
     """What to load where the engine restored nothing; checks the rules where it did."""
     dirpath, session = io.config.dirpath, io.checkpointer.session
     if restored:
-        check_not_completed(session.known.all(), rules, dirpath=dirpath)
+        try:
+            names = session.known.all(io.config.durable_timeout_s)
+        except StoreUnavailableError as error:
+            # Node memory carries the job while the durable tier does not answer.
+            session.log.warning("could not check whether this training has completed: %s", error)
+            names = frozenset()
+        check_not_completed(names, rules, dirpath=dirpath)
         return None
     path = None
     if shards > 1:

@@ -162,7 +162,7 @@ class CoordinatedSaver:
 
     def _is_taken(self, name: str) -> bool:
         try:
-            return name in self._session.known.all()
+            return name in self._session.known.all(self._session.config.durable_timeout_s)
         except StoreError as error:
             self._session.log.warning(
                 "cannot ask whether %s exists, so the files beside its shards get other names: %s", name, error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from tiered_checkpoint_io.clock import Clock
@@ -16,7 +17,6 @@ class DurableNameCache:
         list_names: Callable[[], Iterable[str]],
         queued: Callable[[], Iterable[str]],
         has_worked: Callable[[], bool],
-        patience_s: float,
         clock: Clock,
     ) -> None:
         """Takes where to look.
@@ -25,13 +25,11 @@ class DurableNameCache:
             list_names: The names on the durable tier, by one LIST, on a thread of its own.
             queued: Those whose upload is queued.
             has_worked: Whether a drain has ever worked for this node's memory.
-            patience_s: How long a silence of the durable tier is waited for, seconds.
-            clock: For that wait.
+            clock: For waits.
         """
         self._list_names = list_names
         self._queued = queued
         self._has_worked = has_worked
-        self._patience_s = patience_s
         self._clock = clock
         self._question: Question[Iterable[str]] | None = None
         self._listed: set[str] | None = None
@@ -56,15 +54,19 @@ class DurableNameCache:
             return True
         return self._has_worked() if self._listed is None else name in self._listed
 
-    def all(self) -> frozenset[str]:
+    def all(self, patience_s: float = math.inf) -> frozenset[str]:
         """All names on the durable tier, or queued for it: one LIST at first use, none later.
 
+        Args:
+            patience_s: How long a silence of the durable tier is waited for, seconds; by default until its store
+                gives up.
+
         Raises:
-            StoreError: The durable tier could not be asked, or does not answer.
+            StoreError: The durable tier could not be asked, or was silent for so long.
         """
         if self._listed is None:
             # What was saved since they were asked for may be committed already.
-            self.remember([*self._ask(), *self._saved])
+            self.remember([*self._ask(patience_s), *self._saved])
         return frozenset(self._listed or ())
 
     def close(self) -> None:
@@ -73,10 +75,10 @@ class DurableNameCache:
             self._question.close()
             self._question = None
 
-    def _ask(self) -> Iterable[str]:
+    def _ask(self, patience_s: float) -> Iterable[str]:
         # One that was not answered in time is not asked again: the next caller has its answer, or no wait.
         question = self._question = self._question or Question(self._list_names, clock=self._clock)
-        if not question.within(self._patience_s):
-            raise silence("the durable tier", self._patience_s)
+        if not question.within(patience_s):
+            raise silence("the durable tier", patience_s)
         self._question = None
         return question.result()
