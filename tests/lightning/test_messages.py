@@ -181,12 +181,11 @@ def test_an_upload_that_fails_is_logged_once_with_what_to_do(job, callbacks):
     assert left.startswith(f"ERROR 1 queued checkpoint was not uploaded ({name}): ")
     assert left.endswith(f"it stays in node memory; retry with: {command}")
     uploaded = "step=10.ckpt on DIR" if callbacks == WITH_CALLBACK else "none uploaded to DIR from this node"
-    assert lines[-3:] == [
-        f"INFO newest checkpoints: {name} in node memory; {uploaded}",
-        f"INFO 1 checkpoint is not on DIR yet ({name}): uploaded by a drain that runs, or by the next start"
-        f" on this node, or by: {command}",
-        RESUME,
-    ]
+    newest, pending, resume = lines[-3:]
+    assert newest == f"INFO newest checkpoints: {name} in node memory; {uploaded}"
+    assert pending.startswith(f"INFO 1 checkpoint is not on DIR yet ({name}): uploaded by a drain that runs, ")
+    assert pending.endswith(f"or by: {command}")
+    assert resume == RESUME
 
 
 def test_after_ctrl_c_it_says_what_there_is_and_what_to_type(job):

@@ -48,7 +48,7 @@ def refused(io, kind, said):
     assert not caught.value.retryable
     with pytest.raises(SaveError, match=rf"in memory, but not on the durable tier.*{said}"):
         io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
-    with pytest.raises(SaveError, match=rf"{said}.*stays in node memory and is tried again"):
+    with pytest.raises(SaveError, match=rf"{said}.*stays in node memory; retry with: tiered-ckpt drain --namespace "):
         io.teardown()
     assert time.monotonic() - started < BOUND_S
 

@@ -269,7 +269,7 @@ class DrainHandle:
             self._check_drain()
             first = self._stuck_by(left)
             if first is not None:
-                raise self._fails(f"{len(left)} operations did not reach the durable tier: {first.error}", first.name)
+                raise self._fails(f"{first.name} did not reach the durable tier: {first.error}", first.name)
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
     def make_way(self, name: str, timeout_s: float, next_id: Callable[[], str]) -> None:
