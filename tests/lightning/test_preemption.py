@@ -165,7 +165,7 @@ def test_what_makes_no_sense_is_refused(options, error, says):
 def test_a_failure_behind_an_earlier_save_keeps_nobody_from_the_last_one(job, tmp_path, memory_dir):
     """Where failures are raised, and the durable tier has just failed: memory still gets the last checkpoint."""
     (tmp_path / "durable").write_bytes(b"in the way")
-    block = {"on_save_error": "raise", "s3_every_n_train_steps": 4}
+    block = {"on_save_error": "raise", "s3_every_n_train_steps": 4, "preflight": "off"}
     told = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "strategy": "ddp", "block": block}
     told |= {"top_k": -1, "pause": 5, "signals": [[0, "train", 5]]}
     # The failure is raised at the end, on both ranks: neither has waited for the other.
