@@ -121,7 +121,7 @@ def save(
             if isinstance(first, TieredCheckpointError):
                 raise first from error
             raise
-        writer.session.log.exception("training goes on without checkpoint %s", checkpoint_id or writer.checkpoint_id)
+        writer.session.log.exception("%s was not saved; training continues", checkpoint_id or writer.checkpoint_id)
         return None
 
 

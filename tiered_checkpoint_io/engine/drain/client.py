@@ -113,7 +113,7 @@ class DrainHandle:
             return
         if self._spawned_at:
             self._respawn_wait = min(timing.respawn_max_s, self._respawn_wait * 2)
-            self._log.warning("the drain is not running; starting it again")
+            self._log.warning("the drain has ended; starting it again: %s", self._last_words())
         self._spawned_at = now
         if self._config.drain == "thread":
             self._stop = threading.Event()
@@ -210,13 +210,13 @@ class DrainHandle:
             failed = [save_id for save_id in waiting if save_id in lost]
             # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
             if failed and len(cancelled) < max_pending:
-                self._log.error("the durable tier fails; giving up an older save: %s", self.progress().last_error)
+                self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", self.progress().last_error)
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
                 return True
             if self._config.on_pending == "skip":
                 return False
             if not warned:
-                self._log.warning("waiting: %d saves are on their way to the durable tier", len(waiting))
+                self._log.warning("max_pending is reached: waiting until one of %d uploads has ended", len(waiting))
                 warned = True
             if self._standstill.lasts(self._config.pending_timeout_s):
                 return False
