@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from tiered_checkpoint_io.engine.chunks import Span
 from tiered_checkpoint_io.engine.ranks.views import address_of, at
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.formats.shard_image import Skeleton, skeleton_of
+from tiered_checkpoint_io.formats.shard_image import QUANTIZED, Skeleton, skeleton_of
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _CRC_AT = 14
@@ -112,6 +113,9 @@ class PlanReader:
         known = self._tensors.get((item.storage_index.fqn, tuple(item.storage_index.offset)))
         if known is None:
             return None
+        if known[0] in QUANTIZED:
+            # How it lies depends on its scales, too.
+            return None
         skeleton = skeleton_of(*known)
         return _Layout(skeleton, *known) if skeleton.length == info.length else None
 
@@ -127,7 +131,12 @@ class PlanReader:
             self._check(item, stream, planner)
             planner.load_bytes(item, stream)
             return
-        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        try:
+            tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            # A class of tensors that the configuration allows.
+            stream.seek(0)
+            tensor = self._trust.read(stream, "a tensor", {"key": item.storage_index.fqn}, map_location="cpu")
         _into(planner, item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
     def _check(self, item: ReadItem, stream: io.BytesIO, planner: LoadPlanner) -> None:
@@ -170,8 +179,12 @@ def _copy(view: memoryview, item: ReadItem, info: Any, layout: _Layout, planner:
 
 
 def _into(planner: LoadPlanner, item: ReadItem, source: torch.Tensor) -> None:
-    target = planner.resolve_tensor(item).detach()
+    target = planner.resolve_tensor(item)
+    if not target.is_quantized:
+        # Of a quantized one, a detached alias would take the scales for itself.
+        target = target.detach()
     if target.size() != source.size():
         raise AssertionError(f"{item.storage_index}: the state has {target.size()}, the checkpoint {source.size()}")
-    target.copy_(source)
+    with torch.no_grad():
+        target.copy_(source)
     planner.commit_tensor(item, target)

@@ -21,11 +21,12 @@ from torch.futures import Future as TorchFuture
 from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, check_positive, close_shared, settings_of
 from tiered_checkpoint_io.adapters.groups import told_to_dcp
+from tiered_checkpoint_io.adapters.tensor_kinds import KindsCheck
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
-from tiered_checkpoint_io.engine.trust import warn_at_first_save
+from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
 from tiered_checkpoint_io.formats.shard_image import Item
 from tiered_checkpoint_io.logs import Logger
@@ -302,7 +303,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             )
         # As FileSystemWriter orders them.
         ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
-        items = [self._item(item, planner) for item in ordered]
+        kinds = KindsCheck(Trust.of(self.settings.config))
+        items = [self._item(item, planner, kinds) for item in ordered]
         self._warn_of_objects([data for data, names in items if not (names or isinstance(data, torch.Tensor))])
         background = self.seals_in_background and not self.waits
         placed, in_memory = self.saver.capture(
@@ -323,8 +325,10 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             name = self.located.name
             warn_at_first_save(self.session, self.settings.config, self.session.log, name, files)
 
-    def _item(self, item: WriteItem, planner: SavePlanner) -> tuple[Item, list[str]]:
+    def _item(self, item: WriteItem, planner: SavePlanner, kinds: KindsCheck) -> tuple[Item, list[str]]:
         data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            kinds.check(item.index.fqn, data)
         if self._transforms is None:
             return (data.detach() if isinstance(data, torch.Tensor) else data.getvalue()), []
         buffer = io.BytesIO()

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.save.uncoordinated import Place
 from tiered_checkpoint_io.errors import UsageError
@@ -45,8 +46,8 @@ def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -
     would take each other's plans, and save less than there is.
     """
     if not _KEEPS_WHAT_SUCCEEDED:
-        return DefaultSavePlanner()
-    planner = DefaultSavePlanner(enable_plan_caching=True)
+        return CheckingSavePlanner()
+    planner = CheckingSavePlanner(enable_plan_caching=True)
     together = "alone"
     if not alone and world() is not None:
         together = ",".join(map(str, dist.get_process_group_ranks(process_group or world())))

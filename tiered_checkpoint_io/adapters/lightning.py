@@ -226,14 +226,14 @@ class TieredCheckpointIO(CheckpointIO):
             weights_only: As ``torch.load`` takes it. Lightning before 2.6 never passes it; the
                 configuration's ``weights_only`` holds where it is None.
         """
-        if map_location is None:
-            map_location = _stay
+        # Upstream's function does the same, but torch takes none for DTensors.
+        place: Any = "cpu" if map_location is None else map_location
         if self._is_scratch(path):
-            found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(str(path), map_location)
+            found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(str(path), place)
             return found
         state: dict[str, Any] = self.checkpointer.load(
             path,
-            map_location=map_location,
+            map_location=place,
             weights_only=weights_only,
             companion=self.companion,
             alone=self._is_of_one_rank(path),
@@ -248,7 +248,7 @@ class TieredCheckpointIO(CheckpointIO):
         """
         restored = self.checkpointer.restored
         try:
-            return self.checkpointer.load(path, map_location=_stay, alone=True)
+            return self.checkpointer.load(path, map_location="cpu", alone=True)
         finally:
             self.checkpointer.restored = restored
 
@@ -360,7 +360,3 @@ def no_checkpoint() -> NoCheckpoint:
     """What Lightning is given where there is nothing to resume from."""
     # By this key Lightning knows a checkpoint of its own release: with it alone, it skips every step of a restore.
     return NoCheckpoint({"pytorch-lightning_version": lightning_version})
-
-
-def _stay(storage: Any, _: Any) -> Any:
-    return storage

@@ -8,6 +8,7 @@ the way of the model's, and leave a note behind.
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -108,6 +109,9 @@ class _Filling:
             for shard, source in zip(shards, loaded, strict=True):
                 self._copy(shard.tensor, source, path)
         elif isinstance(state, torch.Tensor):
+            if _has_parts(state) and isinstance(loaded, torch.Tensor):
+                # Made of several tensors, whose sizes may be others.
+                return _apart(loaded)
             self._copy(state, loaded, path)
         elif isinstance(state, dict):
             self.dictionary(state, loaded, path)
@@ -136,7 +140,8 @@ class _Filling:
                 hint="local checkpoints are loaded by ranks that shard as those did that saved them",
             )
         with torch.no_grad():
-            target.detach().copy_(source)
+            # Of a quantized one, a detached alias would take the scales for itself.
+            (target if target.is_quantized else target.detach()).copy_(source)
 
     def _other(self, path: str, wanted: str, found: Any) -> RestoreError:
         return RestoreError(
@@ -144,6 +149,19 @@ class _Filling:
             operation="load",
             key=self._where,
         )
+
+
+def _has_parts(tensor: torch.Tensor) -> bool:
+    return tensor.is_nested or tensor.layout != torch.strided
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that shares nothing with a tensor, of whatever parts that is made."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    copied: torch.Tensor = torch.load(file, weights_only=False)
+    return copied
 
 
 # -------------------------------------------------------------------------------------------- full

@@ -247,7 +247,8 @@ class TieredSharding(_Base):
             try:
                 # Lightning before 2.6 has no such argument.
                 options = {} if weights_only is None else {"weights_only": weights_only}
-                return super(TieredSharding, self).load_checkpoint(file, **options)
+                with Trust.of(self._tiered_io.config, weights_only).allowing():
+                    return super(TieredSharding, self).load_checkpoint(file, **options)
             finally:
                 self._local_file = None
 

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.formats.unpickling import Allowed, is_blocked, names_i
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-_TRUST_ALL = "if you trust everyone who can write there, set weights_only: false"
+_TRUST_ALL = "if you trust all who can write there, set weights_only to false"
 _YES = ("1", "y", "yes", "true")
 _ZIP = b"PK\x03\x04"
 #: Within a record's header in a zip file: where the lengths of its name and of the field behind that stand.
@@ -121,6 +121,17 @@ class Trust:
             lacking = self.allowed().lacks(names_in(io.BytesIO(_pickled(file))))
         return self.advice(lacking)
 
+    def lacking_in(self, content: Any) -> list[str]:
+        """The names, sorted, that are not allowed: of an :class:`Image`, or of bytes that ``torch.save`` wrote.
+
+        Raises:
+            ConfigError: A name of :attr:`names` is of nothing that can be imported.
+            Exception: The bytes are no such file.
+        """
+        allowed = self.allowed()
+        heads = [_head(content)] if isinstance(content, Image) else [memoryview(each) for each in content]
+        return sorted({name for head in heads for name in _names_in_file(head, allowed)})
+
     def advice(self, lacking: Iterable[str]) -> str:
         """What to do where names are not allowed that a checkpoint holds."""
         names = list(lacking)
@@ -153,9 +164,7 @@ def warn_at_first_save(owner: Any, config: TieredCheckpointConfig, log: Logger, 
         return
     _looked_at.add(owner)
     try:
-        allowed = trust.allowed()
-        heads = [_head(content)] if isinstance(content, Image) else [memoryview(each) for each in content]
-        lacking = sorted({name for head in heads for name in _names_in_file(head, allowed)})
+        lacking = trust.lacking_in(content)
     except ConfigError as error:
         log.warning("%s: the configuration would refuse to load it: %s", what, error)
     except Exception as error:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, UsageError
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
@@ -86,7 +87,7 @@ class Items:
         path, offset, length = self._place(MetadataIndex(name))
         data = self._folder.read(path, offset, length)
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+            return Trust(weights_only).load(io.BytesIO(data), map_location="cpu")
         except Exception as error:
             raise RestoreError(
                 f"torch.load refused {name!r}: {error}",

@@ -24,6 +24,9 @@ ALIGNMENT = 64
 #: Skeletons that are kept: more than a model has different shapes, at about 2 KiB each.
 _MAX_SKELETONS = 4096
 
+#: Types whose tensors have scales beside their elements.
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
 Item = torch.Tensor | bytes | memoryview
 
 

@@ -1,0 +1,101 @@
+"""Which kinds of tensors a sharded checkpoint can hold: what could not come back is refused at the save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.masked import MaskedTensor
+
+from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.formats.image import plan
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_ELSEWHERE = "save it as other tensors that hold the same; local and full checkpoints hold whatever torch.save can save"
+
+
+class KindsCheck:
+    """Looks at the tensors of one save."""
+
+    def __init__(self, trust: Trust) -> None:
+        self._trust = trust
+        self._known: set[type] = set()
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuses a tensor that a load could not bring back.
+
+        Raises:
+            UsageError: It is one; says which, and what to do.
+        """
+        kind = _lost(tensor)
+        if kind is not None:
+            raise _refusal(name, kind, "can't come back from a sharded checkpoint", _ELSEWHERE)
+        if type(tensor) in _ORDINARY or type(tensor) in self._known or self._trust.is_full:
+            return
+        try:
+            lacking = self._trust.lacking_in(plan(tensor.detach()))
+        except Exception as error:
+            raise _refusal(name, _kind_of(tensor), f"can't be saved: {error}", _ELSEWHERE) from error
+        if lacking:
+            raise _refusal(
+                name, _kind_of(tensor), "the configuration would refuse to load", self._trust.advice(lacking)
+            )
+        self._known.add(type(tensor))
+
+
+class CheckingSavePlanner(DefaultSavePlanner):
+    """DCP's own planner. Where it fails for a tensor, the error says for which."""
+
+    def create_local_plan(self) -> SavePlan:
+        """As upstream.
+
+        Raises:
+            UsageError: A tensor of the state is of a kind that DCP can't plan.
+        """
+        try:
+            planned = super().create_local_plan()
+            # What the coordinator asks of each tensor, where an error would not say which.
+            _size_of(planned)
+        except Exception:
+            for name, value in self.state_dict.items():
+                if isinstance(value, torch.Tensor):
+                    _plan_alone(name, value)
+            raise
+        return planned
+
+
+def _plan_alone(name: str, tensor: torch.Tensor) -> None:
+    try:
+        _size_of(create_default_local_save_plan({name: tensor}, is_coordinator=True))
+    except Exception as error:
+        kind = _lost(tensor) or _kind_of(tensor)
+        raise _refusal(name, kind, f"can't be saved by DCP: {error}", _ELSEWHERE) from error
+
+
+def _size_of(plan: SavePlan) -> int:
+    return sum(item.tensor_storage_size() or 1 for item in plan.items)
+
+
+def _refusal(name: str, kind: str, why: str, hint: str) -> UsageError:
+    return UsageError(f"{name!r} is {kind}, which {why}", operation="save", key=name, hint=hint)
+
+
+def _lost(tensor: torch.Tensor) -> str | None:
+    """What a tensor is that is lost on the way through a sharded checkpoint; None for all others."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if isinstance(tensor, MaskedTensor):
+        return "a masked tensor"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device, without data"
+    return None
+
+
+def _kind_of(tensor: Any) -> str:
+    kind = type(tensor)
+    return f"a {kind.__module__}.{kind.__qualname__} of {tensor.dtype}"
