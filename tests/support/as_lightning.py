@@ -67,7 +67,7 @@ class Tiny(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def train_dataloader(self):
-        return self.loader or DataLoader(torch.zeros(8, 2))
+        return DataLoader(torch.zeros(8, 2)) if self.loader is None else self.loader
 
     def val_dataloader(self):
         return DataLoader(torch.zeros(2, 2))
@@ -151,20 +151,20 @@ class Side:
         folder = Path(self.dirpath)
         return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
-    def load(self, name: str) -> dict[str, Any]:
-        return torch.load(self.path(name), weights_only=False)
+    def load(self, *names: str) -> list[Any]:
+        return [torch.load(self.path(name), weights_only=False) for name in names]
 
     def files(self) -> dict[str, Any]:
         """Each checkpoint's epoch, step, and a number that stands for its weights."""
-        found = {}
-        for name in self.names():
-            state = self.load(name)
-            found[name] = (state["epoch"], state["global_step"], number(state["state_dict"]["layer.weight"].sum()))
-        return found
+        names = self.names()
+        return {
+            name: (state["epoch"], state["global_step"], number(state["state_dict"]["layer.weight"].sum()))
+            for name, state in zip(names, self.load(*names), strict=True)
+        }
 
     def state(self, name: str) -> dict[str, Any]:
         """The state of the one ModelCheckpoint that a checkpoint holds."""
-        [state] = [value for key, value in self.load(name)["callbacks"].items() if "ModelCheckpoint" in key]
+        [state] = [value for key, value in self.load(name)[0]["callbacks"].items() if "ModelCheckpoint" in key]
         return state
 
     def of_callback(self, callback: ModelCheckpoint) -> dict[str, Any]:
@@ -201,12 +201,10 @@ class Ours(Side):
     def names(self) -> list[str]:
         return durable(self.dirpath)
 
-    def load(self, name: str) -> dict[str, Any]:
-        if Path(self.path(name)).exists():
-            return super().load(name)
+    def load(self, *names: str) -> list[Any]:
         io = self.io()
         try:
-            return io.load_checkpoint(name)
+            return [io.load_checkpoint(name) for name in names]
         finally:
             io.teardown()
 

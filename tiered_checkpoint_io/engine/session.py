@@ -83,8 +83,7 @@ class Session:
         self._asked: Counter[str] = Counter()
         self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
         self._unshown: list[SaveError] = []
-        self._standing = Standing()
-        self._trouble = ""
+        self._standing, self._trouble = Standing(), ""
         self.claims = Claims(
             config,
             self.log,

@@ -210,7 +210,8 @@ class DrainHandle:
             failed = [save_id for save_id in waiting if save_id in lost]
             # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
             if failed and len(cancelled) < max_pending:
-                self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", self.progress().last_error)
+                why = self.progress().last_error
+                self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", why)
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
                 return True
             if self._config.on_pending == "skip":
