@@ -31,7 +31,8 @@ if __name__ == "__main__":
     _, _, dirpath, memory_dir, steps, ranks, strategy, asynchronous = sys.argv
     block = {"dirpath": dirpath, "memory_dir": memory_dir, "wait_timeout_s": 60,
              "enable_async_checkpointing": asynchronous == "1", "on_save_error": "raise",
-             "s3_every_n_train_steps": 2, "memory_every_n_train_steps": 1}
+             "s3_every_n_train_steps": 2, "memory_every_n_train_steps": 1,
+             "preflight": os.environ.get("PREFLIGHT", "error")}
     io = TieredCheckpointIO.from_config(block)
     trainer = Trainer(
         plugins=[io], callbacks=[TieredModelCheckpoint.from_config(block, filename="{step}")],
@@ -100,13 +101,15 @@ def test_spawned_ranks_take_the_io_and_the_callback_by_pickle(launch, tmp_path):
 
 
 @pytest.mark.matrix
-def test_an_error_of_rank_0_ends_all_ranks(launch, tmp_path):
+@pytest.mark.parametrize(("preflight", "error"), [("error", "StoreError: preflight: "), ("off", "SaveError: ")])
+def test_an_error_of_rank_0_ends_all_ranks(preflight, error, launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFLIGHT", preflight)
     (tmp_path / "file").write_text("not a folder")
     done = launch(str(tmp_path / "file" / "run"), 4, 2, asynchronous=False)
     assert done.returncode != 0
     for rank in (0, 1):
         assert f"[rank{rank}]" in done.stderr
-    assert done.stderr.count("SaveError: ") >= 2
+    assert done.stderr.count(error) >= 2
 
 
 @pytest.mark.matrix
