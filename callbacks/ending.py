@@ -12,7 +12,8 @@ from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.model import ids
 
 #: The checkpoint's name below dirpath, without its ending. One job has one of them: the next one replaces it.
-NAME = "train_end"
+#: NeMo takes names that end in "end" for the mark of a training that must not continue.
+NAME = "end_of_training"
 
 
 class Resumable(NamedTuple):

@@ -88,9 +88,9 @@ class TieredModelCheckpoint(DurableEnd):
             memory_every_n_train_steps: A checkpoint to memory alone every so many steps.
             s3_every_n_train_steps: A durable one every so many steps; None leaves that to
                 ModelCheckpoint's other triggers.
-            save_on_train_end: Whether the last state is saved to the durable tier, as ``train_end.ckpt``, when ``fit``
-                ends and the newest checkpoint that training can resume from is in memory alone. This holds even where
-                nothing else triggers a durable save. Must be true in the IO's configuration too.
+            save_on_train_end: Whether the last state is saved to the durable tier, as ``end_of_training.ckpt``, when
+                ``fit`` ends and the newest checkpoint that training can resume from is in memory alone. This holds
+                even where nothing else triggers a durable save. Must be true in the IO's configuration too.
             save_on_exception: Whether an exception triggers a durable save; of Lightning 2.6 and later.
             save_weights_only: Whether durable checkpoints hold the weights alone. Memory steps are always complete.
             mode: ``min`` or ``max``: which values of ``monitor`` are better.

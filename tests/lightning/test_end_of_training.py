@@ -23,7 +23,7 @@ def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each, asynchronous)
     callback = every()
     runs.fit(callback, max_steps=17, asynchronous=asynchronous)
     # Neither the top-k nor last knows of it.
-    assert runs.durable() == ["epoch=0-step=10.ckpt", "last.ckpt", "train_end.ckpt"]
+    assert runs.durable() == ["end_of_training.ckpt", "epoch=0-step=10.ckpt", "last.ckpt"]
     assert callback.best_model_path == f"{runs.dirpath}/epoch=0-step=10.ckpt"
     assert callback.last_model_path == f"{runs.dirpath}/last.ckpt"
     io = runs.io()
@@ -32,12 +32,12 @@ def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each, asynchronous)
     runs.wipe()
     trainer, _ = runs.fit(every(), max_steps=25)
     restored = trainer.io.checkpointer.restored
-    assert (restored.name, restored.step, restored.tier) == ("train_end.ckpt", 17, "durable")
+    assert (restored.name, restored.step, restored.tier) == ("end_of_training.ckpt", 17, "durable")
     assert trainer.global_step == 25
     runs.wipe()
     io = runs.io()
     assert io.load_checkpoint("tiered:latest")["global_step"] == 25
-    assert runs.durable() == ["epoch=1-step=20.ckpt", "last.ckpt", "train_end.ckpt"]
+    assert runs.durable() == ["end_of_training.ckpt", "epoch=1-step=20.ckpt", "last.ckpt"]
     io.teardown()
 
 
@@ -51,13 +51,13 @@ def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each, asynchronous)
         (every, {"limit_train_batches": 0}, []),
         (lambda: every(memory_every_n_train_steps=1), {"fast_dev_run": 3}, []),
         # No other trigger at all; nothing else but weights; the time at an end.
-        (memory_alone, {"max_steps": 5}, ["train_end.ckpt"]),
+        (memory_alone, {"max_steps": 5}, ["end_of_training.ckpt"]),
         (
             lambda: every(save_weights_only=True, save_last=None),
             {"max_steps": 10},
-            ["epoch=0-step=10.ckpt", "train_end.ckpt"],
+            ["end_of_training.ckpt", "epoch=0-step=10.ckpt"],
         ),
-        (memory_alone, {"max_time": {"seconds": 1}, "max_steps": 10**6}, ["train_end.ckpt"]),
+        (memory_alone, {"max_time": {"seconds": 1}, "max_steps": 10**6}, ["end_of_training.ckpt"]),
     ],
 )
 def test_what_ends_and_what_is_durable_then(callback, options, expected, runs):
@@ -76,7 +76,7 @@ def test_a_crash_is_no_end_and_the_run_after_it_makes_up_for_it(runs):
     # Ends before its own first step in memory.
     trainer, _ = runs.fit(memory_alone(), max_steps=5)
     assert trainer.io.checkpointer.restored.step == 4
-    assert runs.durable() == ["train_end.ckpt"]
+    assert runs.durable() == ["end_of_training.ckpt"]
 
 
 def test_a_trial_leaves_last_alone(runs):

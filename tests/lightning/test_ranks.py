@@ -97,7 +97,7 @@ def test_ddp_ranks_resume_from_s3_and_rank_0_alone_asks_it(launch, s3_url, memor
 def test_spawned_ranks_take_the_io_and_the_callback_by_pickle(launch, tmp_path):
     dirpath = str(tmp_path / "durable")
     told(launch(dirpath, 5, 2, "ddp_spawn"))
-    assert durable(dirpath) == ["step=4.ckpt", "train_end.ckpt"]
+    assert durable(dirpath) == ["end_of_training.ckpt", "step=4.ckpt"]
 
 
 @pytest.mark.matrix
