@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app, durable
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError, StoreConfigError
+from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -60,9 +61,7 @@ def test_one_damaged_manifest_hides_no_other_checkpoint(node):
 
 
 def test_what_a_newer_release_wrote_may_be_the_latest(node):
-    store = DirectoryStore(node.dirpath)
-    document = store.get(manifest_key("z.ckpt"))
-    store.put(manifest_key("z.ckpt"), document.replace(b'"version": 1', b'"version": 99'))
+    DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt"}, version=99))
     rows = listed(command("ls", node.dirpath))
     assert "of a newer release" in rows["z.ckpt"][-1]
     assert "latest" not in [row[-1] for row in rows.values()]

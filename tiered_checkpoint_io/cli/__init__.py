@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 
 import typer
 
 from tiered_checkpoint_io.cli import clean, durable, memory
+from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version
 from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
@@ -60,8 +60,8 @@ def main() -> None:
     except (TieredCheckpointError, OSError) as error:
         say(f"error: {printable(str(error))}", err=True)
         status = 1
-    if threading.active_count() > 1:
-        # One that still waits for a server would keep the interpreter.
+    if is_waiting():
+        # For a server that may never answer: the interpreter would wait for it, too.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +12,13 @@ from tiered_checkpoint_io.stores import Store, open_store
 from tiered_checkpoint_io.stores.silence import answer_within
 
 _T = TypeVar("_T")
+#: The threads that asked, or still do.
+_asking: set[threading.Thread] = set()
+
+
+def is_waiting() -> bool:
+    """Whether a question that was given up still waits for its answer."""
+    return any(thread.is_alive() for thread in _asking)
 
 
 def ask(config: TieredCheckpointConfig, work: Callable[[Store], _T], dirpath: str | None = None) -> _T:
@@ -23,6 +31,7 @@ def ask(config: TieredCheckpointConfig, work: Callable[[Store], _T], dirpath: st
     where = printable(dirpath or config.dirpath)
 
     def open_and_ask() -> _T:
+        _asking.add(threading.current_thread())
         store = open_store(config, dirpath)
         try:
             return work(store)

@@ -88,15 +88,16 @@ def _refuse(root: Path, parts: list[StoredPart], *, in_use: bool) -> None:
     """
     pending = undone(root) if root.is_dir() else sum(each.pending for each in parts)
     if in_use:
-        why = "a trainer or drain uses it"
+        why, hint = "a trainer or drain uses it", "end that first, or give --force"
     elif pending:
-        why = f"{_count(pending, 'operation')} not yet durable"
+        why, hint = f"{_count(pending, 'operation')} not yet durable", "run the drain first, or give --force"
     else:
         config = config_at(root)
         tiers = sorted({each.part.dirpath for each in parts})
         why = next(filter(None, (_nowhere_else(config, tier, parts) for tier in tiers)), "")
+        hint = "if it is not needed any more, give --force"
     if why:
-        raise ConfigError(f"{root} was left as it is: {why}", hint="run the drain first, or give --force")
+        raise ConfigError(f"{root} was left as it is: {why}", hint=hint)
 
 
 def _nowhere_else(config: TieredCheckpointConfig | None, dirpath: str, parts: Iterable[StoredPart]) -> str:

@@ -131,11 +131,18 @@ def _row(each: Found, latest: str | None) -> tuple[str, ...]:
         what = "of a newer release" if isinstance(each.error, FormatVersionError) else "damaged"
         return (each.name, "?", "?", "?", "?", f"{what}: {each.error}")
     content = each.manifest.content
-    created = datetime.fromtimestamp(content.created, timezone.utc).isoformat(timespec="seconds")
     step = str(content.step) if content.step >= 0 else ""
     kind = content.kind if content.resumable else f"{content.kind}, not resumable"
     note = f"alias of {each.manifest.alias_of}" if each.manifest.alias_of else "latest" if each.name == latest else ""
-    return (each.name, step, gib(content.size), created, kind, note)
+    return (each.name, step, gib(content.size), _time(content.created), kind, note)
+
+
+def _time(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        # No time that there is: the writer's clock said so.
+        return "?"
 
 
 # ------------------------------------------------------------------------------------------------ verify
@@ -144,17 +151,16 @@ def _verify_all(store: Store, wanted: str | None) -> bool:
     known: dict[str, str] = {}
     intact = True
     for each in _wanted(store, wanted):
-        damage, name = str(each.error or ""), printable(each.name)
-        if each.manifest is not None:
-            manifest = each.manifest
+        damage, name, manifest = str(each.error or ""), printable(each.name), each.manifest
+        if manifest is not None:
             if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)) is not None:
                 manifest = target
             # What several names stand for is read once.
             save_id = manifest.content.save_id
             damage = known[save_id] = known[save_id] if save_id in known else _damage(store, manifest)
-        if damage and read(store, each.name).manifest != each.manifest:
-            say(f"changed  {name}: removed or overwritten while it was read")
-            continue
+            if damage and read(store, manifest.name).manifest != manifest:
+                say(f"changed  {name}: removed or overwritten while it was read")
+                continue
         say(f"DAMAGED  {name}: {printable(damage)}" if damage else f"intact   {name}")
         intact = intact and not damage
     return intact

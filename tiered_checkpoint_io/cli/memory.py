@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.options import SHM, MemoryDir, Namespace, Root, root_of
-from tiered_checkpoint_io.cli.output import printable, say, show
+from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show
 from tiered_checkpoint_io.cli.roots import all_roots, config_at, existing, tier_at, undone
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
@@ -25,6 +25,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 #: How often a drain that stands by looks whether it is needed, seconds.
 _STAND_BY_S = 1.0
 _SHOWN_OUTCOMES = 10
+_COLUMNS = ("name", "step", "rank", "size", "state", "on peers too", "note", "dirpath")
 
 
 def drain(
@@ -84,17 +85,20 @@ def _show_namespace(root: Path) -> None:
     config = config_at(root)
     dirpaths = {each.part.dirpath for each in (*own, *kept)} | {each.dirpath for each in waiting if each.dirpath}
     say(f"namespace: {root.name}, in {printable(str(root.parent))}")
-    for dirpath in sorted(dirpaths | ({config.dirpath} if config else set())):
+    dirpaths |= {config.dirpath} if config is not None else set()
+    for dirpath in sorted(dirpaths):
         say(f"dirpath: {printable(dirpath)}")
+    # On a terminal there is little room, and it has just been said.
+    shown = 7 if is_terminal() and len(dirpaths) == 1 else 8
     latest = _latest([*own, *kept])
     rows = [_row(each, _state(tier, each), latest) for each in reversed(own)]
     rows += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.damaged()]
-    show("Checkpoints in memory", rows, "name", "step", "rank", "size", "state", "on peers too", "note", "dirpath")
+    show("Checkpoints in memory", [row[:shown] for row in rows], *_COLUMNS[:shown])
     copies = [_row(each, "replica", latest) for each in reversed(kept)]
     copies += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.replicas.damaged()]
     if copies:
         say("Copies kept for other nodes:")
-        show("", copies, "name", "step", "rank", "size", "state", "all parts on peers", "note", "dirpath")
+        show("", [row[:shown] for row in copies], *_COLUMNS[:shown])
     if waiting:
         pending = [(each.action, each.name, each.target, each.dirpath) for each in waiting]
         say("Operations that wait for the durable tier:")

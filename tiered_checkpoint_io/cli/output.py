@@ -30,7 +30,7 @@ def say(text: str, *, err: bool = False) -> None:
 def show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:
     """Prints a table: for people on a terminal, else the columns' names and the rows, separated by tabs."""
     cells = [[printable(cell) for cell in row] for row in rows]
-    if not sys.stdout.isatty():
+    if not is_terminal():
         # Names are never cut or folded here.
         say("\n".join("\t".join(line) for line in [columns, *cells]))
         return
@@ -45,6 +45,11 @@ def show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:
         # As text: names may look like markup.
         table.add_row(*map(Text, row))
     Console().print(table)
+
+
+def is_terminal() -> bool:
+    """Whether people read the output, and not another command."""
+    return sys.stdout.isatty()
 
 
 def printable(text: str) -> str:
