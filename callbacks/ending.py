@@ -59,8 +59,10 @@ class DurableEnd(SafeDeletes):
     def _begin_training(self, trainer: Trainer) -> None:
         """Begins with what was restored: it may be in memory alone."""
         restored, step = self._engine.restored, trainer.global_step
-        in_memory = restored is not None and restored.step == step and restored.tier != "durable"
-        self._resumable = Resumable(saved=step) if in_memory else Resumable()
+        self._resumable = Resumable()
+        if restored is not None and restored.step == step and restored.tier != "durable":
+            parts = [each.part for each in self._engine.session.open().tier.parts() if each.part.name == restored.name]
+            self._resumable = Resumable(step, step if any(part.durable for part in parts) else -1)
 
     def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> None:
         """Saves the whole training state below the IO's dirpath, beside what ModelCheckpoint counts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
@@ -12,7 +13,7 @@ from tiered_checkpoint_io.callbacks.places import folder_of
 from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
 from tiered_checkpoint_io.model import ids
 
 
@@ -71,6 +72,23 @@ class StrategyGuard(Callback):
                 found.content.step,
                 "memory" if found.held else "durable",
             )
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Training starts from scratch where there is no checkpoint; an evaluation has no use for that.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+        """
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        sentinels = (ids.LATEST, ids.LAST, ids.LAST_URL)
+        if io is None or trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path not in sentinels:
+            return
+        if io.found_nothing:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint at {io.config.dirpath}", operation="load", key=str(trainer.ckpt_path)
+            )
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Says where the newest checkpoints are: Lightning calls no teardown after an exception, Ctrl-C included."""

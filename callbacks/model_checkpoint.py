@@ -10,7 +10,6 @@ from typing import Any, Literal
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.lightning import require_tiered_io
@@ -29,7 +28,6 @@ from tiered_checkpoint_io.callbacks.trainer import (
 )
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
     ConfigError,
     DrainError,
     StoreError,
@@ -264,18 +262,6 @@ class TieredModelCheckpoint(DurableEnd):
             super().on_exception(trainer, pl_module, exception)
         self._reporter.stop()
         say_summary_last(trainer, self)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Training starts from scratch where there is no checkpoint; an evaluation has no use for that."""
-        sentinels = (ids.LATEST, ids.LAST, ids.LAST_URL)
-        if trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path not in sentinels:
-            return
-        if self._io is not None and self._io.found_nothing:
-            raise CheckpointNotFoundError(
-                f"there is no checkpoint at {self._io.config.dirpath}", operation="load", key=str(trainer.ckpt_path)
-            )
-
-    on_test_start = on_predict_start = on_validation_start
 
     # ----------------------------------------------------------- what ModelCheckpoint does, our way
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:

@@ -51,7 +51,7 @@ def test_two_that_save_to_one_name_are_refused(make, name, runs):
     with pytest.raises(ConfigError, match=r"\(.*every_n.* and .*\) both save to .* — ") as caught:
         runs.fit(one, other)
     assert f"both save to {runs.dirpath}/{name} " in str(caught.value)
-    assert not os.path.exists(runs.dirpath)
+    assert runs.durable() == []
 
 
 def test_what_keeps_two_apart():

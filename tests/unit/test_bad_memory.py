@@ -13,7 +13,7 @@ from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS
 from tiered_checkpoint_io.errors import ExportError, MemoryTierError, MemoryUnsafeError, SaveError
-from tiered_checkpoint_io.export.files import _new_file
+from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory import tier as memory
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, memory_limit
@@ -200,7 +200,7 @@ def test_a_tenant_that_comes_and_goes_all_the_time(small, tmp_path):
 def test_an_export_to_a_full_file_system_is_an_error(small):
     """What is put together in a mapped file has to have its space before it is written to."""
     Tenant(small).fills(leave=MIB)
-    with pytest.raises(ExportError, match="No space left"), _new_file(small / "target", 8 * MIB):
+    with pytest.raises(ExportError, match="No space left"), new_file(small / "target", 8 * MIB):
         pass
     assert not (small / "target").exists()
 

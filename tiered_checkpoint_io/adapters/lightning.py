@@ -40,14 +40,14 @@ class TieredCheckpointIO(CheckpointIO):
         namespace: str = "default",
         memory_dir: str = "/dev/shm",  # noqa: S108 - tmpfs by design; its folder is checked before use
         spill_dir: str | None = "auto",
-        memory_every_n_train_steps: int | None = None,
-        s3_every_n_train_steps: int | None = None,
+        memory_every_n_train_steps: int | None = 10,
+        s3_every_n_train_steps: int | None = 50,
         memory_keep_last: int = 2,
         memory_allocation_percentage: int = 50,
         chunk_size_MB: int = 64,  # noqa: N803 - the name that NeMo's users know
         max_write_concurrency: Concurrency = "auto",
         max_read_concurrency: Concurrency = "auto",
-        enable_async_checkpointing: bool = False,
+        enable_async_checkpointing: bool = True,
         max_pending: int = 2,
         on_pending: Literal["wait", "skip"] = "wait",
         on_save_error: Literal["warn", "raise"] = "warn",
@@ -94,7 +94,7 @@ class TieredCheckpointIO(CheckpointIO):
             chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
             max_write_concurrency: Parts in flight at once per node, or ``auto``.
             max_read_concurrency: Ranges in flight at once per node, or ``auto``.
-            enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``.
+            enable_async_checkpointing: Whether :meth:`from_config` gives an ``AsyncCheckpointIO``; this class waits.
             max_pending: Checkpoints that may wait for the durable tier at once.
             on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
             on_save_error: ``warn`` and train on, or ``raise``.

@@ -198,7 +198,7 @@ class TieredSharding(_Base):
             if selector.kind == "best":
                 raise
             self._tiered_io.found_nothing = True
-            session.log.info("no checkpoint at %s: starting from scratch", dirpath)
+            session.log.info("no checkpoint at %s", dirpath)
             return no_checkpoint()
         rest = self._load_shards(reader, weights_only)
         opened = reader.opened

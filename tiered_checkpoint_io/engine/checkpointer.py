@@ -264,7 +264,7 @@ class Checkpointer:
                 hint="see `tiered-ckpt ls` for those that exist",
             )
         if restored is None:
-            self.session.log.info("no checkpoint at %s: starting from scratch", dirpath)
+            self.session.log.info("no checkpoint at %s", dirpath)
             return NoCheckpoint()
         state: Any = None
         error: Exception | None = None
