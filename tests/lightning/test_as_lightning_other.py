@@ -62,12 +62,16 @@ def _(side):
 
 @OTHER.same("pickle and deepcopy, before and after a training")
 def _(side):
-    callback = side.callback(monitor="score", save_top_k=2, save_last=True)
-    found, untrained = [], copy.deepcopy(callback)
-    for _ in range(2):
+    callback = side.callback(monitor="score", save_top_k=2)
+    untrained = copy.deepcopy(callback)
+
+    def copies_are_equal():
         copies = [pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)]
-        found.append([values(each) == values(callback) for each in copies])
-        side.fit(callback)
+        return [values(each) == values(callback) for each in copies]
+
+    found = [copies_are_equal()]
+    side.fit(callback)
+    found.append(copies_are_equal())
     side.fit(untrained, max_epochs=2)
     return found, side.of_callback(untrained)
 
