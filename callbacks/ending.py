@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
@@ -78,10 +78,9 @@ class DurableEnd(SafeDeletes):
             if trainer.strategy.broadcast(missing):
                 self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
 
-    def _siblings(self, trainer: Trainer) -> Sequence[DurableEnd]:
-        raise NotImplementedError
+    if TYPE_CHECKING:
 
-    def _save(
-        self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
-    ) -> SaveReport | None:
-        raise NotImplementedError
+        def _siblings(self, trainer: Trainer) -> Sequence[DurableEnd]: ...
+        def _save(
+            self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
+        ) -> SaveReport | None: ...

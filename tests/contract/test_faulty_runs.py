@@ -8,7 +8,6 @@ import torch
 from support.bad_input import state
 from support.clocks import hurried
 from support.fault_proxy import (
-    FaultProxy,
     late,
     lose_answer,
     refuse,
@@ -37,12 +36,6 @@ LARGE = (17 << 20) // 4
 def once(faults, *telling):
     """All of them; those that are not the most telling are further cases."""
     return [each if each in telling else pytest.param(each, marks=pytest.mark.matrix) for each in faults]
-
-
-@pytest.fixture
-def proxy(s3_server):
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        yield proxy
 
 
 @pytest.fixture(autouse=True)

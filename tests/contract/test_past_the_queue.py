@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.bad_input import state
 from support.clocks import hurried
-from support.fault_proxy import FaultProxy, late, refuse, where
+from support.fault_proxy import late, refuse, where
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageWriter, dcp
@@ -28,12 +28,6 @@ def impatient():
         retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2, redo_first_s=0.05, redo_max_s=0.2
     ):
         yield
-
-
-@pytest.fixture
-def proxy(s3_server):
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        yield proxy
 
 
 @pytest.fixture

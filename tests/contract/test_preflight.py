@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.clocks import hurried
-from support.fault_proxy import FaultProxy, refuse, stall, where
+from support.fault_proxy import refuse, stall, where
 from support.refusing import BUCKET, ServerWithRights, in_region
 from support.tenants import mounted_tmpfs
 from support.training import Model, Runs
@@ -35,12 +35,6 @@ def patient():
     """A server that is there is waited for on any machine."""
     with hurried(preflight_s=60.0):
         yield
-
-
-@pytest.fixture
-def proxy(s3_server):
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from support.clocks import quick
-from support.fault_proxy import FaultProxy, lose_answer, refuse, reset, truncate, whole_object
+from support.fault_proxy import lose_answer, refuse, reset, truncate, whole_object
 
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
@@ -21,12 +21,6 @@ from tiered_checkpoint_io.testing.servers import RcloneServer
 
 SLOW_DOWN = refuse(503, "SlowDown")
 PASSING = [SLOW_DOWN, refuse(500, "InternalError"), refuse(502, ""), refuse(400, "RequestTimeout"), reset]
-
-
-@pytest.fixture
-def proxy(s3_server):
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.bad_input import state
 from support.clocks import hurried, quick
-from support.fault_proxy import FaultProxy, where
+from support.fault_proxy import where
 from support.restoring import flip
 from support.training import Runs
 
@@ -75,12 +75,6 @@ class Gate:
     def open(self):
         self.proxy.plan = lambda *_: None
         self.is_open.set()
-
-
-@pytest.fixture
-def proxy(s3_server):
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def _(side):
     return side.seen(callback)
 
 
-@RESUME.same("the weights go on from where they were")
+@RESUME.same("training continues from the weights as they were")
 def _(side):
     callback, other = newest(side), newest(side, dirpath=side.path("two"))
     side.fit(callback, max_steps=2)

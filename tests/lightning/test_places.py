@@ -55,9 +55,9 @@ def test_two_that_save_to_one_name_are_refused(make, name, runs):
 
 
 def test_what_keeps_two_apart():
-    for more in ({"monitor": "score"}, {"filename": "x"}, {"save_top_k": 0}, {"dirpath": "/root/b"}):
-        check_places([tiered(), tiered(**more)], "/root")
-    check_places([tiered(save_last=True), tiered(save_last=True, dirpath="/root/b")], "/root")
+    for more in ({"monitor": "score"}, {"filename": "x"}, {"save_top_k": 0}, {"dirpath": "/ours/b"}):
+        check_places([tiered(), tiered(**more)], "/ours")
+    check_places([tiered(save_last=True), tiered(save_last=True, dirpath="/ours/b")], "/ours")
 
 
 def test_lightnings_own_elsewhere_is_refused(runs, tmp_path):

@@ -80,7 +80,7 @@ def compare(name, sections):
     Args:
         name: Of the story.
         sections: Each command with its lines. Those of the log may come in another order, and more than once: the
-            drain and the trainer run side by side, and a slow machine is told more often what it waits for.
+            drain and the trainer run side by side, and on a slow machine there are more lines of waiting.
     """
     path = FOLDER / "expected" / f"{name}.txt"
     text = "\n".join("\n".join([f"$ {command}", *lines, ""]) for command, lines in sections)

@@ -25,7 +25,7 @@ class Question(Generic[_T]):
     """Requests to a store on a thread of their own. Each answer to one of them ends a silence."""
 
     def __init__(self, ask: Callable[[], _T], *, clock: Clock = SYSTEM) -> None:
-        """Begins; ``ask`` must do no more than ask stores, because it may still run when nobody waits for it."""
+        """Begins; ``ask`` must do no more than ask stores, because it may still run when its caller has left."""
         self._clock = clock
         self._heard = clock.monotonic()
         self._ended = threading.Event()
