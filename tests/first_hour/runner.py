@@ -31,9 +31,10 @@ def main(job):
 
     # A command may leave so by itself.
     os._exit = end
-    from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+    from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 
-    TieredCheckpointConfig.__init__.__kwdefaults__["memory_dir"] = job["memory_dir"]
+    for kind in (TieredCheckpointConfig, TieredCheckpointIO):
+        kind.__init__.__kwdefaults__["memory_dir"] = job["memory_dir"]
     program, *arguments = job["command"]
     try:
         if program == "tiered-ckpt":
