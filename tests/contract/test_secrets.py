@@ -163,11 +163,11 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
             TieredCheckpointIO(**{**options, "dirpath": dirpath})
         with heard.failing(InvalidNameError):
             made.load(f"{dirpath}/1.ckpt")
-    assert heard.command("ls", dirpath).returncode == 1
+    assert heard.command("ls", dirpath).returncode == 2
     for endpoint in (f"http://user:{password}@host", f"user:{password}@host", f"https://host/?token={token}"):
         with heard.failing(ConfigError):
             TieredCheckpointIO(**options, endpoint_url=endpoint)
-    assert heard.command("ls", s3_url, "--endpoint-url", endpoint).returncode == 1
+    assert heard.command("ls", s3_url, "--endpoint-url", endpoint).returncode == 2
     for block in ({"aws_secret_access_key": password}, {"storage_options": {"key": "a", "secret": password}}):
         with heard.failing(ConfigError):
             TieredCheckpointConfig.from_any({**options, **block})
