@@ -20,24 +20,21 @@ def memory_alone():
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each, asynchronous):
     runs = runs_on_each
-    callback = every()
+    # Without save_last: some releases of Lightning save that at the end of each epoch, and so where training ends.
+    callback = every(save_last=None)
     runs.fit(callback, max_steps=17, asynchronous=asynchronous)
-    # Neither the top-k nor last knows of it.
-    assert runs.durable() == ["end_of_training.ckpt", "epoch=0-step=10.ckpt", "last.ckpt"]
+    # The top-k does not know of it.
+    assert runs.durable() == ["end_of_training.ckpt", "epoch=0-step=10.ckpt"]
     assert callback.best_model_path == f"{runs.dirpath}/epoch=0-step=10.ckpt"
-    assert callback.last_model_path == f"{runs.dirpath}/last.ckpt"
-    io = runs.io()
-    assert io.load_checkpoint("last.ckpt")["global_step"] == 10
-    io.teardown()
     runs.wipe()
-    trainer, _ = runs.fit(every(), max_steps=25)
+    trainer, _ = runs.fit(every(save_last=None), max_steps=25)
     restored = trainer.io.checkpointer.restored
     assert (restored.name, restored.step, restored.tier) == ("end_of_training.ckpt", 17, "durable")
     assert trainer.global_step == 25
     runs.wipe()
     io = runs.io()
     assert io.load_checkpoint("tiered:latest")["global_step"] == 25
-    assert runs.durable() == ["end_of_training.ckpt", "epoch=1-step=20.ckpt", "last.ckpt"]
+    assert runs.durable() == ["end_of_training.ckpt", "epoch=1-step=20.ckpt"]
     io.teardown()
 
 

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.timeout(360)
 WAIT_S = 120
 
 SCRIPT = """
-import logging, logging.config, sys, time
+import logging, logging.config, signal, sys, time
+# As at a terminal: a process in the background of a shell has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch
 from lightning.pytorch import Trainer
 sys.path.insert(0, sys.argv[1])

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from support.launch import launch, said
-from support.training import Model, durable, wipe
+from support.training import Model, wipe
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -48,7 +48,6 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fit, s3_url, memory_dir)
     wipe(memory_dir)
     fit(5, **more)
     first, second = fit(7, **more)
-    assert "end_of_training.ckpt" in durable(s3_url)
     # Some releases of Lightning save the last step once more when training ends.
     assert first["from"] in (["step=4.ckpt", 4, "memory"], ["last.ckpt", 5, "memory"])
     (alone,) = fit(9, ranks=1, **more)

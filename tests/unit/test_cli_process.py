@@ -22,7 +22,13 @@ KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_EC2_METADAT
 def start(*arguments, **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     line = [sys.executable, "-m", "tiered_checkpoint_io", *arguments]
-    return subprocess.Popen(line, env={**os.environ, **KEYS, "COLUMNS": "80"}, **options)
+    environment = {**os.environ, **KEYS, "COLUMNS": "80"}
+    return subprocess.Popen(line, env=environment, preexec_fn=at_a_terminal, **options)  # noqa: PLW1509 - one call
+
+
+def at_a_terminal():
+    """Ctrl-C reaches the process; where a shell runs the tests in the background, it is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process):
