@@ -145,7 +145,7 @@ def test_what_a_drain_leaves_undone_is_told_and_kept_from_cleaning(node, tmp_pat
     (tmp_path / "durable").write_bytes(b"in the way")
     undone = command("drain", "--root", str(node.root), "--once")
     assert isinstance(undone.exception, DrainError)
-    assert "1 operations are not done" in str(undone.exception)
+    assert "1 operation is not done" in str(undone.exception)
     (tmp_path / "durable").unlink()
     assert command("drain", "--root", str(node.root), "--once").exit_code == 0
     node.alias("last.ckpt", "a.ckpt")

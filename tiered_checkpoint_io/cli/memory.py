@@ -48,7 +48,7 @@ def drain(
             pass
     elif once and (left := undone(root)):
         raise DrainError(
-            f"{left} operations are not done",
+            f"{left} {'operation is' if left == 1 else 'operations are'} not done",
             operation="drain",
             tier="durable",
             key=str(root),
