@@ -4,6 +4,7 @@ The nodes are folders ``a`` and ``b`` of the order's memory. The process that ca
 which the two find each other, so that either may be killed without it.
 """
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -156,21 +157,24 @@ def run_pair_train(order, counter):
 
 
 def both(role, work, order, counter):
-    port = free_port()
-    pids = [
-        fork(f"{role}-{'ab'[rank]}", lambda rank=rank: work(order, counter, rank, port), order, counter)
-        for rank in (0, 1)
-    ]
+    port, joined = free_port(), multiprocessing.Barrier(2)
+
+    def join_and_work(rank):
+        join(rank, port, joined)
+        work(order, counter, rank)
+
+    pids = [fork(f"{role}-{'ab'[rank]}", lambda rank=rank: join_and_work(rank), order, counter) for rank in (0, 1)]
     for pid in pids:
         reap(pid)
 
 
-def join(rank, port):
-    """Before anything that a process may be killed at: torch looks for a dead rank 0 far longer than it is told."""
+def join(rank, port, joined):
+    """Both have joined before either may be killed: torch looks for a dead rank 0 far longer than it is told."""
     import torch.distributed as dist
 
     where, bound = f"tcp://127.0.0.1:{port}", timedelta(seconds=PATIENCE_S / 2)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2, timeout=bound)
+    joined.wait(PATIENCE_S / 2)
 
 
 def shards(number, rank):
@@ -186,12 +190,11 @@ def shards(number, rank):
     }
 
 
-def train(order, counter, rank, port):
+def train(order, counter, rank):
     import torch.distributed as dist
 
     from tiered_checkpoint_io import TieredStorageWriter, dcp
 
-    join(rank, port)
     counter.phase = "replicate: train together"
     os.makedirs(node(order, rank), exist_ok=True)
     options = {**options_of(order), "memory_dir": node(order, rank), "replication_factor": 2, "memory_keep_last": 2}
@@ -218,8 +221,7 @@ def run_pair_load(order, counter):
     both("loader", load, order, counter)
 
 
-def load(order, counter, rank, port):
-    join(rank, port)
+def load(order, counter, rank):
     counter.phase = f"restore from peers: {order['kind']}, {'receive' if rank == 0 else 'send'}"
     os.makedirs(node(order, rank), exist_ok=True)
     options = {**options_of(order), "memory_dir": node(order, rank)}
