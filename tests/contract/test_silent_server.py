@@ -93,6 +93,7 @@ def io_of(s3_url, memory_dir, proxy, book):
         io.teardown()
 
 
+@pytest.mark.matrix
 def test_training_resumes_from_memory_and_counts_down_to_it(s3_url, s3_server, memory_dir, tmp_path, book):
     runs = Runs(s3_url, memory_dir, tmp_path)
 
@@ -113,6 +114,7 @@ def test_training_resumes_from_memory_and_counts_down_to_it(s3_url, s3_server, m
     assert book.having("restoring from node memory: S3 has not answered for 3 s")
 
 
+@pytest.mark.matrix
 def test_without_memory_it_is_an_error_after_the_longer_bound(io_of, proxy, book):
     Gate(proxy)
     with hurried(retry_deadline_s=2.0, s3_read_s=2.0):
@@ -244,6 +246,7 @@ class SlowLink:
             target.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.matrix
 def test_a_slow_upload_is_waited_for(io_of, proxy, book):
     with SlowLink(proxy.target.port, 3 << 20) as link:
         io = io_of(endpoint_url=link.endpoint_url, pending_timeout_s=4)

@@ -31,7 +31,7 @@ def names_of(parts):
     return sorted({name for name, *_ in parts})
 
 
-@pytest.mark.parametrize("spill", ["auto", None], ids=["spilled", "streamed"])
+@pytest.mark.parametrize("spill", ["auto", pytest.param(None, marks=pytest.mark.matrix)], ids=["spilled", "streamed"])
 @pytest.mark.parametrize(
     "nodes",
     ["a", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("b", "ab"))],

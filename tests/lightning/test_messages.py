@@ -190,6 +190,7 @@ def test_an_upload_that_fails_is_logged_once_with_what_to_do(job, callbacks):
     assert resume == RESUME
 
 
+@pytest.mark.matrix
 def test_after_ctrl_c_it_says_what_there_is_and_what_to_type(job):
     process = job(stops=True)
     for line in process.stdout:

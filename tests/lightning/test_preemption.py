@@ -57,7 +57,7 @@ def undisturbed(tmp_path, known):
     ("told", "signals"),
     [
         further({}, [[0, "train", 5]]),
-        ({}, [[1, "train", 5]]),
+        further({}, [[1, "train", 5]]),
         further({}, [[0, "train", 5], [1, "train", 5]]),
         further({}, [[0, "train", 5], [1, "train", 6], [0, "train", 6]]),
         ({"signal": "SIGUSR1"}, [[1, "train", 5]]),
