@@ -59,9 +59,8 @@ test: venv
 test-all: venv
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix tests
 	$(MAKE) test-crash
-	$(MAKE) test-crash-states
 	$(MAKE) test-sim
-	$(MAKE) test-corruption
+	$(MAKE) -j2 -Otarget test-crash-states test-corruption
 
 # Short scripts as a stranger writes them, and every block of README.md; their output is compared, as `make test` does too.
 test-first-hour: venv
