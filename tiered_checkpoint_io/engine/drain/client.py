@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.drain.environment import elsewhere
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import (
     SAVES,
@@ -133,6 +134,7 @@ class DrainHandle:
                 # Launchers kill the process group of their workers; the drain has work to finish.
                 start_new_session=True,
                 cwd="/",
+                env=elsewhere(),
             )
             _children.append(self._child)
 
