@@ -13,15 +13,16 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import __version__
 from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli.ending import GRACE_S
 
 #: For a process on a busy machine.
 PATIENCE_S = 120
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_EC2_METADATA_DISABLED": "true"}
 
 
-def start(*arguments, **options):
+def start(*arguments, run=("-m", "tiered_checkpoint_io"), **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    line = [sys.executable, "-m", "tiered_checkpoint_io", *arguments]
+    line = [sys.executable, *run, *arguments]
     environment = {**os.environ, **KEYS, "COLUMNS": "80"}
     return subprocess.Popen(line, env=environment, preexec_fn=at_a_terminal, **options)  # noqa: PLW1509 - one call
 
@@ -77,6 +78,22 @@ def test_ctrl_c_is_one_line_and_ends_at_once(silent):
     with connection:
         process.send_signal(signal.SIGINT)
         assert end(process) == (130, "", "interrupted\n")
+
+
+def test_a_drain_that_waits_for_a_server_ends_soon_after_sigterm(silent, memory_dir):
+    assert GRACE_S <= 5, "with the rest of a process' end it is less than ten seconds"
+    endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
+    save = node.save("a.ckpt", b"A")
+    # With a shorter grace, for the sake of quick tests.
+    code = "from tiered_checkpoint_io import cli; cli.ending.GRACE_S = 0.5; cli.main()"
+    process = start("drain", "--stay", "--root", str(node.root), run=["-c", code])
+    connection, _ = silent.accept()
+    with connection:
+        process.send_signal(signal.SIGTERM)
+        status, _, err = end(process)
+    assert (status, err.count("leaving, what is queued stays queued")) == (0, 1), err
+    assert [each.op_id for each in node.queue.look(node.tier)] == [save]
 
 
 def test_a_pipe_that_nothing_reads_is_silent(dirpath):

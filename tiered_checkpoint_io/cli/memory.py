@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tiered_checkpoint_io.cli.ending import told_to_end
 from tiered_checkpoint_io.cli.options import SHM, MemoryDir, Namespace, Root, root_of
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show
 from tiered_checkpoint_io.cli.roots import all_roots, config_at, existing, tier_at, undone
@@ -37,23 +36,21 @@ def drain(
 ) -> None:
     """Moves checkpoints from node memory to the durable tier."""
     root = existing(root_of(root, memory_dir, namespace))
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     log = get_logger(root.name)
-    worker = Drain(root, logger=log, stop=stop, stay=stay)
-    if not worker.run(once=once):
-        log.info("another drain works on %s; %s", root, "standing by" if stay else "leaving")
-        while stay and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
-            pass
-    elif once and (left := undone(root)):
-        raise DrainError(
-            f"{left} {'operation is' if left == 1 else 'operations are'} not done",
-            operation="drain",
-            tier="durable",
-            key=str(root),
-            hint=f"last error: {Queue(root).progress().last_error or 'none'}",
-        )
+    with told_to_end(log, late=int(once)) as stop:
+        worker = Drain(root, logger=log, stop=stop, stay=stay)
+        if not worker.run(once=once):
+            log.info("another drain works on %s; %s", root, "standing by" if stay else "leaving")
+            while stay and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
+                pass
+        elif once and (left := undone(root)):
+            raise DrainError(
+                f"{left} {'operation is' if left == 1 else 'operations are'} not done",
+                operation="drain",
+                tier="durable",
+                key=str(root),
+                hint=f"last error: {Queue(root).progress().last_error or 'none'}",
+            )
 
 
 def status(
