@@ -28,6 +28,8 @@ class Timing:
     s3_connect_s: float = 10.0
     #: Bound of a silence of S3 within a request.
     s3_read_s: float = 60.0
+    #: How often other credentials are looked for while those in use are refused: it is a file to read, mostly.
+    credentials_again_s: float = 2.0
     #: How often who waits for a store that does not answer says so.
     silence_line_s: float = 5.0
     #: An older unfinished upload, or unlocked temporary file, is a dead process's: no upload of a file takes a day.

@@ -1,13 +1,19 @@
 """Credentials as jobs have them: named by relative paths, and renewed while a drain or a trainer lives."""
 
+import json
 import logging
 import os
+import time
 
 import pytest
+from support.clocks import quick
 from support.draining import Node
+from support.fault_proxy import refuse
 
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.environment import elsewhere
+from tiered_checkpoint_io.errors import StoreAccessError, StoreError
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 LOG = logging.getLogger("test")
 #: For a process on a busy machine.
@@ -74,3 +80,112 @@ def test_what_a_process_elsewhere_is_given_of_the_environment(tmp_path, monkeypa
         "PYTHONPATH": os.pathsep.join([f"{here}/src", "/lib", here, f"{here}/../shared"]),
     }
     assert {name: value for name, value in elsewhere().items() if name in given} == {**given, **changed}
+
+
+# ------------------------------------------------------------------------------ credentials that change
+def test_a_drain_that_lives_takes_up_other_keys(credentials, node, handle):
+    credentials(secret="wrong")
+    save = node.save("a.ckpt", b"A")
+    handle.start()
+    failed = handle.wait(save, PATIENCE_S)
+    assert (failed.state, "SignatureDoesNotMatch" in failed.error) == ("failed", True)
+    pid = handle.progress().pid
+    credentials()
+    deadline = time.monotonic() + PATIENCE_S
+    while handle.queue.outcome(save).state != "committed":
+        assert time.monotonic() < deadline, handle.queue.outcome(save).error
+        # Something new to do has it try again what was refused.
+        node.delete("none.ckpt")
+        time.sleep(0.5)
+    assert handle.progress().pid == pid
+
+
+class Keys:
+    """Credentials from one of boto3's sources; those that are called OLD are refused by the proxy."""
+
+    def __init__(self, source, server, folder, proxy):
+        self.source, self.server, self.folder, self.proxy = source, server, folder, proxy
+        self.profile = "job" if source == "profile" else None
+        self.refusal = refuse(400, "ExpiredToken")
+        proxy.plan = lambda *_: self.act
+        self.write("OLD")
+
+    def write(self, key=None):
+        key, secret = key or self.server.access_key, self.server.secret_key
+        if self.source == "process":
+            (self.folder / "config").write_text(f"[default]\ncredential_process = cat {self.folder}/keys\n")
+            (self.folder / "keys").write_text(json.dumps({"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret}))
+        else:
+            text = f"[{self.profile or 'default'}]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+            (self.folder / "credentials").write_text(text)
+
+    def act(self, exchange):
+        if "Credential=OLD" in exchange.headers["Authorization"]:
+            self.refusal(exchange)
+        else:
+            status, headers, body = exchange.forward()
+            exchange.answer(status, body, headers)
+
+
+@pytest.fixture
+def keys_of(s3_server, tmp_path, proxy, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    return lambda source: Keys(source, s3_server, tmp_path, proxy)
+
+
+@pytest.fixture
+def open_store(s3_url, proxy):
+    stores = []
+
+    def open_store(profile=None, **seconds):
+        clock = quick(**{"credentials_again_s": 0.0, **seconds})
+        stores.append(S3Store(s3_url, endpoint_url=proxy.endpoint_url, profile=profile, part_size=8 * MIB, clock=clock))
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "code"),
+    [
+        ("file", 400, "ExpiredToken"),
+        ("process", 403, "AccessDenied"),
+        pytest.param("profile", 403, "InvalidAccessKeyId", marks=pytest.mark.matrix),
+        # As a HEAD has it, whose answer has no body.
+        pytest.param("file", 400, "400", marks=pytest.mark.matrix),
+    ],
+)
+def test_other_keys_are_taken_up_where_the_old_ones_are_refused(source, status, code, keys_of, open_store, proxy):
+    keys = keys_of(source)
+    keys.refusal = refuse(status, code)
+    store = open_store(keys.profile)
+    with pytest.raises(StoreError, match=code):
+        store.put("x", b"1")
+    assert proxy.counts["put"] == 1, "there were no others"
+    keys.write()
+    store.put("x", b"2")
+    assert proxy.counts["put"] == store.metrics.snapshot()["requests.put"] == 3
+    store.put("x", b"3")
+    assert proxy.counts["put"] == 4, "the new ones are kept"
+
+
+def test_threads_whose_requests_are_refused_at_once_change_over_together(keys_of, open_store, proxy):
+    keys = keys_of("file")
+    store = open_store(credentials_again_s=3600.0)
+    keys.write()
+    data = os.urandom(48 * MIB)
+    store.upload("x", memoryview(data))
+    assert store.get("x") == data
+    # The look was the only one for an hour.
+    keys.refusal = refuse(403, "AccessDenied")
+    keys.write("OLD")
+    other = open_store(credentials_again_s=3600.0)
+    for _ in range(2):
+        with pytest.raises(StoreAccessError):
+            other.get("x")
+        keys.write()

@@ -5,22 +5,22 @@ One request is one attempt of boto3: repeating it is the business of Retry, whic
 
 from __future__ import annotations
 
+import functools
 import io
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import boto3
 import botocore
 import botocore.config
-import botocore.exceptions
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import StoreConfigError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError, StoreUnavailableError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import Metrics, validate_key
 from tiered_checkpoint_io.stores.retry import Progress, Retry
-from tiered_checkpoint_io.stores.s3_errors import CLIENT_ERRORS, is_just_busy, translated
+from tiered_checkpoint_io.stores.s3_connection import Connection
+from tiered_checkpoint_io.stores.s3_errors import CLIENT_ERRORS, is_just_busy, may_be_credentials, translated
 
 _SEND_SIZE = 1 << 20
 
@@ -79,26 +79,21 @@ class S3Client:
             # A SHA-256 of every part, to sign it, costs as much as all the rest of sending it.
             s3={"payload_signing_enabled": False},
         )
-        try:
-            session = boto3.session.Session(profile_name=profile, region_name=region, **(credentials or {}))
-            # A server other than AWS has no regions, but a signature names one.
-            region = session.region_name or ("us-east-1" if endpoint_url else None)
-            self.boto: Any = session.client("s3", endpoint_url=endpoint_url, config=config, region_name=region)
-        except (botocore.exceptions.BotoCoreError, ValueError) as error:
-            hint = "check profile, region and endpoint_url"
-            raise StoreConfigError(
-                f"no S3 client can be made: {error}", operation="connect", key=self.url, hint=hint
-            ) from error
-        if "@" in str(self.boto.meta.endpoint_url) or "?" in str(self.boto.meta.endpoint_url):
-            # Given by the environment or a profile. boto3's errors tell it, and would tell what is in it.
-            raise StoreConfigError(
-                "the endpoint holds a user name, a password or a query",
-                operation="connect",
-                key=self.url,
-                hint="see AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and the profile; credentials go elsewhere",
-            )
-        # Where requests leave, so that redirects to another region are counted too.
-        self.boto.meta.events.register("before-send.s3", self._count)
+        self._connection = Connection(
+            self.url,
+            clock=clock,
+            config=config,
+            on_send=self._count,
+            endpoint_url=endpoint_url,
+            region=region,
+            profile=profile,
+            credentials=credentials,
+        )
+
+    @property
+    def boto(self) -> Any:
+        """boto3's client."""
+        return self._connection.client
 
     def ask(
         self,
@@ -125,9 +120,8 @@ class S3Client:
         sent = Progress(lambda count: self.metrics.add("bytes.sent", count))
 
         def attempt() -> Any:
-            sent.restart()
             try:
-                return self.once(method, key, arguments, body=body, receive=receive, sent=sent.add)
+                return self.once(method, key, arguments, body=body, receive=receive, sent=sent)
             except StoreUnavailableError as error:
                 if doubt is not None and not is_just_busy(error.__cause__):
                     doubt()
@@ -143,17 +137,35 @@ class S3Client:
         *,
         body: memoryview | None = None,
         receive: Callable[[Any], Any] | None = None,
-        sent: Callable[[int], None] = lambda _: None,
+        sent: Progress | None = None,
     ) -> Any:
-        """Sends a request once; see :meth:`ask`."""
+        """Sends a request once; see :meth:`ask`. Where credentials are refused, once more with others, if there are."""
+        client, send = self.boto, functools.partial(self._send, method, key, arguments, body, receive, sent)
+        try:
+            return send(client)
+        except StoreError as error:
+            if not may_be_credentials(error) or not self._connection.renewed(client):
+                raise
+        return send(self.boto)
+
+    def _send(
+        self,
+        method: str,
+        key: str | None,
+        arguments: Mapping[str, Any] | None,
+        body: memoryview | None,
+        receive: Callable[[Any], Any] | None,
+        sent: Progress | None,
+        client: Any,
+    ) -> Any:
         request: dict[str, Any] = {"Bucket": self._bucket, **self._owner, **(arguments or {})}
         if key is not None:
             request["Key"] = self.prefix + validate_key(key)
-        stream = Body(body, sent) if body is not None else None
-        if stream is not None:
-            request["Body"] = stream
+        stream = None
+        if body is not None:
+            request["Body"] = stream = Body(body, sent)
         try:
-            answer = getattr(self.boto, method)(**request)
+            answer = getattr(client, method)(**request)
             return answer if receive is None else receive(answer)
         except CLIENT_ERRORS as error:
             raise translated(error, _name_of(method), self.url, key) from error
@@ -172,7 +184,7 @@ class S3Client:
             query = {**query, **{name[4:]: value for name, value in page.items() if name.startswith("Next")}}
 
     def close(self) -> None:
-        self.boto.close()
+        self._connection.close()
 
     def _count(self, event_name: str, **_: Any) -> None:
         self.metrics.add(f"requests.{_name_of(botocore.xform_name(event_name.rpartition('.')[2]))}")
@@ -185,9 +197,11 @@ class Body(io.RawIOBase):
     (an exception's frames do, for as long as it is looked at).
     """
 
-    def __init__(self, data: memoryview, sent: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, data: memoryview, sent: Progress | None = None) -> None:
         super().__init__()
         self._sent = sent
+        if sent is not None:
+            sent.restart()
         self._data = data[:]
         self._piece = data[:0]
         self._position = 0
@@ -209,7 +223,8 @@ class Body(io.RawIOBase):
         self._piece.release()
         self._piece = self._data[self._position : self._position + count]
         self._position += len(self._piece)
-        self._sent(len(self._piece))
+        if self._sent is not None:
+            self._sent.add(len(self._piece))
         return self._piece
 
     def close(self) -> None:

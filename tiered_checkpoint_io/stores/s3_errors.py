@@ -40,7 +40,15 @@ CLIENT_ERRORS = (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientEr
 
 _CREDENTIALS_HINT = "give credentials by environment, profile or role, as boto3 takes them"
 #: Error codes whose HTTP status, mostly 400, does not tell what they mean.
-_BAD_KEYS = {"InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
+_BAD_KEYS = {
+    "InvalidAccessKeyId",
+    "InvalidClientTokenId",
+    "InvalidIdentityToken",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+}
+_NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _BUSY = {"InternalError", "OperationAborted", "RequestTimeout", "RequestTimeoutException", "SlowDown"}
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
@@ -88,6 +96,14 @@ def is_just_busy(error: BaseException | None) -> bool:
     return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") != 500)
 
 
+def may_be_credentials(error: StoreError) -> bool:
+    """Whether one of our errors may be for credentials that others have taken the place of."""
+    answer: Any = getattr(error.__cause__, "response", None)
+    # So is a HEAD with a token that has expired.
+    is_bare_400 = answer is not None and answer.get("Error", {}).get("Code") in _NO_REASON
+    return isinstance(error, StoreAccessError) or is_bare_400
+
+
 def _meaning(code: str, status: int, bucket: str, region: str | None) -> _Meaning:
     if code == "NoSuchBucket":
         return StoreConfigError, f"bucket {bucket!r} does not exist there; check dirpath and endpoint_url"
@@ -106,7 +122,7 @@ def _meaning(code: str, status: int, bucket: str, region: str | None) -> _Meanin
         return StoreAccessError, "check the credentials, and their rights on this bucket and prefix"
     if status == 404:
         return StoreNotFoundError, None
-    if status == 400 and code in ("400", "Bad Request"):
+    if status == 400 and code in _NO_REASON:
         return StoreError, "the answer gives no reason; a wrong region or an expired token are the usual ones"
     return StoreError, None
 

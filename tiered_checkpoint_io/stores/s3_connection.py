@@ -1,0 +1,129 @@
+"""The connection to S3: boto3's client, and the credentials that it was made with.
+
+boto3 looks for credentials when a client is made, and renews those alone of which it knows when they expire. A file, a
+profile or a program that gives others by now is looked at again only here, and only once credentials were refused: to
+look before each request would take megabytes of memory a time, and a process that gives credentials may be slow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import boto3
+import botocore
+import botocore.config
+import botocore.exceptions
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.errors import StoreConfigError
+
+
+class Connection:
+    """A client of boto3, which is replaced where its credentials are refused and there are others.
+
+    Attributes:
+        client: The client. One that was replaced may still be used, with the credentials that it has.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Clock,
+        config: botocore.config.Config,
+        on_send: Callable[..., None],
+        endpoint_url: str | None,
+        region: str | None,
+        profile: str | None,
+        credentials: Mapping[str, str] | None,
+    ) -> None:
+        """Makes a client; asks nothing of S3.
+
+        Args:
+            url: ``s3://bucket/prefix``, for errors.
+            clock: With the time between two looks for other credentials.
+            config: Of the client.
+            on_send: Called as boto3's event ``before-send.s3`` is.
+            endpoint_url: See :class:`S3Client`, as all that follows.
+            region: As above.
+            profile: As above.
+            credentials: As above; these are never looked for again.
+
+        Raises:
+            StoreConfigError: There can be no client with these.
+        """
+        self._url, self._clock, self._config, self._on_send = url, clock, config, on_send
+        self._endpoint_url, self._region, self._profile = endpoint_url, region, profile
+        self._given = dict(credentials or {})
+        self._renewing = threading.Lock()
+        self._looked_at = -clock.timing.credentials_again_s + clock.monotonic()
+        try:
+            self.client = self._client_of(self._session())
+        except (botocore.exceptions.BotoCoreError, ValueError) as error:
+            hint = "check profile, region and endpoint_url"
+            raise StoreConfigError(
+                f"no S3 client can be made: {error}", operation="connect", key=url, hint=hint
+            ) from error
+        if "@" in str(self.client.meta.endpoint_url) or "?" in str(self.client.meta.endpoint_url):
+            # Given by the environment or a profile. boto3's errors tell it, and would tell what is in it.
+            raise StoreConfigError(
+                "the endpoint holds a user name, a password or a query",
+                operation="connect",
+                key=url,
+                hint="see AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and the profile; credentials go elsewhere",
+            )
+
+    def renewed(self, refused: Any) -> bool:
+        """Whether ``client`` has other credentials by now than ``refused``, a client whose credentials were refused.
+
+        Looked for at most every ``credentials_again_s``; where there are none, all stays as it is. For many threads.
+        """
+        with self._renewing:
+            if self.client is not refused:
+                return True
+            now = self._clock.monotonic()
+            if self._given or now - self._looked_at < self._clock.timing.credentials_again_s:
+                return False
+            self._looked_at = now
+            try:
+                session = self._session()
+                found = _keys(session.get_credentials())
+                if found is None or found == _keys_of(refused):
+                    return False
+                client = self._client_of(session)
+            except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, ValueError):
+                # Half written, or not to be had just now: the refusal is what counts.
+                return False
+            self.client = client
+        # Requests of other threads that are under way end all the same.
+        refused.close()
+        return True
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _session(self) -> boto3.session.Session:
+        return boto3.session.Session(profile_name=self._profile, region_name=self._region, **self._given)
+
+    def _client_of(self, session: boto3.session.Session) -> Any:
+        # A server other than AWS has no regions, but a signature names one.
+        region = session.region_name or ("us-east-1" if self._endpoint_url else None)
+        client = session.client("s3", endpoint_url=self._endpoint_url, config=self._config, region_name=region)
+        # Where requests leave, so that redirects to another region are counted too.
+        client.meta.events.register("before-send.s3", self._on_send)
+        return client
+
+
+def _keys(credentials: Any) -> Any:
+    """What requests are signed with, to be compared; None where there are no credentials."""
+    return None if credentials is None else credentials.get_frozen_credentials()
+
+
+def _keys_of(client: Any) -> Any:
+    """What a client signs with; None where it has no credentials, or such as can't be renewed."""
+    try:
+        return _keys(client._get_credentials())
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
+        return None
