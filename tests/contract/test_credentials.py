@@ -1,4 +1,4 @@
-"""Credentials as jobs have them: named by relative paths, and renewed while a drain or a trainer lives."""
+"""Credentials as jobs have them: named by relative paths, and renewed while a drain lives, or for the next trainer."""
 
 import json
 import logging
@@ -10,8 +10,10 @@ from support.clocks import quick
 from support.draining import Node
 from support.fault_proxy import refuse
 
+from tiered_checkpoint_io.engine.drain import environment
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.environment import elsewhere
+from tiered_checkpoint_io.engine.drain.environment import announcement, differs, elsewhere
+from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import StoreAccessError, StoreError
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
@@ -42,17 +44,25 @@ def node(memory_dir, s3_url):
 
 
 @pytest.fixture
-def handle(node):
-    handle = DrainHandle(node.tier, node.config, LOG)
-    yield handle
-    handle.close(timeout_s=PATIENCE_S)
+def start(node):
+    """Starts a trainer's side of the drain."""
+    handles = []
+
+    def start():
+        handles.append(DrainHandle(node.tier, node.config, LOG))
+        handles[-1].start()
+        return handles[-1]
+
+    yield start
+    # A drain leaves with the last trainer: that one may wait for it.
+    for handle in sorted(handles, key=lambda handle: handle._child is not None):
+        handle.close(timeout_s=PATIENCE_S)
 
 
-def test_a_file_named_relatively_is_found_by_the_drain_as_by_its_trainer(credentials, node, handle):
+def test_a_file_named_relatively_is_found_by_the_drain_as_by_its_trainer(credentials, node, start):
     credentials()
     save = node.save("a.ckpt", b"A")
-    handle.start()
-    outcome = handle.wait(save, PATIENCE_S)
+    outcome = start().wait(save, PATIENCE_S)
     assert outcome.state == "committed", outcome.error
     assert os.environ["AWS_SHARED_CREDENTIALS_FILE"] == "keys/credentials", "the trainer's own is as it was"
 
@@ -83,10 +93,10 @@ def test_what_a_process_elsewhere_is_given_of_the_environment(tmp_path, monkeypa
 
 
 # ------------------------------------------------------------------------------ credentials that change
-def test_a_drain_that_lives_takes_up_other_keys(credentials, node, handle):
+def test_a_drain_that_lives_takes_up_other_keys(credentials, node, start):
     credentials(secret="wrong")
     save = node.save("a.ckpt", b"A")
-    handle.start()
+    handle = start()
     failed = handle.wait(save, PATIENCE_S)
     assert (failed.state, "SignatureDoesNotMatch" in failed.error) == ("failed", True)
     pid = handle.progress().pid
@@ -189,3 +199,39 @@ def test_threads_whose_requests_are_refused_at_once_change_over_together(keys_of
         with pytest.raises(StoreAccessError):
             other.get("x")
         keys.write()
+
+
+# --------------------------------------------------------------------------- another environment
+def test_a_restart_with_another_environment_gets_a_drain_of_its_own(s3_server, node, start, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    save = node.save("a.ckpt", b"A")
+    before = start()
+    assert before.wait(save, PATIENCE_S).state == "failed"
+    old = before.progress().pid
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
+    # The trainer before it still counts as alive, so its drain stays by itself.
+    restarted = start()
+    restarted.flush(PATIENCE_S)
+    assert node.queue.outcome(save).state == "committed"
+    assert restarted.progress().pid != old
+    assert before._child.wait(PATIENCE_S) == 0
+    another_rank = start()
+    assert another_rank._child is None, "it takes the drain that there is"
+    assert s3_server.secret_key.encode() not in (node.root / "operations.log").read_bytes()
+
+
+def test_which_environments_differ(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "one")
+    said = announcement("salt")
+    assert not differs(said, {**os.environ, "SLURM_JOB_ID": "2"})
+    assert not differs({}, os.environ), "a drain that has said nothing serves any trainer"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "https_proxy", "REQUESTS_CA_BUNDLE"):
+        assert differs(said, {**os.environ, name: "two"})
+    monkeypatch.setattr(environment, "__version__", "another")
+    assert differs(said, os.environ)
+
+
+def test_a_drain_that_a_person_starts_serves_any_trainer(node):
+    node.queue.announce(announcement("of a trainer's drain before"))
+    Drain(node.root).run(once=True)
+    assert node.queue.announced() == {}

@@ -112,7 +112,7 @@ class ForkedDrain:
         counter._lock = threading.Lock()
         counter._own_phase = threading.local()
         try:
-            Drain(root, clock=SOON).run()
+            Drain(root, clock=SOON, for_trainer=True).run()
         except BaseException as error:
             counter.tell(error=repr(error))
         counter.tell_all()
@@ -130,10 +130,10 @@ class ForkedDrain:
 
 
 def fork_drains(order, counter):
-    from tiered_checkpoint_io.engine.drain import client
+    from tiered_checkpoint_io.engine.drain import process
 
     ForkedDrain.order, ForkedDrain.counter = order, counter
-    client.subprocess = types.SimpleNamespace(Popen=ForkedDrain, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
+    process.subprocess = types.SimpleNamespace(Popen=ForkedDrain, DEVNULL=None)
 
 
 # --------------------------------------------------------------------------------------- trainers

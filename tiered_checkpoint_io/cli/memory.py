@@ -33,15 +33,17 @@ def drain(
     namespace: Namespace = "default",
     once: Annotated[bool, typer.Option(help="Leave once nothing can be done now.")] = False,
     stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
+    for_trainer: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Moves checkpoints from node memory to the durable tier."""
     root = existing(root_of(root, memory_dir, namespace))
     log = get_logger(root.name)
     with told_to_end(log, late=int(once)) as stop:
-        worker = Drain(root, logger=log, stop=stop, stay=stay)
+        worker = Drain(root, logger=log, stop=stop, stay=stay, for_trainer=for_trainer)
         if not worker.run(once=once):
-            log.info("another drain works on %s; %s", root, "standing by" if stay else "leaving")
-            while stay and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
+            stands_by = stay or worker.follows()
+            log.info("another drain works on %s; %s", root, "standing by" if stands_by else "leaving")
+            while (stay or worker.follows()) and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
                 pass
         elif once and (left := undone(root)):
             raise DrainError(

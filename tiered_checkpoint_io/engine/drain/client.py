@@ -6,13 +6,11 @@ import contextlib
 import math
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.drain.environment import elsewhere
+from tiered_checkpoint_io.engine.drain.environment import differs, elsewhere
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import (
     SAVES,
@@ -22,6 +20,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     held_back,
     unreplaced,
 )
+from tiered_checkpoint_io.engine.drain.process import reap, start_process
 from tiered_checkpoint_io.engine.drain.progress import told_as
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.standstill import Standstill, StandstillError
@@ -33,9 +32,6 @@ from tiered_checkpoint_io.memory.private import write_atomic, write_over
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-
-#: Drains that this process has started, and that may outlive their handle: reaped when they have ended.
-_children: list[subprocess.Popen[bytes]] = []
 
 
 class DrainHandle:
@@ -78,7 +74,7 @@ class DrainHandle:
         """
         if self._foreign():
             return
-        _children[:] = [child for child in _children if child.poll() is None]
+        reap()
         if self._trainer_lock is None:
             self.queue.open()
             self._write_config()
@@ -87,6 +83,9 @@ class DrainHandle:
             if self._trainer_lock is None:
                 text = "a drain that should have left holds the trainers' lock"
                 raise DrainError(text, operation="start", tier="memory", key=str(path))
+            if self._config.drain == "process" and differs(self.queue.announced(), elsewhere()):
+                # What may still live is the drain of a trainer before us: ours waits for its end, and asks for it.
+                self._spawned_at, self._child = self._clock.monotonic(), start_process(self._root, self._log)
         self.ensure()
 
     def _write_config(self) -> None:
@@ -125,27 +124,7 @@ class DrainHandle:
             self._thread = threading.Thread(target=self._run, args=(self._drain,), name="tiered-drain", daemon=True)
             self._thread.start()
             return
-        with self._open_log() as file:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--root", str(self._root)],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                # Launchers kill the process group of their workers; the drain has work to finish.
-                start_new_session=True,
-                cwd="/",
-                env=elsewhere(),
-            )
-            _children.append(self._child)
-
-    def _open_log(self) -> BinaryIO:
-        path = self._root / "status" / "drain.log"
-        try:
-            return open(path, "ab")
-        except OSError as error:
-            # No space for one more file: that must not keep the drain from its work.
-            self._log.warning("the drain has no log: %s: %s", path, error.strerror)
-            return open(os.devnull, "ab")
+        self._child = start_process(self._root, self._log)
 
     def close(self, *, timeout_s: float) -> None:
         """Leaves the drain to itself. A thread ends after its queue is empty, or at the timeout."""

@@ -1,8 +1,17 @@
-"""The environment of a drain's process: the trainer's, for a process in another folder."""
+"""The environment of a drain's process: the trainer's, for a process in another folder, and whether it still is.
+
+The drain announces a fingerprint of it. A trainer that finds that of another environment starts a drain of its own,
+which asks the old one to leave. The configuration is no part of it: a drain reads that anew when it changes.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
+
+from tiered_checkpoint_io.version import __version__
 
 #: Variables that name one file or folder: what S3 and fsspec's packages are reached by.
 _FILES = (
@@ -21,6 +30,10 @@ _FILES = (
 #: Variables that list folders, of which an empty one is the current folder.
 _FOLDERS = ("AWS_DATA_PATH", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "SSL_CERT_DIR")
 
+_PROXIES = ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
+#: Besides those of AWS, variables by which a store is reached, or credentials are found.
+_RELEVANT = {*_FILES, *_PROXIES, *(name.lower() for name in _PROXIES), "HOME", "SSL_CERT_DIR"}
+
 
 def elsewhere() -> dict[str, str]:
     """This process' environment for one in another folder: what is named relatively is named from here."""
@@ -37,6 +50,23 @@ def elsewhere() -> dict[str, str]:
         if found.get(name):
             found[name] = os.pathsep.join(_from(here, each) for each in found[name].split(os.pathsep))
     return found
+
+
+def announcement(salt: str) -> dict[str, str]:
+    """What a drain says of itself: a name of its own, and a fingerprint of the environment that it works in."""
+    return {"salt": salt, "fingerprint": _fingerprint(salt, os.environ)}
+
+
+def differs(said: Mapping[str, str], environment: Mapping[str, str]) -> bool:
+    """Whether a drain has said that it works in another environment, or is of another release, than given here."""
+    return bool(said) and said.get("fingerprint") != _fingerprint(said.get("salt", ""), environment)
+
+
+def _fingerprint(salt: str, environment: Mapping[str, str]) -> str:
+    # A hash alone, and by a salt that stays in the node's memory: there are secrets among what goes into it.
+    relevant = {name: value for name, value in environment.items() if name.startswith("AWS_") or name in _RELEVANT}
+    facts = json.dumps([salt, __version__, sorted(relevant.items())])
+    return hashlib.blake2b(facts.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def _from(folder: str, path: str) -> str:

@@ -25,6 +25,7 @@ from tiered_checkpoint_io.model import ids
 LOG_FILE = "operations.log"
 _ACTIONS = ("alias", "delete", "cancel")
 _REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
+_DRAIN, _LEAVE = "drain", "leave"
 #: Outcomes that are kept, of the newest saves: they take a third of the log at most.
 _KEEP = 512
 #: Characters of an error that are kept.
@@ -119,6 +120,26 @@ class Queue:
         held = held_back(operations, unreplaced(self.outcomes()))
         # A save that is under way may set them free as well, and then they are waited for.
         return [operation for operation in operations if operation not in held]
+
+    # ------------------------------------------------------------------------------------ drains
+    def announced(self) -> dict[str, str]:
+        """What the drain that began last has said of its environment; empty for one that serves any trainer."""
+        said = self._log.get(_DRAIN)
+        return said if isinstance(said, dict) else {}
+
+    def announce(self, said: dict[str, str] | None) -> None:
+        """Says it, or takes back what was said."""
+        if (said or {}) != self.announced():
+            self._log.write({_DRAIN: said})
+
+    def ask_to_leave(self, said: dict[str, str]) -> None:
+        """Asks the drain that has said this to leave, for another one to follow it."""
+        if not self.is_asked_to_leave(said):
+            self._log.write({_LEAVE: said})
+
+    def is_asked_to_leave(self, said: dict[str, str]) -> bool:
+        """Whether the drain that has said this, with a salt of its own, was asked to leave."""
+        return bool(said) and self._log.get(_LEAVE) == said
 
     # ---------------------------------------------------------------------------------- outcomes
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:

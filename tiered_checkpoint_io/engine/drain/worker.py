@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.drain.environment import announcement, differs
 from tiered_checkpoint_io.engine.drain.execute import Executor
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import next_operation, unreplaced
@@ -42,6 +44,7 @@ class Drain:
         logger: Logger | None = None,
         stop: threading.Event | None = None,
         stay: bool = False,
+        for_trainer: bool = False,
         open_store: Callable[[TieredCheckpointConfig, str | None], Store] = open_store,
         clock: Clock = SYSTEM,
     ) -> None:
@@ -52,6 +55,7 @@ class Drain:
             logger: Where to log.
             stop: Set from elsewhere to end the drain after the part in flight.
             stay: Whether to wait for further work when no trainer lives.
+            for_trainer: Whether to leave to a drain of a trainer with another environment than ours.
             open_store: Makes the store for a dirpath.
             clock: Of all that it does.
         """
@@ -62,6 +66,8 @@ class Drain:
         self._log: Logger = logger or logging.getLogger(__name__)
         self._stop = stop or threading.Event()
         self._stay = stay
+        self._for_trainer = for_trainer
+        self._said: dict[str, str] = {}
         self._stores = Stores(root, open_store, self._log)
         self._report = Reporter(self._queue, self._stores, clock)
         self._executor = Executor(self._tier, self._queue, self._stores, self._report, self._log, self._stop, clock)
@@ -91,6 +97,14 @@ class Drain:
                 release(self._trainers)
                 self._trainers = None
         return True
+
+    def follows(self) -> bool:
+        """Whether to wait for the drain that holds the lock: its environment is not ours. It is asked to leave."""
+        said = self._queue.announced()
+        is_other = self._for_trainer and differs(said, os.environ)
+        if is_other:
+            self._queue.ask_to_leave(said)
+        return is_other
 
     @property
     def trouble(self) -> str:
@@ -126,6 +140,9 @@ class Drain:
         try:
             self._queue.open()
             self._queue.take_over()
+            if self._for_trainer and not self._said:
+                self._said = announcement(self._clock.token(16))
+            self._queue.announce(self._said or None)
         except MemoryFullError as full:
             # To go on without it frees what is full.
             self._log.error("outcomes are not noted: %s", full)
@@ -133,6 +150,9 @@ class Drain:
     def _turn(self, *, once: bool) -> bool:
         """Does what can be done next; whether there is nothing more to stay for."""
         version = self._queue.version()
+        if self._queue.is_asked_to_leave(self._said):
+            self._log.info("leaving to the drain of a trainer with another environment")
+            return True
         with contextlib.suppress(OSError, ConfigError):
             self._tier.use_spill(self._stores.config.spill_dir)
         operations = self._queue.look(self._tier)

@@ -1,0 +1,48 @@
+"""The process of a drain, as a trainer starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+from tiered_checkpoint_io.engine.drain.environment import elsewhere
+from tiered_checkpoint_io.logs import Logger
+
+#: Those that this process has started, and that may outlive their handle: reaped when they have ended.
+_children: list[subprocess.Popen[bytes]] = []
+
+
+def start_process(root: Path, log: Logger) -> subprocess.Popen[bytes]:
+    """Starts a drain over a memory tier's root, in this process' environment; it may find that another one works."""
+    reap()
+    with _open_log(root, log) as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--for-trainer", "--root", str(root)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            # Launchers kill the process group of their workers; the drain has work to finish.
+            start_new_session=True,
+            cwd="/",
+            env=elsewhere(),
+        )
+    _children.append(child)
+    return child
+
+
+def reap() -> None:
+    """Forgets those that have ended."""
+    _children[:] = [child for child in _children if child.poll() is None]
+
+
+def _open_log(root: Path, log: Logger) -> BinaryIO:
+    path = root / "status" / "drain.log"
+    try:
+        return open(path, "ab")
+    except OSError as error:
+        # No space for one more file: that must not keep the drain from its work.
+        log.warning("the drain has no log: %s: %s", path, error.strerror)
+        return open(os.devnull, "ab")
