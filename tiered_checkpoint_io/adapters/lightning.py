@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Literal
@@ -26,6 +27,7 @@ REFUSE_LIGHTNING_ASYNC = (
     " bound, and does not order deletes behind saves"
 )
 USE_OURS = "use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead"
+_making = threading.Lock()
 _DEFAULTS = {field.name: field.default for field in fields(TieredCheckpointConfig)}
 
 
@@ -164,9 +166,11 @@ class TieredCheckpointIO(CheckpointIO):
     @property
     def checkpointer(self) -> Checkpointer:
         """The engine; made on first use, in the process that uses it."""
-        if self._checkpointer is None:
-            self._checkpointer = Checkpointer(self.config, logger=self._logger)
-        return self._checkpointer
+        with _making:
+            # Of threads that save at once, all get the same.
+            if self._checkpointer is None:
+                self._checkpointer = Checkpointer(self.config, logger=self._logger)
+            return self._checkpointer
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None

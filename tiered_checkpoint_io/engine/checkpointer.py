@@ -73,7 +73,8 @@ class Checkpointer:
     ) -> SaveReport | None:
         """Saves a state.
 
-        When this returns, later changes to the tensors do not affect the checkpoint.
+        When this returns, later changes to the tensors do not affect the checkpoint. Threads may call it at once: each
+        waits until the others have their states in node memory.
 
         Args:
             state: Anything that ``torch.save`` takes; step and epoch come from a Lightning
@@ -92,7 +93,8 @@ class Checkpointer:
 
         Raises:
             InvalidNameError: The path is not below dirpath, or not a valid name.
-            UsageError: Unknown tiers; or another live run writes to the same dirpath and namespace.
+            UsageError: Unknown tiers; or another live run writes to the same dirpath and namespace; or a signal handler
+                saves while it interrupts a save.
             SaveError: The save, or an earlier one in the background, failed and ``on_save_error``
                 is ``raise``.
         """
@@ -103,23 +105,25 @@ class Checkpointer:
             )
         name = ids.name_in(self.dirpath, path)
         session, started = self.session, self.session.clock.monotonic()
-        session.surface()
-        session.claims.check()
-        if "durable" in wanted and current_rank() == 0:
-            session.claims.claim()
+        with session.turn.taken(name):
+            session.surface()
+            session.claims.check()
+            if "durable" in wanted and current_rank() == 0:
+                session.claims.claim()
         rated = Metric(*metric) if metric is not None else None
         try:
-            session.open()
-            rank, durable = current_rank(), "durable" in wanted
-            facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
-            image = plan(state)
-            part = PartSave(session, admit(session, facts), rank, image, started=started)
-            part.capture()
-            part.seal()
-            warn_at_first_save(session, self.config, session.log, name, image)
-            # Before the next save's slot is prepared: what goes may be that slot.
-            self._retain(part)
-            part.prepare_next()
+            with session.turn.taken(name):
+                session.open()
+                rank, durable = current_rank(), "durable" in wanted
+                facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
+                image = plan(state)
+                part = PartSave(session, admit(session, facts), rank, image, started=started)
+                part.capture()
+                part.seal()
+                warn_at_first_save(session, self.config, session.log, name, image)
+                # Before the next save's slot is prepared: what goes may be that slot.
+                self._retain(part)
+                part.prepare_next()
             waited = wait and part.wait()
         except (InvalidNameError, ConfigError, UsageError):
             raise
@@ -130,7 +134,8 @@ class Checkpointer:
             else:
                 session.failed(name, step, error)
             return None
-        return part.report(waited=waited)
+        with session.turn.taken(name):
+            return part.report(waited=waited)
 
     def _retain(self, part: PartSave) -> None:
         """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""
@@ -141,13 +146,18 @@ class Checkpointer:
     # --------------------------------------------------------------------------- alias and remove
     def alias(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
         """Makes ``path`` name the files of ``target``, once that is durable; uploads nothing."""
-        name = ids.name_in(self.dirpath, path)
-        self.session.submit("alias", name, ids.name_in(self.dirpath, target))
-        self.session.known.note(name, exists=True)
+        name, session = ids.name_in(self.dirpath, path), self.session
+        with session.turn.taken(name):
+            session.submit("alias", name, ids.name_in(self.dirpath, target))
+            session.known.note(name, exists=True)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint from memory now, and from the durable tier after earlier commits."""
         name = ids.name_in(self.dirpath, path)
+        with self.session.turn.taken(name):
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
         here: list[StoredPart] = []
         try:
             tier = self.session.open().tier

@@ -24,6 +24,7 @@ from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
+from tiered_checkpoint_io.engine.staging.turn import Turn
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.node import node_budget
@@ -59,6 +60,7 @@ class Session:
         newest_seen: The newest save id that a restore saw in any tier; new ids sort after it.
         known: Which names the durable tier has.
         background: The end of a save that runs while training goes on.
+        turn: Which thread saves.
         claims: That no other run writes to the same place.
     """
 
@@ -73,6 +75,7 @@ class Session:
         self.newest_seen: str | None = None
         self.known = DurableNameCache(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked, clock)
         self.background = BackgroundTask(float(config.wait_timeout_s))
+        self.turn = Turn(float(config.wait_timeout_s))
         self._pins = HostPins()
         self._opened: Opened | None = None
         self._peering = Peering(config, self.counts, clock)
@@ -85,12 +88,7 @@ class Session:
         self._unshown: list[SaveError] = []
         self._standing, self._trouble = Standing(), ""
         self.claims = Claims(
-            config,
-            self.log,
-            clock,
-            root=lambda: self.open().tier.root,
-            store=self.durable,
-            in_time=self._in_time,
+            config, self.log, clock, root=lambda: self.open().tier.root, store=self.durable, in_time=self._in_time
         )
         #: What was warned of already, see :mod:`engine.save.small`.
         self.warned: set[str] = set()
