@@ -6,7 +6,6 @@ all-reduce over gloo that runs during the next batch: it is waited for at the ne
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -29,8 +28,6 @@ from tiered_checkpoint_io.errors import (
     ConfigError,
     DrainError,
     RestoreError,
-    SaveError,
-    TieredCheckpointError,
     UsageError,
 )
 from tiered_checkpoint_io.logs import Logger
@@ -300,6 +297,7 @@ class PreemptionCheckpoint(Callback):
         number = notice.received or signal.SIGTERM
         step = trainer.global_step
         why = f"received {number.name}" if notice.received else "another rank is told to end"
+        session.is_preempted = True
         session.log.at_step(step).warning("%s; %.0f s are left for a last checkpoint", why, notice.left_s(session))
         if step > 0 and not trainer.sanity_checking:
             self._save(trainer, step)
@@ -316,12 +314,12 @@ class PreemptionCheckpoint(Callback):
         durable = bool(trainer.strategy.broadcast(has_time))
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
         started, before = session.clock.monotonic(), session.last_save
-        # What failed behind earlier saves is logged and counted here, and must not keep anybody from this one.
-        with contextlib.suppress(SaveError):
-            session.surface()
+        # What failed behind earlier saves is logged and counted here, and keeps nobody from this one.
+        session.surface()
         try:
             trainer.save_checkpoint(ids.join_url(session.dirpath, self.name), storage_options=options)
-        except TieredCheckpointError as error:
+        except Exception as error:
+            # Also of a hook of the user's: the job ends as it was told to, and is queued again.
             log.error("there is no last checkpoint: %s", error)
             # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
             trainer.strategy.barrier("Trainer.save_checkpoint")

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.messages import Standing, look_at, not_uploaded, say_outcome
+from tiered_checkpoint_io.engine.drain.messages import Standing, look_at, not_done, not_uploaded, say_outcome
 from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.engine.staging.turn import Turn
-from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.spill import spill_dir_of
@@ -62,6 +62,7 @@ class Session:
         background: The end of a save that runs while training goes on.
         turn: Which thread saves.
         claims: That no other run writes to the same place.
+        is_preempted: Whether the job ends because it was told to: failures are logged alone, and its exit status stays.
     """
 
     def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None, clock: Clock = SYSTEM) -> None:
@@ -93,6 +94,7 @@ class Session:
         #: What was warned of already, see :mod:`engine.save.small`.
         self.warned: set[str] = set()
         self._leave_by: float | None = None
+        self.is_preempted = False
 
     # ------------------------------------------------------------------------------------- tiers
     def open(self) -> Opened:
@@ -179,7 +181,7 @@ class Session:
         if self._leads:
             level = logging.WARNING if self._is_leaving else logging.ERROR
             self.log.log(level, "%s — %s", left.message, left.hint)
-        if self.config.on_save_error == "raise" and not self._is_leaving:
+        if self._raises and not self._is_leaving:
             self.surface()
             raise left from error
 
@@ -324,6 +326,10 @@ class Session:
         if self._opened is not None:
             self._opened.drain.leave_by = deadline
 
+    @property
+    def _raises(self) -> bool:
+        return self.config.on_save_error == "raise" and not self.is_preempted
+
     def _in_time(self, timeout_s: float) -> float:
         if self._leave_by is None:
             return float(timeout_s)
@@ -348,13 +354,7 @@ class Session:
 
     def not_done(self, action: str, name: str, reason: OSError | DrainError) -> None:
         """As :meth:`failed`, of what was not done with a name in node memory."""
-        known = reason if isinstance(reason, TieredCheckpointError) else TieredCheckpointError(str(reason))
-        key, hint = ids.join_url(self.dirpath, name), "; ".join(filter(None, ["it is not done", known.hint]))
-        error = SaveError(
-            f"{action} of {name} failed: {known.message}", operation=action, tier="memory", key=key, hint=hint
-        )
-        error.__cause__ = reason
-        self.failed(name, -1, error)
+        self.failed(name, -1, not_done(action, name, self.dirpath, reason))
 
     def take_up(self) -> None:
         """Starts the drain for what an earlier process left; one rank of each node does so."""
@@ -380,7 +380,7 @@ class Session:
             return
         self._look_for_outcomes(self._opened.drain)
         failures, self._unshown = self._unshown, []
-        if failures and self.config.on_save_error == "raise":
+        if failures and self._raises:
             raise failures[0]
 
     def failed(self, name: str, step: int, error: Exception) -> None:
@@ -391,7 +391,7 @@ class Session:
         """
         self.counts["failed"] += 1
         self.log.at_step(step).error("saving %s failed: %s", name, error)
-        if self.config.on_save_error == "raise":
+        if self._raises:
             if isinstance(error, SaveError):
                 raise error
             known = step if step >= 0 else None

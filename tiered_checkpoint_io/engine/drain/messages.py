@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import SaveReport, told_as
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.errors import DrainError, SaveError
+from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import CheckpointLogger, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -47,6 +47,17 @@ def say_outcome(
         (log.error if leads else log.debug)("%s — %s", failure.message, failure.hint)
         return failure
     return None
+
+
+def not_done(action: str, name: str, dirpath: str, reason: Exception) -> SaveError:
+    """The error that something was not done with a name in node memory, for a reason."""
+    known = reason if isinstance(reason, TieredCheckpointError) else TieredCheckpointError(str(reason))
+    key, hint = ids.join_url(dirpath, name), "; ".join(filter(None, ["it is not done", known.hint]))
+    error = SaveError(
+        f"{action} of {name} failed: {known.message}", operation=action, tier="memory", key=key, hint=hint
+    )
+    error.__cause__ = reason
+    return error
 
 
 class Saved(NamedTuple):

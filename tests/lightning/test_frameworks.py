@@ -1,0 +1,45 @@
+"""Trainings as launchers and schedulers run them: told to end, on another thread, queued again."""
+
+import os
+import signal
+
+import pytest
+from support.training import Model
+
+from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+
+BOUND_S = 60.0
+
+
+class Told(Model):
+    """Tells its own process to end at a step."""
+
+    def __init__(self, at, number=signal.SIGTERM, fails=False):
+        super().__init__()
+        self.at, self.number, self.fails = at, number, fails
+
+    def on_train_batch_start(self, *_):
+        if self.global_step == self.at - 1:
+            os.kill(os.getpid(), self.number)
+
+    def on_save_checkpoint(self, _):
+        if self.fails:
+            raise RuntimeError("a hook of the user's")
+
+
+@pytest.mark.parametrize("fails", ["upload", "hook"])
+def test_the_exit_status_of_a_preemption_stays_where_saves_fail_and_failures_are_raised(runs, caplog, fails):
+    if fails == "upload":
+        (runs.root / "durable").write_bytes(b"in the way")
+    io = runs.io(on_save_error="raise", preflight="off")
+    saved = {"s3_every_n_train_steps": 4, "save_top_k": -1} if fails == "upload" else {"save_top_k": 0}
+    with pytest.raises(Preempted) as ended:
+        runs.fit(
+            TieredModelCheckpoint(**saved),
+            PreemptionCheckpoint(grace_seconds=BOUND_S),
+            io=io,
+            model=Told(6, fails=fails == "hook"),
+        )
+    assert ended.value.code == 143
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any("a hook of the user's" in error if fails == "hook" else "durable" in error for error in errors)
