@@ -4,9 +4,12 @@ import os
 import signal
 
 import pytest
+import torch
+from lightning.fabric import Fabric
 from support.training import Model
 
 from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
 
 BOUND_S = 60.0
 
@@ -43,3 +46,20 @@ def test_the_exit_status_of_a_preemption_stays_where_saves_fail_and_failures_are
     assert ended.value.code == 143
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert any("a hook of the user's" in error if fails == "hook" else "durable" in error for error in errors)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_fabric_fills_a_state_or_says_that_there_is_no_checkpoint(runs, strict):
+    """What is not filled must not pass for restored; who asks for all of it gets something falsy."""
+    io = runs.io()
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
+    model = fabric.setup(torch.nn.Linear(2, 2))
+    state = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "step": 0}
+    for target in (state, model):
+        with pytest.raises(CheckpointNotFoundError, match=f"there is no checkpoint at {io.config.dirpath} yet"):
+            fabric.load("tiered:latest", target, strict=strict)
+    assert not fabric.load("tiered:latest")
+    fabric.save(f"{io.config.dirpath}/step-5.ckpt", {**state, "step": 5})
+    fabric.load("tiered:latest", state, strict=strict)
+    assert state["step"] == 5
+    io.teardown()

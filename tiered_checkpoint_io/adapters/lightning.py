@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import Strategy
 
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig
@@ -229,6 +229,10 @@ class TieredCheckpointIO(CheckpointIO):
             map_location: As ``torch.load`` takes it.
             weights_only: As ``torch.load`` takes it. Lightning before 2.6 never passes it; the
                 configuration's ``weights_only`` holds where it is None.
+
+        Returns:
+            The state. Where ``tiered:latest`` or ``tiered:last`` finds nothing, a falsy :class:`FreshStart`: a Trainer
+            then trains from scratch, and ``fabric.load`` into a state raises a CheckpointNotFoundError.
         """
         # Upstream's function does the same, but torch takes none for DTensors.
         place: Any = "cpu" if map_location is None else map_location
@@ -243,7 +247,7 @@ class TieredCheckpointIO(CheckpointIO):
             alone=self._is_of_one_rank(path),
         )
         self.found_nothing = isinstance(state, NoCheckpoint)
-        return no_checkpoint() if self.found_nothing else state
+        return FreshStart(self.config.dirpath) if self.found_nothing else state
 
     def load_alone(self, path: str | os.PathLike[str]) -> Any:
         """What a checkpoint holds, for this rank by itself: no other is waited for.
@@ -360,7 +364,24 @@ def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
     return io
 
 
-def no_checkpoint() -> NoCheckpoint:
+class FreshStart(NoCheckpoint):
     """What Lightning is given where there is nothing to resume from."""
-    # By this key Lightning knows a checkpoint of its own release: with it alone, it skips every step of a restore.
-    return NoCheckpoint({"pytorch-lightning_version": lightning_version})
+
+    def __init__(self, dirpath: str) -> None:
+        """Takes where there is nothing."""
+        # By this key Lightning knows a checkpoint of its own release: with it alone, it skips every step of a restore.
+        super().__init__({"pytorch-lightning_version": lightning_version})
+        self._dirpath = dirpath
+
+    def keys(self) -> Any:
+        """A Trainer never asks for them; Fabric does, before it fills a state, model or optimizer.
+
+        Raises:
+            CheckpointNotFoundError: Always: what is not filled would be taken for restored.
+        """
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint at {self._dirpath} yet, so nothing was loaded into the state",
+            operation="load",
+            key=self._dirpath,
+            hint="catch CheckpointNotFoundError where the first start of a run has none",
+        )

@@ -24,8 +24,8 @@ from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
+    FreshStart,
     TieredCheckpointIO,
-    no_checkpoint,
     require_tiered_io,
 )
 from tiered_checkpoint_io.adapters.state import SHARDED, make_again, part_off, put_back
@@ -199,7 +199,7 @@ class TieredSharding(_Base):
                 raise
             self._tiered_io.found_nothing = True
             session.log.info("no checkpoint at %s", dirpath)
-            return no_checkpoint()
+            return FreshStart(dirpath)
         rest = self._load_shards(reader, weights_only)
         opened = reader.opened
         assert opened is not None
