@@ -13,6 +13,7 @@ from tiered_checkpoint_io.callbacks.places import folder_of
 from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
+from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
 from tiered_checkpoint_io.model import ids
 
@@ -41,6 +42,7 @@ class StrategyGuard(Callback):
         if io is None:
             return
         check_strategy(trainer.strategy)
+        train_here()
         if stage == "fit":
             for callback in trainer.checkpoint_callbacks:
                 # Classes derived from it are their authors' business.
@@ -48,7 +50,7 @@ class StrategyGuard(Callback):
                     _place(callback, trainer, io)
             on_rank_0(trainer, lambda: preflight(io.checkpointer.session, _need(trainer, pl_module)))
         if stage == "fit" and io.config.replication_factor > 1:
-            # All ranks are here, on their main threads; of a full checkpoint, rank 0 alone saves later.
+            # All ranks are here, on the threads that train; of a full checkpoint, rank 0 alone saves later.
             io.checkpointer.session.meet_peers()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,12 @@ if __name__ == "__main__":
     model = Toy()
     answer = {"ended": "fit", "code": 0}
     try:
-        trainer.fit(model, ckpt_path=told.get("ckpt_path", "tiered:latest"))
+        if told.get("thread"):
+            # As a worker of Ray Train does.
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(trainer.fit, model, ckpt_path="tiered:latest").result()
+        else:
+            trainer.fit(model, ckpt_path=told.get("ckpt_path", "tiered:latest"))
         answer["weight"] = [value.double().sum().item() for value in model.state_dict().values()]
         if dist.is_initialized():
             answer["weight"] = model.state_dict()

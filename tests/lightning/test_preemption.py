@@ -189,3 +189,13 @@ def test_a_last_save_that_fails_on_the_rank_that_writes_holds_up_no_other(job, t
     said = (tmp_path / "log-0.txt").read_text()
     assert "there is no last checkpoint" in said
     assert "the last checkpoint is" not in said
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_that_train_on_other_threads_save_together_and_go_on(job, undisturbed, strategy):
+    told = {"strategy": strategy, "thread": True}
+    job(steps=5, **told)
+    again = job(**told)
+    assert [answer["from"][:2] for answer in again] == [["end_of_training.ckpt", 5]] * 2
+    assert [answer["weight"] for answer in again] == undisturbed(job, strategy=strategy)

@@ -7,7 +7,6 @@ import dataclasses
 import io
 import os
 import pickle
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, check_
 from tiered_checkpoint_io.adapters.groups import told_to_dcp
 from tiered_checkpoint_io.adapters.tensor_kinds import KindsCheck
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
@@ -141,8 +141,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             self.meet_peers(process_group)
 
     def meet_peers(self, process_group: Any) -> None:
-        """Has ranks meet that keep each other's parts; all pass here on their main threads, or it is left out."""
-        if threading.current_thread() is threading.main_thread():
+        """Has ranks meet that keep each other's parts; all pass here on the threads that train, or it is left out."""
+        if trains_here():
             self.session.meet_peers(process_group)
 
     def storage_meta(self) -> StorageMeta:

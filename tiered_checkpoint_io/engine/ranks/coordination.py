@@ -181,15 +181,15 @@ class TorchGroup(GivenGroup):
             what: What the ranks do together, for errors.
 
         Raises:
-            UsageError: Some rank did not call this in time, or this is not the main thread.
+            UsageError: Some rank did not call this in time, or this thread does not train.
         """
         import torch.distributed as dist
 
-        if threading.current_thread() is not threading.main_thread():
+        if not trains_here():
             raise UsageError(
                 f"{what} was called from a thread while torch.distributed is initialised",
                 operation="load",
-                hint="ranks do it together: call it on the main thread of every rank",
+                hint="ranks do it together: call it on the main thread of every rank, or where its Trainer trains",
             )
         # Ranks that are all here may take their time to fetch; one that never calls this is noticed sooner. A group has
         # one bound, hence two groups.
@@ -214,6 +214,19 @@ class TorchGroup(GivenGroup):
         group, self._group = self._group, None
         if group is not None:
             self._dist.destroy_process_group(group)
+
+
+_thread = threading.local()
+
+
+def train_here() -> None:
+    """Notes that this thread trains: it makes the collective calls of its process, as on a worker of Ray Train."""
+    _thread.trains = True
+
+
+def trains_here() -> bool:
+    """Whether this thread may make collective calls: it is the main thread, or one that trains."""
+    return threading.current_thread() is threading.main_thread() or getattr(_thread, "trains", False)
 
 
 def current_group(root: Path, clock: Clock, *, timeout_s: float) -> Group:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, agree, node_of
+from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, agree, node_of, trains_here
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.peer_link import Member
@@ -59,7 +58,7 @@ class Peering:
         self._current: Replicator | None = None
 
     def meet(self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any) -> None:
-        """Has the ranks agree on their peers, once, and starts replication; all call this, on their main threads.
+        """Has the ranks agree on their peers, once, and starts replication; all call this, on the threads that train.
 
         Does nothing where ``replication_factor`` is 1, or these ranks have met before.
 
@@ -90,11 +89,11 @@ class Peering:
     def _meet(self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any, store: Any) -> Replicator:
         import torch.distributed as dist
 
-        if threading.current_thread() is not threading.main_thread():
+        if not trains_here():
             raise UsageError(
                 "replication was set up from a thread",
                 operation="replicate",
-                hint="make the first save, or session.meet_peers(), on the main thread of every rank",
+                hint="make the first save, or session.meet_peers(), on the thread that trains, on every rank",
             )
         tier, error = None, None
         try:
