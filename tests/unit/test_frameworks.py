@@ -1,6 +1,10 @@
-"""The IO in processes as frameworks make them: several threads that save at once."""
+"""The IO in processes as frameworks make them: threads that save at once, and forked ones."""
 
+import gc
+import multiprocessing
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +74,38 @@ def test_a_save_within_a_save_is_one_clear_error(io):
     io.save_checkpoint({**state(1), "n": Interrupting()}, "step=1.ckpt")
     assert refused
     assert io.load_checkpoint("tiered:latest")["n"] == 7
+
+
+def test_a_forked_process_begins_anew_and_leaves_alone_what_is_its_parents(io, memory_dir):
+    """As a worker of a DataLoader, or a rank of ``ddp_fork`` whose parent has used the IO."""
+    for step in (1, 2, 3):
+        io.save_checkpoint(state(step), f"step={step}.ckpt")
+    free = sorted(Path(memory_dir).rglob("slots/slot-*"))
+    assert free
+
+    def child(answers):
+        # As a DataLoader does: OpenMP does not survive a fork.
+        torch.set_num_threads(1)
+        here = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        answers.send([line for line in (*here, *mapped) if memory_dir in line])
+        io.save_checkpoint(state(4), "step=4.ckpt")
+        answers.send(io.load_checkpoint("tiered:latest")["global_step"])
+        io.teardown()
+        # An interpreter that ends in full collects what it has inherited.
+        gc.collect()
+        answers.send("ended")
+
+    here, there = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("fork").Process(target=child, args=(there,), daemon=True)
+    worker.start()
+    told = [here.recv() for _ in range(3) if here.poll(BOUND_S)]
+    worker.join(BOUND_S)
+    assert told == [[], 4, "ended"]
+    assert worker.exitcode == 0
+    assert set(free) <= set(Path(memory_dir).rglob("slots/slot-*"))
+    io.save_checkpoint(state(5), "step=5.ckpt")
+    for step in (1, 2, 3, 4, 5):
+        assert bool((io.load_checkpoint(f"step={step}.ckpt")["w"] == step).all())
+    save_ids = [stored.save_id for stored in io.checkpointer.session.open().tier.parts()]
+    assert len(set(save_ids)) == 5

@@ -19,6 +19,7 @@ from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_sto
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig
 
@@ -28,6 +29,7 @@ REFUSE_LIGHTNING_ASYNC = (
 )
 USE_OURS = "use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead"
 _making = threading.Lock()
+os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
 _DEFAULTS = {field.name: field.default for field in fields(TieredCheckpointConfig)}
 
 
@@ -170,6 +172,7 @@ class TieredCheckpointIO(CheckpointIO):
             # Of threads that save at once, all get the same.
             if self._checkpointer is None:
                 self._checkpointer = Checkpointer(self.config, logger=self._logger)
+                forks.register(self)
             return self._checkpointer
 
     def save_checkpoint(
@@ -291,6 +294,10 @@ class TieredCheckpointIO(CheckpointIO):
         """Waits for queued work and frees everything; the IO may be used again."""
         if self._checkpointer is not None:
             self._checkpointer.close()
+
+    def forked(self) -> None:
+        """See :class:`forks.Owner`: the engine that a child makes knows its own rank."""
+        self._checkpointer = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Launchers that spawn pickle the IO; each process opens its own engine.

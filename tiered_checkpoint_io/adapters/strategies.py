@@ -100,7 +100,8 @@ class TieredSharding(_Base):
     @property
     def _shared(self) -> Shared:
         session = self._tiered_io.checkpointer.session
-        if self._saver is None:
+        if self._saver is None or self._saver._session is not session:
+            # In a forked process, the session is another one.
             self._saver = CoordinatedSaver(session, one_series=True)
         return Shared(session, self._saver)
 

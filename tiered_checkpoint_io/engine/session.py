@@ -27,6 +27,7 @@ from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.engine.staging.turn import Turn
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
+from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -71,6 +72,12 @@ class Session:
         self.dirpath = config.dirpath
         rank = current_rank() or (launch_rank() if current_world_size() == 1 else 0)
         self.log = get_logger(config.namespace, rank=rank, log_dir=config.log_dir, logger=logger)
+        self.forked()
+        forks.register(self)
+
+    def forked(self) -> None:
+        """Begins anew: see :class:`forks.Owner`."""
+        config, clock = self.config, self.clock
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
         self.newest_seen: str | None = None
@@ -116,11 +123,10 @@ class Session:
             )
             tier.use_spill(config.spill_dir)
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
-            capturer = Capturer(tier, self._pins)
             # Its process may have another temporary directory.
             found = replace(config, spill_dir=spill_dir_of(config.spill_dir))
-            self._opened = Opened(tier, capturer, DrainHandle(tier, found, self.log, clock=self.clock))
-            self._opened.drain.leave_by = self._leave_by
+            drain = DrainHandle(tier, found, self.log, clock=self.clock)
+            drain.leave_by, self._opened = self._leave_by, Opened(tier, Capturer(tier, self._pins), drain)
         return self._opened
 
     @property
@@ -214,8 +220,7 @@ class Session:
             # Others have saved since this process' first save, and it has gone on from there.
             self._run_id, self._counter = None, 0
         if self._run_id is None:
-            seen = [stored.save_id for stored in self.open().tier.parts()]
-            self._run_id = self.new_run_id([*seen, self.newest_seen])
+            self._run_id = self.new_run_id([self.newest_seen, *(each.save_id for each in self.open().tier.parts())])
         self._counter += 1
         return ids.save_id(self._run_id, self._counter)
 
@@ -227,8 +232,7 @@ class Session:
         """Makes this process' next ids sort after one that it did not give out itself."""
         self.newest_seen = max(self.newest_seen or save_id, save_id)
         if self._run_id is not None and self._run_id < save_id:
-            self._run_id = None
-            self._counter = 0
+            self._run_id, self._counter = None, 0
 
     def _ask_names(self) -> set[str]:
         listed = (ids.name_from_manifest_key(entry.key) for entry in self.durable().list(ids.MANIFEST_PREFIX))
@@ -277,11 +281,9 @@ class Session:
         if self._opened is None:
             return False
         tier, _, drain = self._opened
-
-        def look() -> bool:
-            return any(operation.name == name for operation in drain.queue.look(tier))
-
-        return self.background.is_running(name) or self._looking(look, otherwise=True)
+        return self.background.is_running(name) or self._looking(
+            lambda: any(operation.name == name for operation in drain.queue.look(tier)), otherwise=True
+        )
 
     def outcome(self, save_id: str) -> Outcome | None:
         """What became of a save on the durable tier; None while it is queued, or where that was forgotten."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.space import needs_space
 
 _ROUND = 2 << 20
@@ -50,8 +51,12 @@ class Slot:
         # The file must be as long as its mapping only while it is being mapped.
         os.ftruncate(descriptor, capacity)
         self.mapping = mmap.mmap(descriptor, capacity)
+        with contextlib.suppress(OSError):
+            # A worker that outlives its trainer would keep the pages of files that are long unlinked.
+            self.mapping.madvise(mmap.MADV_DONTFORK)
         os.ftruncate(descriptor, 0)
         self.inode = os.fstat(descriptor).st_ino
+        forks.register(self)
 
     @property
     def view(self) -> memoryview:
@@ -96,7 +101,22 @@ class Slot:
         # A view that someone still holds keeps the mapping alive; it goes with that view.
         with contextlib.suppress(BufferError):
             self.mapping.close()
-        os.close(self.descriptor)
+        descriptor, self.descriptor = self.descriptor, -1
+        os.close(descriptor)
+
+    def forked(self) -> None:
+        """See :class:`forks.Owner`: a copy of the descriptor would keep the lock of a parent that has died."""
+        # Nothing is mapped there now, so the mapping must never be ended: something else may lie there by then.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.mapping))
+        if self.descriptor < 0:
+            return
+        # The mapping has a descriptor of its own, which Python does not tell.
+        names = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else [str(self.descriptor)]
+        file, self.descriptor = os.fstat(self.descriptor), -1
+        for name in names:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(int(name)), file):
+                    os.close(int(name))
 
 
 class SlotPool:
@@ -120,6 +140,12 @@ class SlotPool:
         self._lock = threading.Lock()
         self._free: list[Slot] = []
         self._lent: dict[int, Slot] = {}
+        forks.register(self)
+
+    def forked(self) -> None:
+        """See :class:`forks.Owner`."""
+        self._lock = threading.Lock()
+        self._free, self._lent = [], {}
 
     def acquire(self, size: int) -> Slot:
         """A slot with ``size`` bytes of space taken on the file system.

@@ -53,10 +53,12 @@ def share(descriptor: int) -> None:
 
 
 def release(descriptor: int) -> None:
-    """Gives a lock back."""
+    """Gives a lock back; in a forked child, whose copy is closed already, does nothing."""
     with _guard:
+        is_held = descriptor in _held
         _held.discard(descriptor)
-    os.close(descriptor)
+    if is_held:
+        os.close(descriptor)
 
 
 def is_locked(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,6 +52,7 @@ class Peering:
         self._config = config
         self._counts = counts
         self._clock = clock
+        self._pid = os.getpid()
         #: By which ranks save together, in which start of the job.
         self._replicators: dict[object, Replicator] = {}
         self._local: tuple[object, LocalPeers] | None = None
@@ -172,6 +174,9 @@ class Peering:
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, within the bound, and ends; :meth:`meet` may be called again."""
         atexit.unregister(self.close)
+        if os.getpid() != self._pid:
+            # Of a forked child, which has none of the threads.
+            return
         replicators, self._replicators, self._current = list(self._replicators.values()), {}, None
         local, self._local = self._local, None
         if local is not None:
