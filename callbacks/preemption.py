@@ -199,9 +199,12 @@ class PreemptionCheckpoint(Callback):
     there to the durable tier as far as the grace time goes; the drain, where it may, or the next start on this node
     uploads the rest. ``tiered:latest`` finds it.
 
-    Lightning's own handler, which exchanges tensors inside the signal handler and hangs under DDP, is out of use in a
-    trainer with this callback.
+    Lightning's own handler of SIGTERM, which exchanges tensors inside the signal handler and hangs under DDP, is out of
+    use where this callback handles that signal. Wherever it stands among a trainer's callbacks, it runs as the last.
     """
+
+    # No Checkpoint of Lightning's: a trainer with one of these makes no ModelCheckpoint by itself, refuses
+    # enable_checkpointing=False, and may take it for the one that knows the best checkpoint.
 
     def __init__(
         self,
@@ -249,9 +252,13 @@ class PreemptionCheckpoint(Callback):
                 operation="setup",
                 hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
             )
+        # What others do at the end of a batch, such as averaging weights, is done when this one saves.
+        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
         self.notice.install(self._session)
-        # Trainer composes its handler with ours; its own part may hang, see the head of this class.
-        trainer._signal_connector._sigterm_notifier_fn = _leave_it_to_us  # type: ignore[method-assign, assignment]
+        if signal.SIGTERM in self.notice.signals:
+            # Trainer composes its handler with ours; its own part may hang, see the head of this class.
+            trainer._signal_connector._sigterm_notifier_fn = _leave_it_to_us  # type: ignore[method-assign, assignment]
 
     def on_train_start(self, *_: Any) -> None:
         if self._agreement is None:

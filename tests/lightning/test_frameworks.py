@@ -7,6 +7,8 @@ import threading
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training import Model
 
 from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
@@ -83,3 +85,28 @@ def test_a_training_on_another_thread_is_saved_and_goes_on(runs):
     assert steps == [(None, 10), (9, 20)]
     assert signal.getsignal(signal.SIGTERM) is before
     assert runs.durable()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["listed first", "listed last"])
+def test_the_last_checkpoint_is_made_when_all_other_callbacks_are_done_with_the_batch(runs, first):
+    """It is no checkpoint callback of Lightning's all the same: what looks for these finds what it would without it."""
+
+    class Averaging(Callback):
+        batches = 0
+
+        def on_train_batch_end(self, *_):
+            self.batches += 1
+
+        def state_dict(self):
+            return {"batches": self.batches}
+
+    last, averaging = PreemptionCheckpoint(grace_seconds=BOUND_S), Averaging()
+    trainer = runs.trainer([last, averaging] if first else [averaging, last])
+    with pytest.raises(Preempted):
+        trainer.fit(Told(6))
+    saved = runs.io().load_alone("preempted.ckpt")
+    assert saved["callbacks"][averaging.state_key] == {"batches": saved["global_step"]}
+    assert trainer.callbacks[-1] is last
+    assert trainer.checkpoint_callbacks == [trainer.checkpoint_callback]
+    assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
+    assert runs.trainer([PreemptionCheckpoint()], enable_checkpointing=False).checkpoint_callback is None
