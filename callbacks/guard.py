@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.places import folder_of
+from tiered_checkpoint_io.callbacks.requeue import take_over_requeue
 from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
@@ -25,7 +26,8 @@ class StrategyGuard(Callback):
     without a word: it is refused. Lightning's default ModelCheckpoint would save outside dirpath, which the IO can't:
     it is given its place. Lightning adds this callback to every trainer, by the entry point of this package.
     What saves will need is tried before the first batch: see :func:`preflight`.
-    Where parts have copies in the memory of peers, it also is where the ranks meet.
+    Where parts have copies in the memory of peers, it also is where the ranks meet. Under Slurm's automatic requeue,
+    the last checkpoint goes to the tiers, and the next start resumes from there: see :mod:`requeue`.
     """
 
     #: See :func:`say_summary_last`.
@@ -49,6 +51,7 @@ class StrategyGuard(Callback):
                 if type(callback) is ModelCheckpoint:
                     _place(callback, trainer, io)
             on_rank_0(trainer, lambda: preflight(io.checkpointer.session, _need(trainer, pl_module)))
+            take_over_requeue(trainer, pl_module, io)
         if stage == "fit" and io.config.replication_factor > 1:
             # All ranks are here, on the threads that train; of a full checkpoint, rank 0 alone saves later.
             io.checkpointer.session.meet_peers()

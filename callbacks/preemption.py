@@ -109,6 +109,13 @@ class _Notice:
             self.expect(session.clock.monotonic() + used, session)
 
 
+def is_unhandled(number: int) -> bool:
+    """Whether no handler is set for a signal; one that Lightning has put back after the training it was for is none."""
+    handler = signal.getsignal(number)
+    notice = getattr(handler, "__self__", None)
+    return handler in (None, signal.SIG_DFL) or (isinstance(notice, _Notice) and notice._session is None)
+
+
 class _Agreement:
     """Whether any rank has had notice, as all ranks learn at the same boundary; all make one together."""
 

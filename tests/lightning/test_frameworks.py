@@ -110,3 +110,38 @@ def test_the_last_checkpoint_is_made_when_all_other_callbacks_are_done_with_the_
     assert trainer.checkpoint_callbacks == [trainer.checkpoint_callback]
     assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
     assert runs.trainer([PreemptionCheckpoint()], enable_checkpointing=False).checkpoint_callback is None
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A job of Slurm with one task; what is called in place of ``scontrol`` notes how."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    facts = {"JOB_ID": "77", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for key, value in facts.items():
+        monkeypatch.setenv(f"SLURM_{key}", value)
+    return tmp_path / "asked"
+
+
+@pytest.mark.parametrize("saves", ["as ever", "fails", "elsewhere", "to dirpath"])
+def test_slurms_requeue_resumes_without_a_callback_of_ours(runs, slurm, tmp_path, saves):
+    """The checkpoint goes to the tiers, the requeue is asked for, and a fit without ``ckpt_path`` goes on from there."""
+    root = {"elsewhere": "memory://logs", "to dirpath": runs.dirpath}.get(saves, runs.root)
+    options = {"ckpt_path": None, "plugins": None, "default_root_dir": root}
+    with pytest.raises(Preempted) as ended:
+        runs.fit(model=Told(6, signal.SIGUSR1, fails=saves == "fails"), **options)
+    assert ended.value.code == 128 + signal.SIGUSR1
+    assert slurm.read_text() == "requeue 77\n"
+    assert not [*tmp_path.glob("hpc_ckpt*")]
+    trainer, _ = runs.fit(**options)
+    restored = trainer.io.checkpointer.restored
+    if saves == "fails":
+        assert restored is None
+    else:
+        assert (restored.name, restored.step, trainer.global_step) == ("hpc_ckpt_1.ckpt", 6, 20)
+        # From then on, what is newer counts.
+        again, _ = runs.fit(max_steps=21, **options)
+        assert again.io.checkpointer.restored.step == 20

@@ -5,7 +5,9 @@ import inspect
 import pytest
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from support.training import Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -101,3 +103,11 @@ def test_weights_only_may_be_given_or_not(runs, argument):
     io.save_checkpoint({"global_step": 1, "w": torch.ones(2)}, "a.ckpt", storage_options={"tiers": ["memory"]})
     assert io.load_checkpoint("a.ckpt", **argument)["w"].device.type == "cpu"
     io.teardown()
+
+
+def test_what_a_fit_resumes_from_is_taken_after_the_setup_of_callbacks():
+    """By one method, which a callback can replace on the trainer's connector."""
+    assert "self.resume_start(" in inspect.getsource(_CheckpointConnector._restore_modules_and_callbacks)
+    run = inspect.getsource(Trainer._run)
+    assert run.index("_call_setup_hook(") < run.index("_restore_modules_and_callbacks(")
+    assert run.index("_call_setup_hook(") < run.index("register_signal_handlers(")
