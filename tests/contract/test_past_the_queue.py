@@ -163,7 +163,9 @@ def durable(options):
 @pytest.mark.parametrize("save", [dcp.save, pytest.param(dcp.async_save, marks=pytest.mark.matrix)])
 def test_a_sharded_checkpoint_of_the_name_is_just_being_committed(save, key, options, proxy, tmp_path, memory_dir):
     with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder:
-        writer = TieredStorageWriter(**options, memory_dir=str(folder), on_save_error="raise", save_to_s3=True)
+        writer = TieredStorageWriter(
+            **options, memory_dir=str(folder), on_save_error="raise", save_to_s3=True, wait=False
+        )
         come = when(proxy, "put", key, late(1.5))
         dcp.save({"w": torch.zeros(1000)}, checkpoint_id="step_1", storage_writer=writer)
         assert come.wait(10)
@@ -183,7 +185,9 @@ def test_a_sharded_checkpoint_of_the_name_is_just_being_committed(save, key, opt
 def test_a_sharded_checkpoint_of_the_name_can_not_be_uploaded_for_now(options, proxy, tmp_path, memory_dir):
     options = {**options, "wait_timeout_s": 20}
     with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder:
-        writer = TieredStorageWriter(**options, memory_dir=str(folder), save_to_s3=True, on_save_error="raise")
+        writer = TieredStorageWriter(
+            **options, memory_dir=str(folder), save_to_s3=True, on_save_error="raise", wait=False
+        )
         proxy.plan = where(refuse(503, "SlowDown"), operation="put")
         dcp.save({"w": torch.zeros(1000)}, checkpoint_id="step_1", storage_writer=writer)
         with pytest.raises(SaveError, match=r"earlier work on step_1 has not reached .*SlowDown"):

@@ -5,6 +5,7 @@ import functools
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.engine.durable import arrivals
+from tiered_checkpoint_io.model import ids
 
 COLLECTIVES = [
     name
@@ -158,6 +160,30 @@ def load_local(job, number, checkpoint_id=None, shard=None, large=0, **more):
         "step": reader.opened.step,
         "rejected": reader.opened.rejected,
     }
+
+
+def save_now(job, number, kind, late=None, **more):
+    """A synchronous save; whether it was committed on the durable tier when the call returned on this rank."""
+    options, state = {**job["options"], **more}, {"t": torch.full((4,), float(number + dist.get_rank()))}
+    end = time.monotonic() + 60
+    while late == dist.get_rank() and time.monotonic() < end:
+        # The other rank has done its part by then.
+        if any((Path(options["dirpath"]) / f"step_{number}").glob("rank-*")):
+            break
+        time.sleep(0.01)
+    saved = dcp.save(state, checkpoint_id=f"step_{number}", kind=kind, **options)
+    there = (Path(options["dirpath"]) / ids.manifest_key(f"step_{number}")).exists()
+    dist.barrier()
+    return {"saved": saved is not None, "there": there}
+
+
+def save_spoilt(job, number, kind):
+    """The coordinator's part can't be uploaded."""
+    if dist.get_rank() == 0:
+        # As the manifest's file: the other rank's part gets there.
+        (Path(job["options"]["dirpath"]) / ids.manifest_key(f"step_{number}")).mkdir()
+    dist.barrier()
+    return save_now(job, number, kind)
 
 
 def save_replicated(job, number, groups):

@@ -1,6 +1,7 @@
 """Checkpoints of a job's ranks: ``save``, ``async_save`` and ``load``.
 
-Sharded ones go through torch.distributed.checkpoint (DCP); in local ones each rank saves its own state.
+``save`` and ``save_full`` return once a durable checkpoint is committed on the durable tier, ``async_save`` once it is
+captured. Sharded ones go through torch.distributed.checkpoint (DCP); in local ones each rank saves its own state.
 """
 
 from __future__ import annotations
@@ -54,9 +55,15 @@ def save(
     coordinator_rank: int | None = None,
     kind: Kind = "sharded",
     replication_group: Any = None,
+    wait: bool | None = None,
     **options: Any,
 ) -> Metadata | SaveReport | None:
-    """Saves a checkpoint of all ranks through both tiers.
+    """Saves a checkpoint of all ranks through both tiers, and returns once it is committed there.
+
+    A save that is to go to the durable tier returns, on all ranks that save, once it is committed on the durable tier;
+    one of memory alone once it is there. Where nothing has moved for ``pending_timeout_s``, or the upload takes longer
+    than ``wait_timeout_s``, it ends without that: with ``on_save_error: warn`` training goes on, and the checkpoint
+    stays in node memory, queued for upload; with ``raise`` all ranks get the error.
 
     ``sharded``: as ``torch.distributed.checkpoint.save`` does; any number of ranks can load it.
     ``local``: each rank what it has of the state, as one file, without any collective; as many shards
@@ -74,7 +81,9 @@ def save(
             kind ``local``: the rank of ``replication_group`` that saves.
         kind: ``sharded`` or ``local``.
         replication_group: Of kind ``local``: the ranks that hold the same as this one, as a process group
-            or as global ranks. Only one of them saves, the lowest by default.
+            or as global ranks. Only one of them saves, the lowest by default; the others do not wait for it.
+        wait: False to return once node memory has the checkpoint, with its upload queued. By default as the
+            writer was told; a writer that was not told waits.
         options: As :class:`TieredStorageWriter` takes them.
 
     Returns:
@@ -84,17 +93,33 @@ def save(
     Raises:
         TieredCheckpointError: The save failed, or an earlier asynchronous one did, and ``on_save_error`` is
             ``raise``: of kind ``sharded`` the lowest failing rank's error, on all ranks; of kind ``local`` on
-            this rank alone.
+            this rank alone, but for a checkpoint that is not committed on the durable tier: on all that wait for it.
         CheckpointException: A ``sharded`` save failed in DCP itself or in the user's own code, likewise.
         UsageError: Arguments that do not go together.
     """
     writer = storage_writer or TieredStorageWriter(**options)
-    if _is_local(kind, planner, replication_group):
+    before, writer.told_to_wait = writer.told_to_wait, writer.told_to_wait if wait is None else wait
+    try:
+        if not _is_local(kind, planner, replication_group):
+            return _save_sharded(state_dict, checkpoint_id, writer, planner, process_group, no_dist, coordinator_rank)
         groups = {"process_group": process_group, "replication_group": replication_group}
         local = save_local_state(
             state_dict, writer, checkpoint_id, coordinator_rank=coordinator_rank, no_dist=no_dist, **groups
         )
         return local.report if local is not None else None
+    finally:
+        writer.told_to_wait = before
+
+
+def _save_sharded(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    writer: TieredStorageWriter,
+    planner: Any,
+    process_group: Any,
+    no_dist: bool,
+    coordinator_rank: int | None,
+) -> Metadata | None:
     alone = no_dist or world() is None
     coordinator = 0 if alone else rank_in_group(process_group, coordinator_rank)
     if planner is None:
@@ -138,7 +163,7 @@ def async_save(
     planner: Any = None,
     **options: Any,
 ) -> AsyncSave:
-    """Saves as :func:`save` does, and returns once the state is captured in node memory.
+    """Saves as :func:`save` does, and returns once the state is captured in node memory, before it is durable.
 
     That takes hardly longer than copying the tensors once, because they go straight to where the
     upload reads them. Of kind ``sharded``, each rank then hashes its part in the background, at several gigabytes
@@ -162,34 +187,21 @@ def async_save(
     sealing: Future[None] | None = None
     op_id: str | None = None
     saved: Any = None
-    if _is_local(kind, planner, replication_group):
-        local = save_local_state(
-            state_dict,
-            writer,
-            checkpoint_id,
-            coordinator_rank=coordinator_rank,
-            no_dist=no_dist,
-            **groups,
-        )
-        if local is not None:
-            saved, op_id = local.report, local.op_id
-    else:
-        before, writer.seals_in_background = writer.seals_in_background, True
-        try:
-            saved = save(
-                state_dict,
-                checkpoint_id=checkpoint_id,
-                storage_writer=writer,
-                planner=planner,
-                process_group=process_group,
-                no_dist=no_dist,
-                coordinator_rank=coordinator_rank,
+    before, writer.seals_in_background = writer.seals_in_background, True
+    try:
+        if _is_local(kind, planner, replication_group):
+            local = save_local_state(
+                state_dict, writer, checkpoint_id, coordinator_rank=coordinator_rank, no_dist=no_dist, **groups
             )
-        finally:
-            writer.seals_in_background = before
-        if saved is not None:
-            writer.saver.seal_in_background()
-            sealing, op_id = writer.saver.sealing, writer.saver.op_id
+            if local is not None:
+                saved, op_id = local.report, local.op_id
+        else:
+            saved = _save_sharded(state_dict, checkpoint_id, writer, planner, process_group, no_dist, coordinator_rank)
+            if saved is not None:
+                writer.saver.seal_in_background()
+                sealing, op_id = writer.saver.sealing, writer.saver.op_id
+    finally:
+        writer.seals_in_background = before
     taking_part = tuple(group for group in (process_group or world(), replication_group) if group is not None)
     future = AsyncSave(writer.session, writer.located.name, writer.located.step, taking_part)
     register(future)
@@ -286,6 +298,8 @@ def save_full(
     **options: Any,
 ) -> SaveReport | None:
     """Gathers a sharded state on one rank, and saves it there as a full checkpoint through both tiers.
+
+    Returns, on all ranks, once the coordinator's save is committed on the durable tier, or has failed.
 
     For the end of training: the coordinator needs memory for the whole state, on the CPU. Every rank of
     the group has to call it. The file is one of ``torch.save``: read it by ``torch.load``, or by

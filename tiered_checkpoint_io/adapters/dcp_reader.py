@@ -249,7 +249,7 @@ class TieredStorageReader(OverTiers, StorageReader):
     def _group(self, root: Path) -> coordination.Group:
         alone, process_group = self._no_dist, self._process_group
         if alone is None and process_group is None:
-            alone, process_group = told_to_dcp("_load_state_dict") or (None, None)
+            alone, process_group, _ = told_to_dcp("_load_state_dict") or (None, None, False)
         node = coordination.node_of(root)
         if alone or (process_group is not None and dist.get_world_size(process_group) == 1):
             return coordination.Group(node)

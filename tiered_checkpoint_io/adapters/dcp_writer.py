@@ -19,7 +19,7 @@ from torch.futures import Future as TorchFuture
 
 from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, check_positive, close_shared, settings_of
-from tiered_checkpoint_io.adapters.groups import told_to_dcp
+from tiered_checkpoint_io.adapters.groups import ToldToDcp, told_to_dcp
 from tiered_checkpoint_io.adapters.tensor_kinds import KindsCheck
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
@@ -27,18 +27,23 @@ from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.formats.shard_image import Item
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
 
 class TieredStorageWriter(OverTiers, StorageWriter):
-    """Saves a sharded checkpoint to node memory, and from there, in the background, to the durable tier.
+    """Saves a sharded checkpoint to node memory, and from there to the durable tier.
 
-    For ``torch.distributed.checkpoint.save`` and ``async_save``. Any rank's failure reaches all
-    ranks by DCP itself, as an exception of the save (or of its future), whatever ``on_save_error``
-    says; that key is about failures on the way to the durable tier, which show at the next save.
+    For ``torch.distributed.checkpoint.save``, which returns, on all ranks, once a durable save is committed on the
+    durable tier, and ``async_save``, which returns once the state is staged, and whose future is done once the
+    checkpoint is committed in node memory. ``wait`` changes either.
+
+    Any rank's failure reaches all ranks by DCP itself, as an exception of the save (or of its future), whatever
+    ``on_save_error`` says; that key is about failures on the way from node memory to the durable tier. With ``warn``
+    they are logged, and the checkpoint stays in node memory, queued; with ``raise`` they are raised, by the save that
+    waits or by the next one.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         s3_every_n_steps: int | None = None,
         world_size: int | None = None,
         thread_count: int | None = None,
-        wait: bool = False,
+        wait: bool | None = None,
         require_step: bool = True,
         logger: Logger | None = None,
         checkpoint_config: Any = None,
@@ -73,7 +78,10 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             world_size: How many ranks save together; checked when they do.
             thread_count: How many threads of a rank copy; its share of the node's cores by default.
                 A rank writes one file, however many there are.
-            wait: Whether a durable save returns only when it is committed there.
+            wait: Whether a durable save returns only when it is committed there, or nothing moves for
+                ``pending_timeout_s``. By default a synchronous save does, and an asynchronous one does not. The
+                other ranks wait in a collective of DCP's: give their process group a timeout that is longer than
+                an upload takes.
             require_step: Whether a checkpoint without a step is refused.
             logger: Where to log, in place of the package's own logger.
             checkpoint_config: Another name for ``config``.
@@ -97,8 +105,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self.extra: tuple[str, bytes] | None = None
         #: Whether a save returns once all ranks have captured the state, and hashes and commits it in the background.
         self.seals_in_background = False
-        #: Whether a durable save returns only when it is committed there.
-        self.waits = wait
+        #: Whether a durable save returns only when it is committed there, where that was told.
+        self.told_to_wait = wait
         #: How many threads copy, where that was told.
         self.threads = thread_count
         self._path = path
@@ -111,6 +119,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             self._transforms = filesystem._StorageWriterTransforms(_extensions)
         self._located: ids.Located | None = None
         self._rank = 0
+        self._by_dcp: ToldToDcp | None = None
         self._issued: SaveFacts | None = None
         self._newest_seen: str | None = None
         if step is not None:
@@ -136,9 +145,9 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             )
         self._located = located
         self.settings = self.settings.at(located.dirpath)
-        alone, process_group = told_to_dcp("save", "async_save") or (True, None)
-        if not alone:
-            self.meet_peers(process_group)
+        self._by_dcp = told_to_dcp("save", "async_save")
+        if self._by_dcp is not None and not self._by_dcp.alone:
+            self.meet_peers(self._by_dcp.process_group)
 
     def meet_peers(self, process_group: Any) -> None:
         """Has ranks meet that keep each other's parts; all pass here on the threads that train, or it is left out."""
@@ -223,16 +232,29 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         # As each rank told: where it wrote an item in its file, and whether that is in memory.
         metadata.storage_data = {each.index: each.storage_data[0] for each in written}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._issued.save_id)
-        with self._counting("committing"):
-            self.saver.finish(
-                self._issued.save_id,
-                pickle.dumps(metadata),
-                wait=self.waits,
-                extra=self.extra,
-                in_memory=all(each.storage_data[1] for each in written),
-            )
+        try:
+            with self._counting("committing"):
+                self.saver.finish(
+                    self._issued.save_id,
+                    pickle.dumps(metadata),
+                    wait=self.waits,
+                    extra=self.extra,
+                    in_memory=all(each.storage_data[1] for each in written),
+                )
+        except TieredCheckpointError:
+            # From DCP's own save it would end a training that is to go on; node memory has the checkpoint, queued.
+            is_queued = self.saver.op_id is not None
+            if self._by_dcp is None or not is_queued or self.settings.config.on_save_error == "raise":
+                raise
 
     # ------------------------------------------------------------------------------------- ours
+    @property
+    def waits(self) -> bool:
+        """Whether a durable save returns only when it is committed there."""
+        if self.told_to_wait is not None:
+            return self.told_to_wait
+        return not (self.seals_in_background or (self._by_dcp is not None and self._by_dcp.in_background))
+
     @property
     def last_save(self) -> SaveReport | None:
         """The newest save of this process."""
@@ -269,7 +291,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # For async_save in a process of its own, whose session is its own.
         newest = self.session.newest_seen if self._located is not None else self._newest_seen
-        return {**self.__dict__, "_newest_seen": newest, "_issued": None}
+        return {**self.__dict__, "_newest_seen": newest, "_issued": None, "_by_dcp": None}
 
     # ----------------------------------------------------------------------------------- inside
     @contextlib.contextmanager

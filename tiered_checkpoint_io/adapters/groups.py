@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -23,19 +23,44 @@ def world() -> Any:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def told_to_dcp(*functions: str) -> tuple[bool, Any] | None:
-    """Whether DCP was told that this process is alone, and its process group; None where DCP does not call us.
+class ToldToDcp(NamedTuple):
+    """What DCP was told, and does not tell a writer or reader.
 
-    DCP tells neither to a writer or reader. Without ``no_dist`` we would wait for ranks that never come, with a
-    process group for ranks that have no part in it.
+    Attributes:
+        alone: Whether this process is alone.
+        process_group: The ranks that take part.
+        in_background: Whether it is DCP's ``async_save`` that saves, in a thread or process of its own.
+    """
+
+    alone: bool
+    process_group: Any
+    in_background: bool
+
+
+def told_to_dcp(*functions: str) -> ToldToDcp | None:
+    """What the DCP function that calls us was told; None where none does.
+
+    Without ``no_dist`` we would wait for ranks that never come, with a process group for ranks that have no part in it.
     """
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name in functions and module.startswith("torch.distributed.checkpoint."):
-            return frame.f_locals.get("no_dist", False) or world() is None, frame.f_locals.get("process_group")
+            alone = frame.f_locals.get("no_dist", False) or world() is None
+            return ToldToDcp(alone, frame.f_locals.get("process_group"), _is_in_background(frame))
         frame = frame.f_back
     return None
+
+
+def _is_in_background(frame: Any) -> bool:
+    module = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch.distributed.checkpoint._async_") or not module.startswith("torch."):
+            break
+        frame = frame.f_back
+    # Earlier releases hand `save` itself to a pool of threads.
+    return module.startswith("torch.") or module == "concurrent.futures.thread"
 
 
 def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -> DefaultSavePlanner:

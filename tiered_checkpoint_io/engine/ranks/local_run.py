@@ -21,6 +21,9 @@ Steps may fall only together: a rank that goes back alone makes parts that no ot
 there, or whose save fails, sets a key for that save. The others get it at their next save, before they remove older
 ones, and a drain that waits for all parts gives up. Where nothing fails, each save but the first gets one key.
 
+*Synchronous saves.* The rank that saves shard 0 waits for the commit, and sets a key to what became of it. The others
+look for that key once their own parts are uploaded.
+
 *Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save.
 """
 
@@ -118,6 +121,17 @@ class Run:
             if client is not None:
                 client.close()
 
+    def tell_end(self, save_id: str, end: str) -> None:
+        """Tells the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""
+        self.first(_end_key(save_id), end)
+
+    def end_of(self, save_id: str) -> str | None:
+        """``committed``, ``queued``, or why a save did not reach the durable tier; None while that is not known."""
+        end = self._get(_end_key(save_id))
+        if end is None and self._get(_missing_key(save_id, "durable")) is not None:
+            end = "a rank has no part of it for the durable tier: see that rank's log"
+        return end
+
     def begin_load(self, what: str) -> str:
         """The key of a load that begins now: equal on all ranks that load the same as often."""
         with self._lock:
@@ -160,6 +174,10 @@ class Run:
 
 def _missing_key(save_id: str, where: Where) -> str:
     return f"missing/{where}/{save_id}"
+
+
+def _end_key(save_id: str) -> str:
+    return f"end/{save_id}"
 
 
 _current: Run | None = None

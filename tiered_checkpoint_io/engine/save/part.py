@@ -260,7 +260,12 @@ class PartSave:
                 self.session.log.at_step(facts.step).warning(text, self._label, still.message)
                 return False
             why, hint = still.message, still.hint
-        raise SaveError(
+        raise self.not_durable(why, hint)
+
+    def not_durable(self, why: str, hint: str | None = None) -> SaveError:
+        """What to raise where the durable tier does not get it."""
+        facts = self.facts
+        return SaveError(
             f"{facts.name} is in memory, but not on the durable tier: {why}",
             operation="save",
             tier="durable",

@@ -74,14 +74,14 @@ def save_local(
         name: The checkpoint's name.
         step: The training step; -1 where it is not known.
         durable: Whether it is to go to the durable tier, where there is room on the way.
-        wait: Whether to return only when this rank's part, and of shard 0 all of them, are there.
+        wait: Whether to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
         threads: How many threads copy.
 
     Returns:
         None where it is of memory alone and was skipped, because there is no room for it.
 
     Raises:
-        SaveError: It did not reach the durable tier while we waited.
+        SaveError: It did not reach the durable tier while we waited; then on all ranks that wait.
         UsageError: The run's id could not be learnt; or another live run writes to the same dirpath and
             namespace.
     """
@@ -113,7 +113,7 @@ def save_local(
     if part.streams:
         run.report_missing("memory")
     part.prepare_next()
-    waited = wait and part.wait()
+    waited = wait and facts.durable and run.wait(part)
     return LocalSave(part.report(waited=waited), part.op_id)
 
 
@@ -149,6 +149,42 @@ class _RunWide:
             self._session.log.at_step(self._facts.step).warning(
                 "could not tell the other ranks that the part of shard %d is missing: %s", self._shard, error
             )
+
+    def wait(self, part: PartSave) -> bool:
+        """As :meth:`PartSave.wait`, for the whole checkpoint: shard 0 tells the others of the commit."""
+        if part.facts.world_size == 1:
+            return part.wait()
+        if self._shard != part.facts.coordinator:
+            return part.wait() and self._wait_for_commit(part)
+        try:
+            waited = part.wait()
+        except Exception as error:
+            self._tell_end(str(error))
+            raise
+        self._tell_end("committed" if waited else "queued")
+        return waited
+
+    def _tell_end(self, end: str) -> None:
+        try:
+            self._run.tell_end(self._facts.save_id, end)
+        except UsageError as error:
+            self._session.log.at_step(self._facts.step).warning(
+                "could not tell the other ranks what became of the save: %s", error
+            )
+
+    def _wait_for_commit(self, part: PartSave) -> bool:
+        clock, timeout_s = self._session.clock, self._session.config.wait_timeout_s
+        began = clock.monotonic()
+        while (end := self._run.end_of(self._facts.save_id)) is None:
+            waited_s = clock.monotonic() - began
+            if waited_s >= timeout_s:
+                end = f"shard 0 has not told of its commit within {timeout_s} s"
+                break
+            # Many ranks ask the one store: the more rarely, the longer it takes.
+            clock.sleep(max(clock.timing.local_poll_s, min(clock.timing.gather_max_s, waited_s / 10)))
+        if end not in ("committed", "queued"):
+            raise part.not_durable(end)
+        return end == "committed"
 
     def lacking(self, save_ids: Collection[str]) -> set[str] | None:
         """Those of which some node's memory has no part; None where that can't be known."""

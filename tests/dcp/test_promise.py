@@ -1,0 +1,99 @@
+"""A synchronous save returns once it is committed on the durable tier, of all kinds; an asynchronous one before."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+from tiered_checkpoint_io import TieredStorageWriter, dcp
+from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
+from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+
+from .test_local import got, job  # noqa: F401
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+KINDS = ["sharded", "local", "DCP's own"]
+
+
+@pytest.fixture
+def options(tmp_path, memory_dir):
+    made = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
+    made |= {"pending_timeout_s": 60, "max_pending": 8}
+    yield made
+    close_shared(settings_of(None, made))
+
+
+def save(kind, number, options, **more):
+    name, state = f"step_{number}", {"t": torch.full((1000,), float(number))}
+    if kind == "DCP's own":
+        writer = TieredStorageWriter(**options, **more)
+        return stock.save(state, checkpoint_id=name, storage_writer=writer)
+    return dcp.save(state, checkpoint_id=name, kind=kind, **options, **more)
+
+
+def is_there(options, number):
+    return (Path(options["dirpath"]) / ids.manifest_key(f"step_{number}")).exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_durable_when_a_save_returns_and_not_waited_for_without_wait(kind, options):
+    save(kind, 1, options)
+    assert is_there(options, 1)
+    elsewhere = {**options, "namespace": "another-node"}
+    state = {"t": torch.zeros(1000)}
+    dcp.load(state, kind="local" if kind == "local" else "sharded", **elsewhere).close()
+    assert state["t"].unique().tolist() == [1.0]
+    # While another holds this, no drain works.
+    dcp.TieredStorageWriter(**options).close()
+    busy = try_lock(MemoryTier.open(options["memory_dir"], "default").root / LOCK_FILE, patience_s=60)
+    try:
+        save(kind, 2, options, wait=False)
+        assert not is_there(options, 2)
+        if kind == "DCP's own":
+            writer = TieredStorageWriter(**options)
+            stock.async_save({"t": torch.ones(2)}, checkpoint_id="step_3", storage_writer=writer).result(60)
+            assert not is_there(options, 3)
+        # Bounded, and training goes on with it in memory.
+        impatient = {**options, "pending_timeout_s": 1}
+        assert save(kind, 4, impatient) is not None
+        assert not is_there(options, 4)
+    finally:
+        release(busy)
+    close_shared(settings_of(None, impatient))
+    assert is_there(options, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_that_does_not_get_there_is_an_error_or_a_line_of_the_log(kind, options, caplog, tmp_path):
+    save(kind, 1, options)
+    # Something is in the way where its folder is to be.
+    (tmp_path / "durable" / "step_2").write_text("a file")
+    said = "step_2 is in memory, but not on the durable tier"
+    saved = save(kind, 2, options)
+    assert (saved is None) == (kind != "DCP's own"), "training goes on"
+    assert said in caplog.text
+    strict = {**options, "on_save_error": "raise"}
+    try:
+        with pytest.raises((SaveError, stock.CheckpointException), match=said):
+            save(kind, 2, strict)
+        (tmp_path / "durable" / "step_2").unlink()
+        save(kind, 3, strict)
+        assert is_there(options, 3)
+    finally:
+        close_shared(settings_of(None, strict))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_all_ranks_return_after_the_commit_or_get_the_error(kind, job, tmp_path):  # noqa: F811
+    late = {"late": 0} if kind == "local" else {}
+    first, spoilt = job(2, ["save_now", 1, kind, late], ["save_spoilt", 2, kind], nodes="ab", on_save_error="raise")
+    assert got(first) == [{"saved": True, "there": True}] * 2
+    assert [answer["error"] for answer in spoilt] == ["SaveError"] * 2
+    for answer in spoilt:
+        assert "not on the durable tier" in answer["message"]
