@@ -166,3 +166,28 @@ def test_the_description_tells_the_files_name_size_and_hashes(opened):
     (entry,) = stored.part.content.files
     assert (entry.path, len(entry.hashes)) == ("step=3.ckpt", 3)
     load(tier, stored)
+
+
+@pytest.mark.parametrize("mib", [1, 40], ids=["a chunk holds all", "several chunks"])
+def test_weights_and_optimizers_that_nothing_changes_are_warned_of_once(opened, caplog, mib):
+    _, engine = opened()
+    weights = [torch.zeros(mib * MIB // 4), torch.zeros(7)]
+    moments = [torch.zeros(mib * MIB // 4 + 5), torch.zeros(3)]
+
+    def said(step, *, trains=()):
+        for changed in trains:
+            changed[-1] += 1
+        caplog.clear()
+        state = {"state_dict": dict(enumerate(weights)), "loops": {"at": step}, "global_step": step}
+        engine.save({**state, "optimizer_states": [{"state": moments}]}, f"step={step}.ckpt", tiers={"memory"})
+        return [record.getMessage() for record in caplog.records if "not changed by a bit" in record.getMessage()]
+
+    assert said(10) == []
+    assert [said(20, trains=[weights[1], each]) for each in moments] == [[], []]
+    assert [said(10, trains=[moments[1]]), said(10)] == [[], []], "the same step, again"
+    assert said(30, trains=[weights[0], moments[0]]) == []
+    (line,) = said(40, trains=[weights[1]])
+    assert "the optimizer's state has not changed by a bit since step 30" in line
+    (line,) = said(50, trains=[moments[0]])
+    assert "the model's state has not changed by a bit since step 40: is the learning rate 0" in line
+    assert [said(60), said(70)] == [[], []], "once"
