@@ -57,10 +57,21 @@ class StrategyGuard(Callback):
             io.checkpointer.session.meet_peers()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Warns, on rank 0, of checkpoints that ``fit`` was not asked to resume from."""
+        """Warns on rank 0: of what a resume leaves out, and of checkpoints that ``fit`` was not to resume from."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is None or not trainer.is_global_zero:
+            return
+        # Lightning has restored it by now, or never will.
+        left = getattr(trainer.fit_loop, "_combined_loader_states_to_load", None)
+        if left:
+            io.checkpointer.session.log.warning(
+                "this resume does not restore the state of %d data loader%s that the checkpoint holds, so the data"
+                " starts anew: Lightning restores it only where an epoch was not finished",
+                len(left),
+                "s" if len(left) > 1 else "",
+            )
         # In setup, Lightning does not show ckpt_path yet.
-        if io is None or trainer.ckpt_path is not None or not trainer.is_global_zero:
+        if trainer.ckpt_path is not None:
             return
         engine, session = io.checkpointer, io.checkpointer.session
         is_first = session.last_save is None and engine.restored is None and "ckpt_path" not in session.warned

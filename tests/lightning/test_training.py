@@ -54,6 +54,48 @@ def test_stopped_resumed_from_memory_then_from_the_durable_tier_is_as_never_stop
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters(), strict=True))
 
 
+class Loader:
+    """Knows how far it is, as torchdata's StatefulDataLoader."""
+
+    def __init__(self, batches):
+        self.batches, self.position = batches, 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        start, self.position = self.position, 0
+        for self.position, batch in enumerate(self.batches[start:], start + 1):
+            yield batch
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position, self.is_restored = state["position"], True
+
+
+@pytest.mark.parametrize("when", ["within an epoch", "at its end"])
+def test_a_data_loader_s_state_that_a_resume_leaves_out_is_said_once(runs, caplog, when):
+    model, loader = Model(), Loader([torch.zeros(2, 8)] * 4)
+    model.train_dataloader = lambda: loader
+    callback = TieredModelCheckpoint(
+        **{"s3_every_n_train_steps": 2} if when == "within an epoch" else {"every_n_epochs": 1}, save_top_k=-1
+    )
+    runs.fit(callback, model=model, max_epochs=1, max_steps=-1, ckpt_path=None)
+    first = runs.durable()[0]
+    model.train_dataloader = lambda: again
+    again = Loader(loader.batches)
+    runs.fit(every(), model=model, ckpt_path=f"{runs.dirpath}/{first}", max_epochs=2, max_steps=-1)
+    said = [record.getMessage() for record in caplog.records if "data loader" in record.getMessage()]
+    # At the end of an epoch, releases of Lightning differ.
+    restored = vars(again).get("is_restored", False)
+    assert restored or when == "at its end"
+    assert len(said) == (0 if restored else 1), said
+    assert restored or "does not restore the state of 1 data loader that the checkpoint holds" in said[0]
+
+
 def test_top_k_is_kept_over_a_resume(runs_on_each):
     runs = runs_on_each
     first = best_two()
