@@ -351,8 +351,10 @@ class PreemptionCheckpoint(Callback):
             session.wait(self.notice.left_s(session))
         except DrainError as error:
             log.warning(
-                "not all that this node has saved is on the durable tier yet: the drain, or the next start on this"
-                " node, goes on with it (%s)",
+                "not all that this node has saved is on the durable tier yet. It stays in node memory, and %s: %s",
+                "the drain, a process of its own, uploads it; where that is killed, the next start on this node does"
+                if session.config.drain == "process"
+                else "the next start on this node uploads it",
                 error,
             )
         else:

@@ -77,8 +77,8 @@ def get_logger(
 
 
 def gib(size: int) -> str:
-    """``1.50 GiB``."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size / (1 << 20):.2f} MiB"
+    """``1.50 GiB``, or ``12.00 MiB``."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / (1 << 20):.2f} MiB"
 
 
 def rate(size: int, seconds: float) -> str:

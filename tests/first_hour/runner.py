@@ -4,6 +4,7 @@ The story's own folder stands in place of ``/dev/shm``: other tests, and other p
 """
 
 import atexit
+import inspect
 import json
 import os
 import runpy
@@ -34,7 +35,7 @@ def main(job):
     from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 
     for kind in (TieredCheckpointConfig, TieredCheckpointIO):
-        kind.__init__.__kwdefaults__["memory_dir"] = job["memory_dir"]
+        inspect.unwrap(kind.__init__).__kwdefaults__["memory_dir"] = job["memory_dir"]
     program, *arguments = job["command"]
     try:
         if program == "tiered-ckpt":

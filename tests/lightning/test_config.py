@@ -79,6 +79,12 @@ def test_arguments_replace_what_the_block_says(tmp_path):
         assert (made.memory_every_n_train_steps, made._every_n_train_steps, made._every_n_epochs) == expected
 
 
+def test_an_argument_of_the_io_replaces_a_key_of_a_configuration_even_where_it_is_the_default():
+    config = TieredCheckpointConfig(dirpath="s3://bucket/run", memory_keep_last=5, region="eu-west-1", max_pending=3)
+    made = TieredCheckpointIO(config, memory_keep_last=2, region=None).config
+    assert (made.memory_keep_last, made.region, made.max_pending) == (2, None, 3)
+
+
 def test_off_may_stand_in_yaml_without_quotes():
     block = OmegaConf.create("dirpath: s3://bucket/run\npreflight: off")
     assert TieredCheckpointConfig.from_any(block).preflight == "off"

@@ -180,8 +180,8 @@ def test_an_upload_that_fails_is_logged_once_with_what_to_do(job, callbacks):
     assert failure.startswith(f"ERROR Step 20: {name} did not reach the durable tier: {why}")
     assert failure.endswith(f"it stays in node memory and is tried again; by hand: {command}")
     (left,) = [line for line in lines if line.startswith("ERROR") and line != failure]
-    assert left.startswith(f"ERROR 1 queued checkpoint was not uploaded ({name}): ")
-    assert left.endswith(f"it stays in node memory; retry with: {command}")
+    again = f"it stays in node memory; retry with: {command}"
+    assert left == f"ERROR 1 queued checkpoint was not uploaded ({name}) — {again}", "why is said once"
     uploaded = "step=10.ckpt on DIR" if callbacks == WITH_CALLBACK else "none uploaded to DIR from this node"
     newest, pending, resume = lines[-3:]
     assert newest == f"INFO newest checkpoints: {name} in node memory; {uploaded}"

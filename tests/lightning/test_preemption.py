@@ -119,7 +119,7 @@ def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reache
     for answer in answers:
         assert answer["ended"] == "preempted"
         assert answer["after"] is None or answer["after"] < 8.0
-    assert "goes on with it" in said(tmp_path, 0)
+    assert "It stays in node memory, and the drain, a process of its own, uploads it; where" in said(tmp_path, 0)
     with CountingProxy(s3_server.endpoint_url, port):
         again = job(steps=step + 1, **told)
         assert again[0]["from"] == ["preempted.ckpt", step, "memory"]

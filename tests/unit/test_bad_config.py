@@ -20,6 +20,8 @@ BAD = [
     ("dirpath", "s3://a*b/run", "letters, digits", {}),
     ("dirpath", "s3//bucket/run", "write s3://bucket/run", {}),
     ("dirpath", "s3:bucket/run", "write s3://bucket/run", {}),
+    ("dirpath", "S3:/bucket/run", "write s3://bucket/run", {}),
+    ("dirpath", "gs:/bucket/run", "write gs://bucket/run", {}),
     ("dirpath", "https://bucket.s3.amazonaws.com/run", "write s3://bucket/run", {}),
     ("dirpath", "https://b.c.s3.eu-west-1.amazonaws.com/run", "write s3://b.c/run, with region: eu-west-1", {}),
     ("dirpath", "https://s3.eu-west-1.amazonaws.com/bucket/run/", "s3://bucket/run, with region: eu-west-1", {}),

@@ -65,6 +65,10 @@ def test_what_a_newer_release_wrote_may_be_the_latest(node):
     rows = listed(command("ls", node.dirpath))
     assert "of a newer release" in rows["z.ckpt"][-1]
     assert "latest" not in [row[-1] for row in rows.values()]
+    verified = command("verify", node.dirpath)
+    assert (verified.exit_code, verified.stdout.count("DAMAGED")) == (1, 0)
+    (line,) = [line for line in verified.stdout.splitlines() if not line.startswith("intact")]
+    assert line.startswith("NEWER    z.ckpt: it needs a newer release: format version 99")
     assert isinstance(command("verify", node.dirpath, "tiered:latest").exception, FormatVersionError)
 
 

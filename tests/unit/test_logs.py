@@ -13,7 +13,7 @@ from support.bad_input import state
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.logs import GIB, get_logger, rate
+from tiered_checkpoint_io.logs import GIB, get_logger, gib, rate
 
 LINE = re.compile(
     r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\] \[(?P<namespace>[\w-]+)\] \[(?P<logger>[\w.]+)\]"
@@ -61,11 +61,11 @@ def test_a_life_in_lines(job, tmp_path):
     assert {(each["namespace"], each["rank"], each["level"]) for each in said} == {("gpt-1", "0", "INFO")}
     assert {each["logger"] for each in said} == {"tiered_checkpoint_io"}
     texts = [(each["file"], each["step"], each["text"]) for each in said]
-    amount = r"0\.02 GiB in \d+\.\d+ s \(\d+\.\d+ GiB/s\)"
+    amount = r"20\.00 MiB in \d+\.\d+ s \(\d+\.\d+ GiB/s\)"
     for file, step, text in (
         ("checkpointer.py", None, "no checkpoint at .*/d"),
         ("part.py", "7", f"saved a.ckpt to memory and .*/d: {amount}"),
-        ("restore.py", "7", r"resuming from a.ckpt \(memory, 0.02 GiB\) after \d+\.\d+ s"),
+        ("restore.py", "7", r"resuming from a.ckpt \(memory, 20.00 MiB\) after \d+\.\d+ s"),
     ):
         assert [t for t in texts if t[:2] == (file, step) and re.fullmatch(text, t[2])], (file, step, text, texts)
 
@@ -136,6 +136,7 @@ def test_the_rank_and_the_step_are_those_given(tmp_path):
 
 def test_amounts():
     assert rate(3 * GIB // 2, 0.75) == "1.50 GiB in 0.750 s (2.00 GiB/s)"
+    assert [gib(12 << 20), gib(GIB - (1 << 20)), gib(30_000)] == ["12.00 MiB", "1023.00 MiB", "0.03 MiB"]
 
 
 SCRIPT = """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 from lightning import __version__ as lightning_version
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
@@ -30,12 +31,26 @@ REFUSE_LIGHTNING_ASYNC = (
 USE_OURS = "use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead"
 _making = threading.Lock()
 os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
-_DEFAULTS = {field.name: field.default for field in fields(TieredCheckpointConfig)}
+_P = ParamSpec("_P")
+
+
+def _noting_what_is_given(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Has the IO know which keys its caller named: one that is named counts, even where it is the default."""
+
+    @functools.wraps(init)
+    def wrapped(*args: _P.args, **given: _P.kwargs) -> None:
+        vars(args[0])["_given"] = frozenset(given)
+        init(*args, **given)
+
+    return wrapped
 
 
 class TieredCheckpointIO(CheckpointIO):
     """Checkpoints to node memory and, as told, on to the durable tier; returns when both are done."""
 
+    _given: frozenset[str]
+
+    @_noting_what_is_given
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | TieredCheckpointConfig | None = None,
@@ -135,7 +150,7 @@ class TieredCheckpointIO(CheckpointIO):
         given = locals()
         options = {field.name: given[field.name] for field in fields(TieredCheckpointConfig) if field.name != "dirpath"}
         if isinstance(dirpath, TieredCheckpointConfig):
-            options = {key: value for key, value in options.items() if value != _DEFAULTS[key]}
+            options = {key: value for key, value in options.items() if key in self._given}
             self.config = TieredCheckpointConfig.from_any(dirpath, **options, **unknown)
         else:
             self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options, **unknown)

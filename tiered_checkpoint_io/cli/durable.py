@@ -161,7 +161,10 @@ def _verify_all(store: Store, wanted: str | None) -> bool:
             if damage and read(store, manifest.name).manifest != manifest:
                 say(f"changed  {name}: removed or overwritten while it was read")
                 continue
-        say(f"DAMAGED  {name}: {printable(damage)}" if damage else f"intact   {name}")
+        # What can't be read is not known to be damaged, nor to be intact.
+        is_newer = isinstance(each.error, FormatVersionError)
+        word = f"NEWER    {name}: it needs a newer release" if is_newer else f"DAMAGED  {name}"
+        say(f"{word}: {printable(damage)}" if damage else f"intact   {name}")
         intact = intact and not damage
     return intact
 

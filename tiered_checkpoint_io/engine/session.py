@@ -183,10 +183,10 @@ class Session:
             return
         # The reasons first. Each is counted where it is logged, and what is slow has not failed.
         self._look_for_outcomes(drain)
-        left = not_uploaded(self.standing().pending, self.config, error)
+        said, left = not_uploaded(self.standing().pending, self.config, error)
         if self._leads:
             level = logging.WARNING if self._is_leaving else logging.ERROR
-            self.log.log(level, "%s — %s", left.message, left.hint)
+            self.log.log(level, "%s — %s", said, left.hint)
         if self._raises and not self._is_leaving:
             self.surface()
             raise left from error

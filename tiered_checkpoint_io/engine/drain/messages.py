@@ -143,8 +143,8 @@ def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
     )
 
 
-def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error: DrainError) -> SaveError:
-    """What to say at the end of what is queued still."""
+def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error: DrainError) -> tuple[str, SaveError]:
+    """What to say at the end of what is queued still: in the log, which has its failures already, and as an error."""
     names = ", ".join(each.name for each in pending[:_NAMED]) + (" ..." if len(pending) > _NAMED else "")
     what = (
         f"{len(pending)} queued checkpoint{'s were' if len(pending) > 1 else ' was'} not uploaded ({names})"
@@ -152,9 +152,10 @@ def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error
         else "queued aliases and deletes were not done"
     )
     # What has not failed is slow, and then the hint has the last words of the drain.
-    why = "" if error.hint is None or "stays in node memory" in error.hint else f"; {error.hint}"
-    return SaveError(
-        f"{what}: {error.message}{why}",
+    has_failed = error.hint is None or "stays in node memory" in error.hint
+    full = f"{what}: {error.message}" if has_failed else f"{what}: {error.message}; {error.hint}"
+    return what if has_failed else full, SaveError(
+        full,
         operation="drain",
         tier="durable",
         key=config.dirpath,

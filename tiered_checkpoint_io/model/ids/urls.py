@@ -24,7 +24,9 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DO
 _MANGLED_S3 = re.compile(r"s3:/(?!/)")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 #: What was meant to begin with ``s3://``.
-_MISSPELT_S3 = re.compile(r"s3(?://+|:(?!/))(?P<rest>.*)\Z", re.DOTALL | re.IGNORECASE)
+_MISSPELT_S3 = re.compile(r"s3(?://+|:/?(?!/))(?P<rest>.*)\Z", re.DOTALL | re.IGNORECASE)
+#: What was meant to begin with another scheme, and would be a folder of the working directory; no drive's letter.
+_MISSPELT = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)\Z", re.DOTALL)
 #: The hosts at which AWS serves buckets; the bucket is in the host or begins the path.
 _AWS_HOST = re.compile(
     r"(?:(?P<bucket>.+)\.)?s3[.-](?:dualstack\.)?(?:(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(?:\.cn)?\Z"
@@ -117,9 +119,12 @@ def refuse_misspelt(dirpath: str) -> None:
     Raises:
         InvalidNameError: ``dirpath`` is such; the hint has the right spelling.
     """
-    misspelt = _MISSPELT_S3.match(dirpath)
+    misspelt = _MISSPELT_S3.match(text_of(dirpath))
     if misspelt:
         raise InvalidNameError("it is not an S3 URL", hint=f"write s3://{misspelt['rest'].lstrip('/')}")
+    misspelt = _MISSPELT.match(text_of(dirpath))
+    if misspelt:
+        raise InvalidNameError("a URL has two slashes", hint=f"write {misspelt['scheme']}://{misspelt['rest']}")
     if url_scheme(dirpath) in ("http", "https"):
         raise InvalidNameError("no checkpoint can be written to a web address", hint=_as_s3(dirpath))
 
