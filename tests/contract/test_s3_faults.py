@@ -142,7 +142,7 @@ def test_a_lost_answer_to_the_last_request_costs_no_second_upload(open_store, pr
     store.upload("x", memoryview(data), journal=journal)
     assert store.get("x") == data
     assert journal.read() is None
-    # rclone's ETags do not tell what an object was made of: there it is sent again.
+    # rclone forgets what metadata an upload in parts began with: there it is sent again.
     if not isinstance(s3_server, RcloneServer):
         assert (proxy.counts["create"], proxy.counts["part"]) == (1, 3)
 

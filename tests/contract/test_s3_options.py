@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from support.fault_proxy import FaultProxy, lose_answer
+from support.fault_proxy import FaultProxy, lose_answer, odd_etag
 
 from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -107,14 +107,29 @@ def test_a_missing_bucket_and_a_missing_profile(moto, monkeypatch):
 
 def test_a_lost_answer_to_the_last_request_costs_no_second_upload(moto, bucket):
     data = os.urandom(20 * MIB)
-    journal = MemoryJournal()
-    with FaultProxy(
-        moto.endpoint_url, lambda name, number: lose_answer if (name, number) == ("complete", 1) else None
-    ) as proxy:
+    plans = {("complete", 1): lose_answer, ("head", 1): odd_etag}
+    with FaultProxy(moto.endpoint_url, lambda *asked: plans.get(asked)) as proxy:
         store = S3Store(f"s3://{bucket}/run", part_size=8 * MIB, endpoint_url=proxy.endpoint_url)
+        journal = MemoryJournal()
         store.upload("x", memoryview(data), journal=journal)
         assert store.get("x") == data
         # Nor a second such request: asked for the upload's parts, the server says that it is no more.
         assert [proxy.counts[name] for name in ("create", "part", "complete", "list_parts")] == [1, 3, 1, 1]
         assert journal.read() is None
         store.close()
+
+
+def test_what_was_there_before_is_not_taken_for_an_upload_that_others_aborted(moto, bucket):
+    store = S3Store(f"s3://{bucket}/run", part_size=8 * MIB)
+    store.upload("x", memoryview(os.urandom(20 * MIB)))
+    data, seen = os.urandom(20 * MIB), []
+
+    def abort_at_the_last_part(count):
+        seen.append(count)
+        if sum(seen) == len(data):
+            for upload in moto.uploads(bucket):
+                moto.client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+
+    store.upload("x", memoryview(data), journal=MemoryJournal(), progress=abort_at_the_last_part)
+    assert store.get("x") == data
+    store.close()

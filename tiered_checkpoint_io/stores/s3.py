@@ -50,7 +50,7 @@ class S3Store:
         self._part_size = part_size
         self._write_options = dict(write_options or {})
         self._clock = clock
-        self._uploads = MultipartUploads(self._client, self._write_options, workers=write_concurrency)
+        self._uploads = MultipartUploads(self._client, self._write_options, workers=write_concurrency, clock=clock)
 
     @classmethod
     def from_config(cls, config: TieredCheckpointConfig, url: str, clock: Clock = SYSTEM) -> S3Store:

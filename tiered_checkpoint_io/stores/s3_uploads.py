@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,7 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import InvalidNameError, StoreError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.stores.base import Content, UploadJournal
 from tiered_checkpoint_io.stores.retry import Progress
@@ -23,6 +23,9 @@ MAX_PARTS = 10_000
 _MIN_PART = 8 * MIB
 _MAX_PART = 5 << 30
 _MAX_OBJECT = 5 << 40
+#: The user metadata of an object by which an upload knows it again. An ETag tells nothing of the content where the
+#: bucket encrypts by KMS, in directory buckets (S3 Express), and on some servers.
+_MARK = "tiered-upload"
 _log = logging.getLogger("tiered_checkpoint_io.s3")
 
 
@@ -44,22 +47,27 @@ def part_size_for(size: int, wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """An upload in progress, as its journal has it: parts of ``part_size`` bytes, the last one maybe smaller."""
+    """An upload in progress, as its journal has it: parts of ``part_size`` bytes, the last one maybe smaller.
+
+    The object that it makes bears its ``mark``; "" where an earlier release began it.
+    """
 
     url: str
     key: str
     upload_id: str
     size: int
     part_size: int
+    mark: str = ""
 
     @classmethod
     def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
         """The upload of ``key`` that a journal tells of; None where it tells of none, or is another store's."""
-        match journal.read() if journal is not None else None:
+        state = (journal.read() if journal is not None else None) or {}
+        match state:
             case {"url": u, "key": k, "upload_id": str(upload_id), "size": int(size), "part_size": int(part_size)} if (
                 (u, k) == (url, key) and size >= 0 and part_size >= 1
             ):
-                return cls(url, key, upload_id, size, part_size)
+                return cls(url, key, upload_id, size, part_size, str(state.get("mark", "")))
         return None
 
     @property
@@ -79,8 +87,9 @@ class Upload:
 class MultipartUploads:
     """The multipart uploads of one store, with the threads that send parts: one bounded set for all uploads."""
 
-    def __init__(self, client: S3Client, write_options: Mapping[str, str], *, workers: int) -> None:
+    def __init__(self, client: S3Client, write_options: Mapping[str, str], *, workers: int, clock: Clock) -> None:
         self._client = client
+        self._clock = clock
         self._write_options = write_options
         self._checksum = write_options.get("ChecksumAlgorithm")
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-s3")
@@ -153,8 +162,8 @@ class MultipartUploads:
             whole = {"MultipartUpload": {"Parts": [arrived[number] for number in upload.numbers]}}
             self._client.ask("complete_multipart_upload", key, {**upload_id, **whole}, doubt=is_gone)
         except StoreNotFoundError:
-            # Completed, and just the answer was lost? Then the object bears these parts' ETag.
-            return len(arrived) == len(upload.numbers) and self._consists_of(key, arrived)
+            # Completed, and just the answer was lost? Then the object bears the upload's mark.
+            return len(arrived) == len(upload.numbers) and self._made(upload)
         except BaseException as error:
             # With a journal, what has arrived is taken up by the next attempt.
             if journal is None or (isinstance(error, StoreError) and not error.retryable):
@@ -174,8 +183,9 @@ class MultipartUploads:
             if arrived is not None:
                 return upload, arrived
             self._abort(key, upload.upload_id)
-        answer = self._client.ask("create_multipart_upload", key, self._write_options)
-        upload = Upload(self._client.url, key, answer["UploadId"], size, part_size)
+        mark = self._clock.token(8)
+        answer = self._client.ask("create_multipart_upload", key, {**self._write_options, "Metadata": {_MARK: mark}})
+        upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark)
         if journal is not None:
             journal.write(asdict(upload))
         return upload, {}
@@ -225,16 +235,14 @@ class MultipartUploads:
         field = f"Checksum{self._checksum}"
         return {**part, field: answer[field]} if self._checksum and field in answer else part
 
-    def _consists_of(self, key: str, parts: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Whether an object is made of these parts: S3's ETag of it is a digest of theirs."""
+    def _made(self, upload: Upload) -> bool:
+        """Whether the object that is there is this upload's."""
         try:
-            found = self._client.ask("head_object", key)["ETag"].strip('"')
-            digests = [bytes.fromhex(parts[number]["ETag"].strip('"')) for number in sorted(parts)]
-        except (StoreNotFoundError, ValueError):
-            # ValueError: ETags that are no MD5 sums, which encryption and some servers bring with them.
+            found = self._client.ask("head_object", upload.key)
+        except StoreNotFoundError:
             return False
-        whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
-        return bool(found == f"{whole}-{len(digests)}")
+        is_marked = upload.mark and found.get("Metadata", {}).get(_MARK) == upload.mark
+        return bool(is_marked and found["ContentLength"] == upload.size)
 
     def _abort(self, key: str, upload_id: str, cancelled: threading.Event | None = None) -> None:
         with contextlib.suppress(StoreNotFoundError):
