@@ -4,7 +4,7 @@ import os
 
 import pytest
 from support.clocks import quick
-from support.fault_proxy import lose_answer, refuse, reset, truncate, whole_object
+from support.fault_proxy import lose_answer, object_lock, refuse, reset, truncate, whole_object
 
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
@@ -132,6 +132,26 @@ def test_refusals_are_not_repeated(open_store, proxy):
         assert not caught.value.retryable
         assert proxy.counts["get"] == 1
     assert "retries" not in store.metrics.snapshot()
+
+
+def test_a_bucket_with_object_lock_gets_checksums(open_store, proxy):
+    proxy.plan = lambda name, _: object_lock if name in ("put", "part") else None
+    store, data = open_store(write_concurrency=1), os.urandom(20 * MIB)
+    store.put("small", b"12345")
+    store.put("small", b"123456")
+    store.upload("large", memoryview(data), journal=MemoryJournal())
+    assert (store.get("small"), store.get("large")) == (b"123456", data)
+    # It is learned once.
+    assert (proxy.counts["put"], proxy.counts["part"]) == (3, 3)
+
+
+def test_a_refusal_for_another_reason_is_asked_about_once_more(open_store, proxy):
+    proxy.plan = always("put", refuse(400, "InvalidRequest"))
+    store = open_store()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="InvalidRequest"):
+            store.put("x", b"12345")
+    assert proxy.counts["put"] == 4
 
 
 def test_a_lost_answer_to_the_last_request_costs_no_second_upload(open_store, proxy, s3_server):

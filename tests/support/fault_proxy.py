@@ -1,6 +1,8 @@
 """An S3 server's bad days: a proxy that counts requests, and spoils those that it is told to."""
 
+import base64
 import contextlib
+import hashlib
 import http.client
 import socket
 import struct
@@ -35,6 +37,16 @@ def odd_etag(exchange):
     """The object's ETag is no digest of its content, as with SSE-KMS, in S3 Express, and on some servers."""
     status, headers, body = exchange.forward()
     exchange.answer(status, body, [(name, '"oddly"' if name.lower() == "etag" else text) for name, text in headers])
+
+
+def object_lock(exchange):
+    """What S3 says where a bucket has Object Lock: it takes no body without a checksum, nor one with a wrong one."""
+    digest = base64.b64encode(hashlib.md5(exchange.body).digest()).decode()
+    if exchange.headers.get("Content-MD5") != digest:
+        refuse(400, "InvalidRequest")(exchange)
+        return
+    status, headers, body = exchange.forward()
+    exchange.answer(status, body, headers)
 
 
 def truncate(count):

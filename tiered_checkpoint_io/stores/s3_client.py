@@ -5,7 +5,9 @@ One request is one attempt of boto3: repeating it is the business of Retry, whic
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import io
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +22,13 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import Metrics, validate_key
 from tiered_checkpoint_io.stores.retry import Progress, Retry
 from tiered_checkpoint_io.stores.s3_connection import Connection
-from tiered_checkpoint_io.stores.s3_errors import CLIENT_ERRORS, is_just_busy, may_be_credentials, translated
+from tiered_checkpoint_io.stores.s3_errors import (
+    CLIENT_ERRORS,
+    is_just_busy,
+    may_be_credentials,
+    may_want_checksum,
+    translated,
+)
 
 _SEND_SIZE = 1 << 20
 
@@ -65,6 +73,8 @@ class S3Client:
         self.metrics = Metrics()
         self._owner = {"ExpectedBucketOwner": expected_bucket_owner} if expected_bucket_owner else {}
         self._retry = Retry(self.metrics, clock)
+        #: Whether bodies need an MD5 sum: those to a bucket with Object Lock do, which is learned from a refusal.
+        self._needs_md5 = False
         config = botocore.config.Config(
             # Retries are counted and bounded by Retry alone.
             retries={"total_max_attempts": 1, "mode": "standard"},
@@ -118,14 +128,26 @@ class S3Client:
             receive: Reads the body of an answer, as a part of the attempt.
         """
         sent = Progress(lambda count: self.metrics.add("bytes.sent", count))
+        has_checksum = body is None or "ChecksumAlgorithm" in (arguments or {})
+
+        def once(*, with_md5: bool) -> Any:
+            given = {**(arguments or {}), **({"ContentMD5": _md5(body)} if with_md5 and body is not None else {})}
+            return self.once(method, key, given, body=body, receive=receive, sent=sent)
 
         def attempt() -> Any:
+            with_md5 = self._needs_md5 and not has_checksum
             try:
-                return self.once(method, key, arguments, body=body, receive=receive, sent=sent)
+                return once(with_md5=with_md5)
             except StoreUnavailableError as error:
                 if doubt is not None and not is_just_busy(error.__cause__):
                     doubt()
                 raise
+            except StoreError as error:
+                if with_md5 or has_checksum or not may_want_checksum(error.__cause__):
+                    raise
+            answer = once(with_md5=True)
+            self._needs_md5 = True
+            return answer
 
         return self._retry(attempt, cancelled=cancelled)
 
@@ -188,6 +210,10 @@ class S3Client:
 
     def _count(self, event_name: str, **_: Any) -> None:
         self.metrics.add(f"requests.{_name_of(botocore.xform_name(event_name.rpartition('.')[2]))}")
+
+
+def _md5(body: memoryview) -> str:
+    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
 
 
 class Body(io.RawIOBase):

@@ -51,6 +51,8 @@ _BAD_KEYS = {
 _NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _BUSY = {"InternalError", "OperationAborted", "RequestTimeout", "RequestTimeoutException", "SlowDown"}
+#: How servers refuse a body without a checksum. AWS says the first of many other things as well.
+_NO_CHECKSUM = {"InvalidRequest", "MissingContentMD5"}
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
 
 
@@ -102,6 +104,13 @@ def may_be_credentials(error: StoreError) -> bool:
     # So is a HEAD with a token that has expired.
     is_bare_400 = answer is not None and answer.get("Error", {}).get("Code") in _NO_REASON
     return isinstance(error, StoreAccessError) or is_bare_400
+
+
+def may_want_checksum(error: BaseException | None) -> bool:
+    """Whether the server may have refused a body for want of a checksum: buckets with Object Lock do."""
+    if not isinstance(error, botocore.exceptions.ClientError):
+        return False
+    return error.response.get("Error", {}).get("Code") in _NO_CHECKSUM
 
 
 def _meaning(code: str, status: int, bucket: str, region: str | None) -> _Meaning:
