@@ -6,7 +6,7 @@ import re
 import pytest
 from support.fault_proxy import FaultProxy, lose_answer, odd_etag
 
-from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError
+from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError, StoreNotFoundError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
@@ -103,6 +103,31 @@ def test_a_missing_bucket_and_a_missing_profile(moto, monkeypatch):
     store.close()
     with pytest.raises(StoreConfigError, match="profile"):
         S3Store("s3://bucket/run", profile="nobody")
+
+
+def test_an_access_point_in_a_buckets_place(moto, bucket):
+    """No server here has access points: requests to the host of one are turned to the bucket behind it (moto)."""
+    url = "s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/name"
+    config = TieredCheckpointConfig(dirpath=f"{url}/run/", endpoint_url=moto.endpoint_url, chunk_size_MB=8)
+    assert config.dirpath == f"{url}/run"
+    store = open_store(config)
+    host = f"http://name-123456789012.{moto.endpoint_url.removeprefix('http://')}"
+
+    def turn(request, **_):
+        assert request.url.startswith(host)
+        request.url = request.url.replace(host, f"{moto.endpoint_url}/{bucket}")
+
+    store._client.boto.meta.events.register("before-send.s3", turn)
+    for size in (1000, 20 * MIB):
+        data = os.urandom(size)
+        store.upload("x", memoryview(data))
+        assert store.get("x") == data
+    assert [entry.key for entry in store.list("")] == ["x"]
+    assert [entry["Key"] for entry in moto.client.list_objects_v2(Bucket=bucket)["Contents"]] == ["run/x"]
+    store.delete("x")
+    with pytest.raises(StoreNotFoundError, match="accesspoint/name/run/x"):
+        store.get("x")
+    store.close()
 
 
 def test_a_lost_answer_to_the_last_request_costs_no_second_upload(moto, bucket):

@@ -212,6 +212,9 @@ def test_a_later_run_sorts_behind_whatever_its_clock_says(seen, now):
     assert ids.save_id(ids.new_run_id(after=seen, now=now), 0) > seen
 
 
+ACCESS_POINT = "arn:aws:s3:eu-west-1:123456789012:accesspoint/name"
+
+
 @pytest.mark.parametrize(
     ("url", "parsed"),
     [
@@ -219,6 +222,9 @@ def test_a_later_run_sorts_behind_whatever_its_clock_says(seen, now):
         ("s3://bucket", ("bucket", "")),
         ("s3://bucket/", ("bucket", "")),
         (Path("s3://bucket/a"), ("bucket", "a")),
+        (f"s3://{ACCESS_POINT}/a/b", (ACCESS_POINT, "a/b")),
+        (f"s3://{ACCESS_POINT}/", (ACCESS_POINT, "")),
+        (Path(f"s3://{ACCESS_POINT}"), (ACCESS_POINT, "")),
     ],
 )
 def test_s3_urls(url, parsed):
@@ -230,7 +236,7 @@ def test_s3_urls(url, parsed):
 def test_what_is_no_s3_url():
     for text in ("/x", "gs://bucket/x", "s3", "", "S3x://y"):
         assert not ids.is_s3_url(text)
-    for text in ("s3://", "s3:///x", "gs://b/x", "s3://b c/x"):
+    for text in ("s3://", "s3:///x", "gs://b/x", "s3://b c/x", "s3://arn:aws:s3:::b/x"):
         with pytest.raises(InvalidNameError):
             ids.parse_s3_url(text)
 

@@ -17,6 +17,7 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     StoreUnavailableError,
 )
+from tiered_checkpoint_io.model import ids
 
 _NO_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
@@ -81,7 +82,7 @@ def refusal(
 ) -> StoreError:
     """The error for an answer that is not a success; the code is the status as text where it has no body (HEAD)."""
     label = code if code == str(status) else f"{code}, HTTP {status}"
-    return _error(_meaning(code, status, url.split("/")[2], region), request, label, url, key)
+    return _error(_meaning(code, status, ids.parse_s3_url(url)[0], region), request, label, url, key)
 
 
 def _error(meaning: _Meaning, request: str, label: str, url: str, key: str | None) -> StoreError:
@@ -142,7 +143,9 @@ def _failure(error: Exception) -> _Meaning:
     if isinstance(error, botocore.exceptions.NoRegionError | botocore.exceptions.InvalidRegionError):
         return StoreConfigError, "set region"
     if isinstance(error, botocore.exceptions.MissingDependencyException):
-        return StoreConfigError, "this checksum_algorithm needs awscrt: pip install 'botocore[crt]'"
+        return StoreConfigError, "this checksum_algorithm, or access point, needs awscrt: pip install 'botocore[crt]'"
+    if isinstance(error, botocore.exceptions.UnsupportedS3AccesspointConfigurationError):
+        return StoreConfigError, "set region to that of the access point"
     if isinstance(error, botocore.exceptions.SSLError) and _is_bad_certificate(error):
         return StoreConfigError, "the server's certificate is not trusted; check endpoint_url and AWS_CA_BUNDLE"
     if isinstance(error, _CONNECTION):

@@ -22,7 +22,10 @@ _BEST_URL = "tiered://best"
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DOTALL)
 #: ``Path("s3://bucket/key")`` has lost a slash when it becomes text again.
 _MANGLED_S3 = re.compile(r"s3:/(?!/)")
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
+#: An access point in a bucket's place; its own name is the last of it.
+_ACCESS_POINT = r"arn:aws[a-z-]*:s3:[a-z0-9-]*:\d{12}:accesspoint[:/][A-Za-z0-9.-]+"
+_BUCKET = re.compile(rf"(?:[A-Za-z0-9][A-Za-z0-9._-]{{1,254}}|{_ACCESS_POINT})\Z")
+_BUCKET_AND_KEY = re.compile(rf"(?P<bucket>{_ACCESS_POINT}(?=/|\Z)|[^/]*)/?(?P<key>.*)\Z", re.DOTALL)
 #: What was meant to begin with ``s3://``.
 _MISSPELT_S3 = re.compile(r"s3(?://+|:/?(?!/))(?P<rest>.*)\Z", re.DOTALL | re.IGNORECASE)
 #: What was meant to begin with another scheme, and would be a folder of the working directory; no drive's letter.
@@ -50,13 +53,16 @@ def is_s3_url(path: StrPath) -> bool:
 def build_s3_url(bucket: str, key: str = "") -> str:
     """``("b", "x/y")`` gives ``"s3://b/x/y"``; without a key, ``"s3://b"``.
 
+    The bucket may be the ARN of an access point, ``arn:aws:s3:eu-west-1:123456789012:accesspoint/name``.
+
     Raises:
         InvalidNameError: The bucket's name is empty or not one that S3 allows.
     """
     if not _BUCKET.match(bucket):
         raise InvalidNameError(
             f"invalid S3 bucket name {bucket!r}",
-            hint="a bucket's name has 2-255 letters, digits, '.', '_' or '-'",
+            hint="a bucket's name has 2-255 letters, digits, '.', '_' or '-'; an access point is"
+            " arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME",
         )
     key = key.lstrip("/")
     return f"s3://{bucket}/{key}" if key else f"s3://{bucket}"
@@ -71,7 +77,8 @@ def parse_s3_url(url: StrPath) -> tuple[str, str]:
     text = text_of(url)
     if not text.startswith("s3://"):
         raise InvalidNameError(f"not an S3 URL: {text!r}", hint="it must look like s3://bucket/prefix")
-    bucket, _, key = text[len("s3://") :].partition("/")
+    match = _BUCKET_AND_KEY.match(text[len("s3://") :])
+    bucket, key = (match["bucket"], match["key"]) if match else ("", "")
     if not bucket:
         raise InvalidNameError(f"S3 URL without a bucket: {text!r}", hint="it must look like s3://bucket/prefix")
     build_s3_url(bucket)
