@@ -66,12 +66,18 @@ def test_objects_bear_what_was_configured(moto, bucket, size):
     store.close()
 
 
-def test_every_request_names_the_expected_owner(moto, bucket):
-    seen = {}
-    store = S3Store(f"s3://{bucket}/run", part_size=8 * MIB, expected_bucket_owner="111122223333")
+def test_every_request_names_the_expected_owner_and_the_payer(moto, bucket):
+    config = TieredCheckpointConfig(
+        dirpath=f"s3://{bucket}/run",
+        chunk_size_MB=8,
+        expected_bucket_owner="111122223333",
+        request_payer="requester",
+    )
+    store, seen = open_store(config), {}
 
     def note(event_name, request, **_):
-        seen[event_name.rpartition(".")[2]] = request.headers.get("x-amz-expected-bucket-owner")
+        told = [request.headers.get(f"x-amz-{name}") for name in ("expected-bucket-owner", "request-payer")]
+        seen[event_name.rpartition(".")[2]] = tuple(it.decode() if isinstance(it, bytes) else it for it in told)
 
     store._client.boto.meta.events.register("before-send.s3", note)
     # moto's own account is another one, so each is refused, with a reason, by those that it checks.
@@ -88,10 +94,9 @@ def test_every_request_names_the_expected_owner(moto, bucket):
             call()
         except StoreAccessError as error:
             assert "rights" in str(error)
-    assert {"PutObject", "GetObject", "HeadObject", "ListObjectsV2", "CreateMultipartUpload", "DeleteObject"} <= set(
-        seen
-    )
-    assert {owner if isinstance(owner, str) else owner.decode() for owner in seen.values()} == {"111122223333"}
+    asked = {"PutObject", "GetObject", "HeadObject", "ListObjectsV2", "CreateMultipartUpload", "DeleteObject"}
+    assert asked | {"ListMultipartUploads", "UploadPart", "CompleteMultipartUpload"} <= set(seen)
+    assert set(seen.values()) == {("111122223333", "requester")}
     store.close()
 
 

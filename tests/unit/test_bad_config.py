@@ -83,6 +83,7 @@ BAD = [
     ("sse", "AES-256", "AES256, aws:kms, aws:kms:dsse", S3),
     ("sse_kms_key_id", "key-1", "only where sse is aws:kms", {**S3, "sse": "AES256"}),
     ("expected_bucket_owner", 111122223333, "text, or null", S3),
+    ("request_payer", "owner", "requester", S3),
     ("acl", "open", "bucket-owner-full-control", S3),
     ("storage_class", "", "text, or null", S3),
     ("storage_class", "DEEP_ARCHIVE", "read at once", S3),

@@ -88,6 +88,7 @@ class TieredCheckpointIO(CheckpointIO):
         sse: str | None = None,
         sse_kms_key_id: str | None = None,
         expected_bucket_owner: str | None = None,
+        request_payer: Literal["requester"] | None = None,
         acl: str | None = None,
         storage_class: str | None = None,
         checksum_algorithm: str | None = None,
@@ -139,6 +140,8 @@ class TieredCheckpointIO(CheckpointIO):
             sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
             sse_kms_key_id: The KMS key for it.
             expected_bucket_owner: AWS account that must own the bucket.
+            request_payer: ``requester`` for a bucket where the requester pays; these requests are then on your
+                account.
             acl: Canned ACL of written objects.
             storage_class: Storage class of written objects.
             checksum_algorithm: Additional checksum that S3 keeps for written objects.

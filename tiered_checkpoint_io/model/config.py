@@ -33,6 +33,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "drain": ("process", "thread"),
     "preflight": ("error", "warn", "off"),
     "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
+    "request_payer": ("requester",),
     "checksum_algorithm": ("CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"),
     "acl": (
         "private",
@@ -68,6 +69,7 @@ _S3_ONLY = (
     "sse",
     "sse_kms_key_id",
     "expected_bucket_owner",
+    "request_payer",
     "acl",
     "storage_class",
     "checksum_algorithm",
@@ -123,6 +125,7 @@ class TieredCheckpointConfig:
         sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
         sse_kms_key_id: The KMS key for it.
         expected_bucket_owner: AWS account that must own the bucket.
+        request_payer: ``requester`` for a bucket where the requester pays; these requests are then on your account.
         acl: Canned ACL of written objects.
         storage_class: Storage class of written objects.
         checksum_algorithm: Additional checksum that S3 keeps for written objects.
@@ -164,6 +167,7 @@ class TieredCheckpointConfig:
     sse: str | None = None
     sse_kms_key_id: str | None = None
     expected_bucket_owner: str | None = None
+    request_payer: Literal["requester"] | None = None
     acl: str | None = None
     storage_class: str | None = None
     checksum_algorithm: str | None = None

@@ -72,6 +72,7 @@ class S3Store:
             profile=config.profile,
             write_options={key: value for key, value in options.items() if value is not None},
             expected_bucket_owner=config.expected_bucket_owner,
+            request_payer=config.request_payer,
             clock=clock,
         )
 

@@ -54,6 +54,7 @@ class S3Client:
         profile: str | None = None,
         credentials: Mapping[str, str] | None = None,
         expected_bucket_owner: str | None = None,
+        request_payer: str | None = None,
     ) -> None:
         """Makes a client; asks nothing of S3.
 
@@ -66,12 +67,14 @@ class S3Client:
             profile: Profile of the AWS configuration files.
             credentials: ``aws_access_key_id`` and its kin, in place of boto3's ordinary chain.
             expected_bucket_owner: Passed to every request.
+            request_payer: Passed to every request, too.
         """
         self._bucket, key = ids.parse_s3_url(url)
         self.url = ids.build_s3_url(self._bucket, key.strip("/"))
         self.prefix = key.strip("/") + "/" if key.strip("/") else ""
         self.metrics = Metrics()
-        self._owner = {"ExpectedBucketOwner": expected_bucket_owner} if expected_bucket_owner else {}
+        always = {"ExpectedBucketOwner": expected_bucket_owner, "RequestPayer": request_payer}
+        self._always = {name: value for name, value in always.items() if value}
         self._retry = Retry(self.metrics, clock)
         #: Whether bodies need an MD5 sum: those to a bucket with Object Lock do, which is learned from a refusal.
         self._needs_md5 = False
@@ -180,7 +183,7 @@ class S3Client:
         sent: Progress | None,
         client: Any,
     ) -> Any:
-        request: dict[str, Any] = {"Bucket": self._bucket, **self._owner, **(arguments or {})}
+        request: dict[str, Any] = {"Bucket": self._bucket, **self._always, **(arguments or {})}
         if key is not None:
             request["Key"] = self.prefix + validate_key(key)
         stream = None
