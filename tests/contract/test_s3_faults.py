@@ -4,7 +4,7 @@ import os
 
 import pytest
 from support.clocks import quick
-from support.fault_proxy import lose_answer, object_lock, refuse, reset, truncate, whole_object
+from support.fault_proxy import lose_answer, object_lock, refuse, reset, short_pages, truncate, whole_object
 
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
@@ -14,6 +14,7 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     StoreUnavailableError,
 )
+from tiered_checkpoint_io.stores.base import folders_of
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_errors import refusal
 from tiered_checkpoint_io.testing.contract import MemoryJournal
@@ -101,6 +102,40 @@ def test_a_listing_cut_short_is_read_again(open_store, proxy):
     store.put("x", b"1")
     proxy.plan = on("list", truncate(60))
     assert [entry.key for entry in store.list("")] == ["x"]
+
+
+def test_pages_without_a_marker_are_followed_by_what_was_last(open_store, proxy):
+    store, keys = open_store(), ["a", "b/1", "b/2", "c", "d/1", "e/1", "é"]
+    for key in keys:
+        store.put(key, b"1")
+    proxy.plan = always("list", short_pages(2))
+    assert sorted(entry.key for entry in store.list("")) == sorted(keys)
+    assert proxy.counts["list"] == 4
+    assert folders_of(store, "") == {"b", "d", "e"}
+
+
+def test_parts_listed_without_a_marker_are_taken_up(open_store, proxy):
+    journal, data = MemoryJournal(), os.urandom(40 * MIB)
+    proxy.plan = on("complete", refuse(503, "SlowDown"), range(1, 99))
+    with pytest.raises(StoreUnavailableError):
+        open_store(deadline_s=0.3).upload("x", memoryview(data), journal=journal)
+    proxy.plan = always("list_parts", short_pages(2))
+    again = open_store()
+    again.upload("x", memoryview(data), journal=journal)
+    assert again.get("x") == data
+    assert "requests.part" not in again.metrics.snapshot()
+
+
+@pytest.mark.parametrize("token", [None, b"<NextContinuationToken>again</NextContinuationToken>"])
+def test_a_list_that_never_ends_is_an_error(open_store, proxy, token):
+    store = open_store()
+    for key in "abc":
+        store.put(key, b"1")
+    # A test without an end is no test.
+    proxy.plan = on("list", short_pages(2, stuck=True, token=token), range(1, 10))
+    with pytest.raises(StoreError, match="the server repeats a page of a list"):
+        list(store.list(""))
+    assert proxy.counts["list"] == 2
 
 
 def test_a_range_answered_with_the_whole_object(open_store, proxy, s3_server, s3_url):

@@ -4,12 +4,13 @@ import base64
 import contextlib
 import hashlib
 import http.client
+import re
 import socket
 import struct
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 
 def refuse(status, code, **fields):
@@ -47,6 +48,33 @@ def object_lock(exchange):
         return
     status, headers, body = exchange.forward()
     exchange.answer(status, body, headers)
+
+
+def short_pages(count, *, stuck=False, token=None):
+    """Lists of so many entries at most, which say that there are more, but not where they go on.
+
+    Where ``stuck``, it is the first one each time, with the same token.
+    """
+    first = []
+
+    def place(entry):
+        return unquote(re.search(rb"<(?:Key|Prefix)>(.*?)<|$", entry)[1] or b"")
+
+    def act(exchange):
+        _, headers, body = exchange.forward()
+        if stuck and first:
+            body = first[0]
+        entries = re.findall(rb"(?s)<(?:Contents|CommonPrefixes|Part)>.*?</(?:Contents|CommonPrefixes|Part)>", body)
+        for entry in sorted(entries, key=place)[count:]:
+            body = body.replace(entry, b"")
+        body = re.sub(rb"<IsTruncated>\w*</IsTruncated>|<(Next\w+)>.*?</\1>", b"", body)
+        if len(entries) > count:
+            more = b"<IsTruncated>true</IsTruncated>" + (token or b"")
+            body = re.sub(rb"(</List\w+Result>)", more + rb"\1", body)
+        first[:] = first or [body]
+        exchange.answer(200, first[0] if stuck else body, headers)
+
+    return act
 
 
 def truncate(count):

@@ -9,6 +9,7 @@ import base64
 import functools
 import hashlib
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -205,14 +206,39 @@ class S3Client:
             yield page
             if not page.get("IsTruncated"):
                 return
-            # "NextKeyMarker" is the "KeyMarker" of the next page, and so on.
-            query = {**query, **{name[4:]: value for name, value in page.items() if name.startswith("Next")}}
+            before, query = query, _behind(page, query)
+            if query == before:
+                raise StoreError(
+                    "the server repeats a page of a list, so that the rest can't be listed",
+                    operation=_name_of(method),
+                    key=self.url,
+                    hint="this is a defect of the server",
+                )
 
     def close(self) -> None:
         self._connection.close()
 
     def _count(self, event_name: str, **_: Any) -> None:
         self.metrics.add(f"requests.{_name_of(botocore.xform_name(event_name.rpartition('.')[2]))}")
+
+
+def _behind(page: Mapping[str, Any], query: Mapping[str, Any]) -> dict[str, Any]:
+    """The query for the page behind this one, which answers ``query``."""
+    # "NextKeyMarker" is the "KeyMarker" of the next page, and so on.
+    markers = {name[4:]: value for name, value in page.items() if name.startswith("Next")}
+    if any(markers.values()):
+        return {**query, **markers}
+    # Some servers leave them out: the last entry says as much. No key in a folder sorts behind the greatest character.
+    names = [entry["Key"] for entry in page.get("Contents", ())]
+    names += [entry["Prefix"] + chr(sys.maxunicode) for entry in page.get("CommonPrefixes", ())]
+    if names:
+        # A token would take precedence.
+        rest = {name: value for name, value in query.items() if name != "ContinuationToken"}
+        return {**rest, "StartAfter": max(names)}
+    if page.get("Parts"):
+        return {**query, "PartNumberMarker": page["Parts"][-1]["PartNumber"]}
+    last = page["Uploads"][-1] if page.get("Uploads") else {}
+    return {**query, **{f"{name}Marker": last[name] for name in ("Key", "UploadId") if name in last}}
 
 
 def _md5(body: memoryview) -> str:
