@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 from lightning import __version__ as lightning_version
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
@@ -16,6 +15,7 @@ from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
+from tiered_checkpoint_io.adapters.given import noting_what_is_given
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
@@ -31,18 +31,6 @@ REFUSE_LIGHTNING_ASYNC = (
 USE_OURS = "use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead"
 _making = threading.Lock()
 os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
-_P = ParamSpec("_P")
-
-
-def _noting_what_is_given(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Has the IO know which keys its caller named: one that is named counts, even where it is the default."""
-
-    @functools.wraps(init)
-    def wrapped(*args: _P.args, **given: _P.kwargs) -> None:
-        vars(args[0])["_given"] = frozenset(given)
-        init(*args, **given)
-
-    return wrapped
 
 
 class TieredCheckpointIO(CheckpointIO):
@@ -50,7 +38,7 @@ class TieredCheckpointIO(CheckpointIO):
 
     _given: frozenset[str]
 
-    @_noting_what_is_given
+    @noting_what_is_given
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | TieredCheckpointConfig | None = None,
