@@ -40,9 +40,11 @@ class Timing:
     space_poll_s: float = 0.002
     #: A part's folder is renamed into place within milliseconds; an older one's writer is dead.
     half_made_s: float = 60.0
-    #: How often a lease is written again: one small request, rare enough to cost nothing.
+    #: How often a run that has its lease looks whether another asks for it: one list of a few objects.
     lease_beat_s: float = 15.0
-    #: A lease that was not renewed for so long has expired: four beats, so that one late request is none.
+    #: How often a lease is written again where none asks: a bucket with versions keeps each.
+    lease_rest_s: float = 3600.0
+    #: A lease that is asked for, and not renewed for so long, has expired: four looks, so that a late request is none.
     lease_ttl_s: float = 60.0
     #: How often another run's lease is read while it is unknown whether that run is alive.
     lease_poll_s: float = 5.0

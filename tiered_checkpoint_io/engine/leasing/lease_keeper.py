@@ -68,7 +68,10 @@ class LeaseKeeper:
         token = clock.token(8)
         self._key = ids.lease_key(namespace, token)
         self._lease = Lease.of_this_process(owner, token)
-        self._written: float | None = None
+        #: When it was last written, and when the store last answered.
+        self._written = self._answered = 0.0
+        #: When each lease of others was written, as of the last list.
+        self._asking: dict[str, float] = {}
         #: Of each lease of others, when it was last seen to change.
         self._watched: dict[str, _Watched] = {}
         self._looked = threading.Event()
@@ -140,13 +143,22 @@ class LeaseKeeper:
         """
         beat_s = self._timing.lease_beat_s
         store, now = self._open(), self._clock.since_boot()
-        is_late = self._written is not None and now - self._written > self._timing.lease_ttl_s
+        is_lost = False
+        if self._lease.held:
+            asking = {info.key: info.modified for info in store.list(ids.lease_prefix(self._namespace))}
+            # Removed by a run that took ours for dead.
+            is_lost = asking.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s
+            is_asked, self._asking = asking != self._asking, asking
+            if not is_lost and not is_asked and now - self._written < self._timing.lease_rest_s:
+                self._answered = now
+                return beat_s
         store.put(self._key, self._lease.to_json())
-        if self._lease.held and not is_late:
-            self._written = now
+        self._written = now
+        if self._lease.held and not is_lost:
+            self._answered = now
             return beat_s
         others = self._look(store, now)
-        self._written = now
+        self._answered = now
         alive = {other: other.is_alive(self._lease, self._timing) for other in others}
         living = [other for other in others if alive[other] is not False]
         if self._lease.held:
@@ -189,7 +201,7 @@ class LeaseKeeper:
             last = self._watched.get(key)
             if last is None or last.modified != info.modified:
                 self._watched[key] = last = _Watched(info.modified, now, beats=last is not None)
-            others.append(Other(key, lease, mine.modified - info.modified, last.beats, now - last.since))
+            others.append(Other(key, lease, last.beats, now - last.since))
         return others
 
     def _refuse(self, other: Other, what: str) -> None:

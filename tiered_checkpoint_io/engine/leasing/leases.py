@@ -1,10 +1,11 @@
 """What a lease says, and what a process makes of the leases of others. Pure, but for facts about this process.
 
-Every process that saves to a dirpath and namespace keeps one small object of its own there, its lease, and writes it
-again every ``lease_beat_s``. No process writes to the object of another, so nothing has to be exclusive: a process
-first writes its own lease and then looks at all there are. Of two that begin at the same time at least one sees the
-other, on any store that lists what was written; conditional writes, which not every server has, would not make it
-safer.
+Every process that saves to a dirpath and namespace keeps one small object of its own there, its lease. Every
+``lease_beat_s`` it lists what is there, and writes its own again where another has come, or was written again: that is
+how a newcomer asks whether it is alive. Else it does so every ``lease_rest_s``, for a bucket with versions keeps each.
+No process writes to the object of another, so nothing has to be exclusive: a process first writes its own lease and
+then looks at all there are. Of two that begin at the same time at least one sees the other, on any store that lists
+what was written; conditional writes, which not every server has, would not make it safer.
 """
 
 from __future__ import annotations
@@ -74,14 +75,12 @@ class Other:
     Attributes:
         key: The object.
         lease: What it says; None where that can't be understood.
-        age: Seconds between its last beat and our own, by the store's clock.
         beats: Whether it was written again since we first saw it.
         quiet: For how long it was not, as far as we have seen, seconds.
     """
 
     key: str
     lease: Lease | None
-    age: float
     beats: bool
     quiet: float
 
@@ -102,8 +101,8 @@ class Other:
         lease, here = self.lease, (mine.boot_id, mine.pid_ns)
         if lease is not None and "" not in here and (lease.boot_id, lease.pid_ns) == here:
             return _born(lease.pid) == lease.born
-        # One that is old may be that of a run which the store was away for: it will beat again.
-        if self.quiet > (2 * timing.lease_beat_s if self.age > timing.lease_ttl_s else timing.lease_ttl_s):
+        # How old it is says nothing: it is seldom written where nobody asks.
+        if self.quiet > timing.lease_ttl_s:
             return False
         return True if self.beats else None
 
