@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support.tenants import mounted_tmpfs
 from support.training import Model, Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import (
     MemoryFullError,
     MemoryTierError,
@@ -243,3 +245,19 @@ def test_not_asking_for_the_checkpoint_that_is_there_is_one_warning(runs):
     (line,) = hints(fit(runs, memory_steps=False, namespace=f"other-{secrets.token_hex(2)}")[2])
     assert "would resume from epoch=1-step=4.ckpt (step 4, durable tier)" in line
     assert probes(runs) == []
+
+
+def test_a_new_run_on_a_node_whose_clock_is_behind_saves_what_is_newer(runs, monkeypatch):
+    def run(name):
+        callback = TieredModelCheckpoint(s3_every_n_train_steps=1, filename=name, save_top_k=1)
+        runs.wipe()
+        assert fit(runs, callback=callback, namespace=f"node-{secrets.token_hex(4)}")[1] is None
+
+    run("before")
+    monkeypatch.setattr(Clock, "wall", lambda _: time.time() - 3600)
+    run("after")
+    runs.wipe()
+    io = runs.io(namespace="a-third-node", drain="thread")
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 3
+    assert io.checkpointer.restored.name == "after.ckpt"
+    io.teardown()

@@ -112,6 +112,8 @@ def preflight(session: Session, need: Need) -> None:
 def newest(session: Session, companion: str = "") -> Candidate | None:
     """What ``tiered:latest`` would resume from, as far as this rank sees; of a durable tier in trouble, nothing.
 
+    The session's saves come after all that is seen, whatever this machine's clock says.
+
     Args:
         session: Both tiers.
         companion: See :class:`Selector`.
@@ -126,6 +128,8 @@ def newest(session: Session, companion: str = "") -> Candidate | None:
     found = DurableCatalog()
     with contextlib.suppress(TieredCheckpointError):
         found = _asked(session, ask)
+    for manifest in found.manifests:
+        session.follow(manifest.content.save_id)
     node = node_of(tiers.memory.root)
     catalog = Catalog({node: here.held}, found.manifests, here.aliases)
     # Of local checkpoints, each rank loads its own by itself: none is this training's.
