@@ -22,9 +22,9 @@ class FullDrain:
     """A drain that carries out the thirteen operations of ``story.py``, killed once, or once more at its restart."""
 
     title = "drain of full checkpoints killed"
-    limit = 0
 
-    def __init__(self, *, large=False):
+    def __init__(self, *, large=False, limit=0):
+        self.limit = limit
         self._large = large
         self._chooser = random.Random(2)
         self._count = 0
