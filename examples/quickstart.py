@@ -22,7 +22,7 @@ block = {"dirpath": sys.argv[1], "namespace": "quickstart"}
 trainer = Trainer(
     plugins=[TieredCheckpointIO.from_config(block)],
     callbacks=[TieredModelCheckpoint.from_config(block)],
-    max_steps=500,
+    max_steps=1000,
     logger=False,
 )
 trainer.fit(SlowModel(), ckpt_path="tiered:latest")

@@ -116,7 +116,7 @@ def test_the_first_five_minutes(story):
     """The example, and the commands that README.md has after it."""
     output, status = story.python(str(ROOT / "examples" / "quickstart.py"), "s3://bucket/run", prelude=HURRY)
     assert status == 0, output[-3000:]
-    assert "trained to step 500" in output
+    assert "trained to step 1000" in output
     story.drained()
     commands = [
         line.partition("#")[0].split() for text in blocks("README.md", "bash").values() for line in text.splitlines()
@@ -126,7 +126,7 @@ def test_the_first_five_minutes(story):
     for command in commands:
         output, status = story.tiered_ckpt(*command)
         assert status == 0, output[-3000:]
-        assert "step=500" in output
+        assert "step=1000" in output
 
 
 def test_every_command_of_the_documents_is_understood():
