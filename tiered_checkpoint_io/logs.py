@@ -76,14 +76,16 @@ def get_logger(
     return CheckpointLogger(target, {"namespace": namespace, "rank": rank, "step": None})
 
 
-def gib(size: int) -> str:
-    """``1.50 GiB``, or ``12.00 MiB``."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / (1 << 20):.2f} MiB"
+def size_text(size: int) -> str:
+    """``1.50 GiB``, ``12.00 MiB`` or ``0.35 KiB``."""
+    if size >= GIB:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / (1 << 20):.2f} MiB" if size >= 1 << 20 else f"{size / (1 << 10):.2f} KiB"
 
 
 def rate(size: int, seconds: float) -> str:
     """``1.50 GiB in 0.75 s (2.00 GiB/s)``."""
-    return f"{gib(size)} in {seconds:.3f} s ({size / GIB / max(seconds, 1e-9):.2f} GiB/s)"
+    return f"{size_text(size)} in {seconds:.3f} s ({size / GIB / max(seconds, 1e-9):.2f} GiB/s)"
 
 
 class _DefaultLevel(int):

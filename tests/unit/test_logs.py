@@ -13,7 +13,7 @@ from support.bad_input import state
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.logs import GIB, get_logger, gib, rate
+from tiered_checkpoint_io.logs import GIB, get_logger, rate, size_text
 
 LINE = re.compile(
     r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\] \[(?P<namespace>[\w-]+)\] \[(?P<logger>[\w.]+)\]"
@@ -136,7 +136,11 @@ def test_the_rank_and_the_step_are_those_given(tmp_path):
 
 def test_amounts():
     assert rate(3 * GIB // 2, 0.75) == "1.50 GiB in 0.750 s (2.00 GiB/s)"
-    assert [gib(12 << 20), gib(GIB - (1 << 20)), gib(30_000)] == ["12.00 MiB", "1023.00 MiB", "0.03 MiB"]
+    assert [size_text(12 << 20), size_text(GIB - (1 << 20)), size_text(30_000)] == [
+        "12.00 MiB",
+        "1023.00 MiB",
+        "29.30 KiB",
+    ]
 
 
 SCRIPT = """

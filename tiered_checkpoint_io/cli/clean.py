@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.logs import gib
+from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -66,7 +66,7 @@ def clean(
     for line in _removed(parts):
         say(line)
     size = sum(each.part.content.size for each in parts)
-    say(f"removed {_count(len(parts), 'part')}, {gib(size)}, and {printable(str(root))}")
+    say(f"removed {_count(len(parts), 'part')}, {size_text(size)}, and {printable(str(root))}")
     with contextlib.suppress(OSError):
         root.parent.rmdir()
 
@@ -129,7 +129,7 @@ def _removed(parts: Iterable[StoredPart]) -> Iterable[str]:
     for each in parts:
         saves.setdefault(each.save_id, []).append(each)
     for save in saves.values():
-        size = gib(sum(each.part.content.size for each in save))
+        size = size_text(sum(each.part.content.size for each in save))
         yield f"removed {printable(_named(save[0].part))}: {_count(len(save), 'part')}, {size}"
 
 

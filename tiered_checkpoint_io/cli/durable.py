@@ -31,7 +31,7 @@ from tiered_checkpoint_io.errors import (
     ManifestError,
     StoreNotFoundError,
 )
-from tiered_checkpoint_io.logs import gib
+from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry, Manifest
 from tiered_checkpoint_io.stores import Store
@@ -123,7 +123,7 @@ def export_durable(
         profile=profile,
     )
     for file in written:
-        say(f"{printable(str(file))}: {gib(file.stat().st_size)}")
+        say(f"{printable(str(file))}: {size_text(file.stat().st_size)}")
 
 
 def _row(each: Found, latest: str | None) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ def _row(each: Found, latest: str | None) -> tuple[str, ...]:
     step = str(content.step) if content.step >= 0 else ""
     kind = content.kind if content.resumable else f"{content.kind}, not resumable"
     note = f"alias of {each.manifest.alias_of}" if each.manifest.alias_of else "latest" if each.name == latest else ""
-    return (each.name, step, gib(content.size), _time(content.created), kind, note)
+    return (each.name, step, size_text(content.size), _time(content.created), kind, note)
 
 
 def _time(seconds: float) -> str:

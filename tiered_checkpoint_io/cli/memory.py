@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.logs import get_logger, gib
+from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
@@ -103,7 +103,7 @@ def _show_namespace(root: Path) -> None:
         say("Operations that wait for the durable tier:")
         show("", pending, "operation", "name", "target", "dirpath")
     outcomes = [
-        (each.action, each.name, each.state, gib(each.bytes) if each.bytes else "", each.error)
+        (each.action, each.name, each.state, size_text(each.bytes) if each.bytes else "", each.error)
         for each in reversed(queue.outcomes()[-_SHOWN_OUTCOMES:])
     ]
     if outcomes:
@@ -112,7 +112,11 @@ def _show_namespace(root: Path) -> None:
     progress = queue.progress()
     age = time.time() - progress.heartbeat
     seen = f"process {progress.pid}, last seen {age:.0f} s ago" if progress.pid else "has not run"
-    work = f", {progress.name} {gib(progress.bytes_done)} of {gib(progress.bytes_total)}" if progress.name else ""
+    work = (
+        f", {progress.name} {size_text(progress.bytes_done)} of {size_text(progress.bytes_total)}"
+        if progress.name
+        else ""
+    )
     say(printable(f"drain: {seen}, {len(waiting)} pending{work}"))
     if progress.last_error:
         say(printable(f"last error: {progress.last_error}"))
@@ -135,7 +139,7 @@ def _row(stored: StoredPart, state: str, latest: Sequence[str] | set[str]) -> tu
     safe = "yes" if stored.replicated else "no"
     step = str(content.step) if content.step >= 0 else ""
     note = "latest" if stored.save_id in latest else "" if content.resumable else "not resumable"
-    return part.name, step, str(part.rank), gib(content.size), state, safe, note, part.dirpath
+    return part.name, step, str(part.rank), size_text(content.size), state, safe, note, part.dirpath
 
 
 def _state(tier: MemoryTier, stored: StoredPart) -> str:

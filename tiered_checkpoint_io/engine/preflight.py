@@ -27,7 +27,7 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.logs import gib
+from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of
 from tiered_checkpoint_io.model import ids
@@ -169,8 +169,8 @@ def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[P
     if not consequences:
         return []
     error = MemoryFullError(
-        f"parameters and buffers alone take {gib(need.node_bytes)}; memory can hold {gib(room.memory)}"
-        f" and the spill {gib(room.spill)}",
+        f"parameters and buffers alone take {size_text(need.node_bytes)}; memory can hold {size_text(room.memory)}"
+        f" and the spill {size_text(room.spill)}",
         operation="save",
         tier="memory",
         key=config.memory_dir,

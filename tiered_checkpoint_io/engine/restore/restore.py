@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.part_moves import carry, spread
 from tiered_checkpoint_io.engine.restore.search import Found, Outcome, Search
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
-from tiered_checkpoint_io.logs import gib, rate
+from tiered_checkpoint_io.logs import rate, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.model import ids
@@ -174,7 +174,7 @@ class NodeFetcher:
                 "" if self._rank is None else f"shard {self._rank} of ",
                 restored.name,
                 "spill" if self.tiers.memory.is_spilled(restored.path) else restored.tier,
-                gib(restored.path.stat().st_size),
+                size_text(restored.path.stat().st_size),
                 restored.seconds,
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.logs import gib
+from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.spill import AUTO
 
 
@@ -20,8 +20,8 @@ def warn_spilled(session: Session, size: int) -> None:
     if tier.spill is None or "spilled" in session.warned:
         return
     text = (
-        f"the memory tier can't hold this checkpoint of {gib(size)} in {config.memory_dir}, so it goes through "
-        f"{tier.spill.root} on the node's disk, which may take {gib(tier.spill.room())} more"
+        f"the memory tier can't hold this checkpoint of {size_text(size)} in {config.memory_dir}, so it goes through "
+        f"{tier.spill.root} on the node's disk, which may take {size_text(tier.spill.room())} more"
     )
     if config.spill_dir == AUTO:
         _warn(session, f"{text}, and leaves half of what is free to others; see spill_dir", "spilled")
