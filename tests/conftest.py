@@ -18,6 +18,8 @@ from tiered_checkpoint_io.testing.servers import RcloneServer, S3Server
 S3_FIXTURES = {"s3_server", "s3_bucket", "s3_url"}
 #: A process that a test has ended may need a moment to be gone.
 GONE_S = 5.0
+#: By these Lightning takes a process for one that a launcher has started, and starts no further ranks.
+LAUNCHED = ("GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "WORLD_SIZE")
 
 # On a busy machine any example may take long, and says nothing about the code.
 settings.register_profile("busy", deadline=None)
@@ -122,6 +124,18 @@ def temporary_folder(tmp_path_factory):
         patch.setattr(tempfile, "tempdir", str(folder))
         patch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher_is_left():
+    """A Trainer with DDP sets them in its own process, and never takes them back."""
+    before = {name: os.environ.get(name) for name in LAUNCHED}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(autouse=True)
