@@ -328,7 +328,7 @@ class PreemptionCheckpoint(Callback):
         durable = bool(trainer.strategy.broadcast(has_time))
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
         started, before = session.clock.monotonic(), session.last_save
-        # What failed behind earlier saves is logged and counted here, and keeps nobody from this one.
+        # Failures of earlier saves are logged and counted here; they do not prevent this one.
         session.surface()
         try:
             trainer.save_checkpoint(ids.join_url(session.dirpath, self.name), storage_options=options)

@@ -1,4 +1,4 @@
-"""The kill sweep: every effect of every story of ``support/sweeping.py``, SIGKILL there, restart, compare.
+"""The kill sweep: SIGKILL at the effects of every story of ``support/sweeping.py``, a restart, and a comparison.
 
     make test-crash                                    everything
     python tests/crash/sweep.py --only "local"         stories whose title holds a text

@@ -59,7 +59,7 @@ def test_it_is_durable_when_a_save_returns_and_not_waited_for_without_wait(kind,
             writer = TieredStorageWriter(**options)
             stock.async_save({"t": torch.ones(2)}, checkpoint_id="step_3", storage_writer=writer).result(60)
             assert not is_there(options, 3)
-        # Bounded, and training goes on with it in memory.
+        # The wait is bounded; training continues, with the checkpoint in memory.
         impatient = {**options, "pending_timeout_s": 1}
         assert save(kind, 4, impatient) is not None
         assert not is_there(options, 4)
@@ -76,7 +76,7 @@ def test_one_that_does_not_get_there_is_an_error_or_a_line_of_the_log(kind, opti
     (tmp_path / "durable" / "step_2").write_text("a file")
     said = "step_2 is in memory, but not on the durable tier"
     saved = save(kind, 2, options)
-    assert (saved is None) == (kind != "DCP's own"), "training goes on"
+    assert (saved is None) == (kind != "DCP's own"), "training continues"
     assert said in caplog.text
     strict = {**options, "on_save_error": "raise"}
     try:

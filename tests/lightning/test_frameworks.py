@@ -128,7 +128,7 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("saves", ["as ever", "fails", "elsewhere", "to dirpath"])
 def test_slurms_requeue_resumes_without_a_callback_of_ours(runs, slurm, tmp_path, saves):
-    """The checkpoint goes to the tiers, the requeue is asked for, and a fit without ``ckpt_path`` goes on from there."""
+    """The checkpoint goes to the tiers, the requeue is asked for, and a fit without ``ckpt_path`` resumes from it."""
     root = {"elsewhere": "memory://logs", "to dirpath": runs.dirpath}.get(saves, runs.root)
     options = {"ckpt_path": None, "plugins": None, "default_root_dir": root}
     with pytest.raises(Preempted) as ended:

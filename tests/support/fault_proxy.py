@@ -51,7 +51,7 @@ def object_lock(exchange):
 
 
 def short_pages(count, *, stuck=False, token=None):
-    """Lists of so many entries at most, which say that there are more, but not where they go on.
+    """Lists of so many entries at most, which say that there are more, but without a marker for the next page.
 
     Where ``stuck``, it is the first one each time, with the same token.
     """

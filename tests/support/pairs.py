@@ -169,7 +169,7 @@ def both(role, work, order, counter):
 
 
 def join(rank, port, joined):
-    """Both have joined before either may be killed: torch looks for a dead rank 0 far longer than it is told."""
+    """Both have joined before either may be killed: torch waits for a dead rank 0 far beyond its timeout."""
     import torch.distributed as dist
 
     where, bound = f"tcp://127.0.0.1:{port}", timedelta(seconds=PATIENCE_S / 2)

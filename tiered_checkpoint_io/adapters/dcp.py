@@ -62,7 +62,7 @@ def save(
 
     A save that is to go to the durable tier returns, on all ranks that save, once it is committed on the durable tier;
     one of memory alone once it is there. Where nothing has moved for ``pending_timeout_s``, or the upload takes longer
-    than ``wait_timeout_s``, it ends without that: with ``on_save_error: warn`` training goes on, and the checkpoint
+    than ``wait_timeout_s``, it ends without that: with ``on_save_error: warn`` training continues, and the checkpoint
     stays in node memory, queued for upload; with ``raise`` all ranks get the error.
 
     ``sharded``: as ``torch.distributed.checkpoint.save`` does; any number of ranks can load it.

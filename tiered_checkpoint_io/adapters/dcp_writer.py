@@ -242,7 +242,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                     in_memory=all(each.storage_data[1] for each in written),
                 )
         except TieredCheckpointError:
-            # From DCP's own save it would end a training that is to go on; node memory has the checkpoint, queued.
+            # Raised from DCP's own save it would end the training; node memory has the checkpoint, queued.
             is_queued = self.saver.op_id is not None
             if self._by_dcp is None or not is_queued or self.settings.config.on_save_error == "raise":
                 raise

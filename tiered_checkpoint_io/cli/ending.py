@@ -24,8 +24,8 @@ def told_to_end(log: Logger, *, late: int) -> Iterator[threading.Event]:
     """Gives an event that is set by SIGTERM and SIGINT while the block runs.
 
     A block that does not end within ``GRACE_S`` of the signal, because a server does not answer, is not waited for:
-    the process ends with the status ``late``. So the block must leave at each point what the next process can go on
-    with, as it has to for one that is killed.
+    the process ends with the status ``late``. So the next process must be able to continue from whatever the block
+    leaves at any point, as after a kill.
     """
     stop, done = threading.Event(), threading.Event()
     reader, writer = os.pipe()
