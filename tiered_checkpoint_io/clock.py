@@ -1,8 +1,9 @@
-"""Time, waiting, randomness, and the bounds and intervals of the engine: one object that is handed in.
+"""Time, waiting, randomness, threads, and the bounds and intervals of the engine: one object that is handed in.
 
-Whatever reads a clock, waits, polls or draws a random number does so by a :class:`Clock` that its owner passed to
-it, so that a test can hand in another: with shorter bounds, or with a time that only the test moves. Bounds that are
-passed to torch, boto3 or the kernel are kept by them, in real time.
+Whatever reads a clock, waits, polls, draws a random number or starts a thread does so by a :class:`Clock` that its
+owner passed to it, so that a test can hand in another: with shorter bounds, with a time that only the test moves, or
+with threads that take turns. Bounds that are passed to torch, boto3 or the kernel are kept by them, in real
+time.
 """
 
 from __future__ import annotations
@@ -175,6 +176,12 @@ class Clock:
     def wait_for(self, condition: threading.Condition, is_so: Callable[[], object], seconds: float) -> bool:
         """Waits until ``is_so``, under a condition that the caller holds, for ``seconds`` at most; whether it is."""
         return bool(condition.wait_for(is_so, seconds))
+
+    def start(self, work: Callable[[], object], name: str, *, daemon: bool = True) -> threading.Thread:
+        """Starts a thread that does ``work``; a ``daemon`` does not keep its process from ending."""
+        thread = threading.Thread(target=work, name=name, daemon=daemon)
+        thread.start()
+        return thread
 
     def join(self, thread: threading.Thread, seconds: float) -> None:
         """Waits for the end of a thread, for ``seconds`` at most."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -267,8 +266,7 @@ def _asked(session: Session, ask: Callable[[Store], _T]) -> _T:
         finally:
             store.close()
 
-    thread = threading.Thread(target=run, name="tiered-preflight", daemon=True)
-    thread.start()
+    thread = session.clock.start(run, "tiered-preflight")
     session.clock.join(thread, seconds)
     if not ended:
         raise StoreUnavailableError(

@@ -126,7 +126,7 @@ class Session:
             # Its process may have another temporary directory.
             found = replace(config, spill_dir=spill_dir_of(config.spill_dir))
             drain = DrainHandle(tier, found, self.log, clock=self.clock)
-            drain.leave_by, self._opened = self._leave_by, Opened(tier, Capturer(tier, self._pins), drain)
+            drain.leave_by, self._opened = self._leave_by, Opened(tier, Capturer(tier, self._pins, self.clock), drain)
         return self._opened
 
     @property

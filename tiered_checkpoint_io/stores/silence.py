@@ -7,6 +7,7 @@ by itself. A caller that can do without the answer asks on a thread of its own, 
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,8 +35,7 @@ class Question(Generic[_T]):
         self.cancelled = threading.Event()
         context = contextvars.copy_context()
         context.run(_asking.set, self)
-        run = (self._run, ask)
-        threading.Thread(target=context.run, args=run, name="tiered-question", daemon=True).start()
+        clock.start(functools.partial(context.run, self._run, ask), "tiered-question")
 
     def _run(self, ask: Callable[[], _T]) -> None:
         try:
@@ -65,7 +65,8 @@ class Question(Generic[_T]):
 
     def result(self) -> _T:
         """What was asked for, waited for without a bound but the store's own; raises what ``ask`` raised."""
-        self._ended.wait()
+        while not self._clock.wait(self._ended, self._clock.timing.silence_line_s):
+            pass
         return self._answer.result()
 
     def close(self) -> None:

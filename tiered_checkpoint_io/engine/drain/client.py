@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import subprocess
@@ -121,8 +122,7 @@ class DrainHandle:
             self._drain = Drain(
                 self._root, logger=DebugOnly(self._log, {}), stop=self._stop, stay=True, clock=self._clock
             )
-            self._thread = threading.Thread(target=self._run, args=(self._drain,), name="tiered-drain", daemon=True)
-            self._thread.start()
+            self._thread = self._clock.start(functools.partial(self._run, self._drain), "tiered-drain")
             return
         self._child = start_process(self._root, self._log)
 
@@ -136,7 +136,7 @@ class DrainHandle:
             self._stop.set()
             if self.leave_by is not None:
                 timeout_s = min(timeout_s, max(0.0, self.leave_by - self._clock.monotonic()))
-            self._thread.join(timeout_s)
+            self._clock.join(self._thread, timeout_s)
             self._thread = self._drain = None
         if self._trainer_lock is not None:
             release(self._trainer_lock)

@@ -44,13 +44,12 @@ class Reporter:
             while not self._clock.wait(ended, timing.heartbeat_s if self.now.name else timing.idle_heartbeat_s):
                 self.write()
 
-        thread = threading.Thread(target=beat, name="tiered-heartbeat", daemon=True)
-        thread.start()
+        thread = self._clock.start(beat, "tiered-heartbeat")
         try:
             yield
         finally:
             ended.set()
-            thread.join()
+            self._clock.join(thread, self._clock.timing.log_lock_s)
             self.write()
 
     @contextlib.contextmanager

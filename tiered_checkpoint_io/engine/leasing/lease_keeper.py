@@ -85,8 +85,7 @@ class LeaseKeeper:
     # ------------------------------------------------------------------------------------- life
     def start(self) -> None:
         """Begins to claim, and to beat."""
-        self._thread = threading.Thread(target=self._run, name="tiered-lease", daemon=True)
-        self._thread.start()
+        self._thread = self._clock.start(self._run, "tiered-lease")
 
     def check(self, wait_s: float = 0.0) -> None:
         """Waits for the first look, at most ``wait_s`` seconds.

@@ -60,8 +60,7 @@ class LocalPeers:
             self._load = load
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="tiered-give-replicas", daemon=True)
-            self._thread.start()
+            self._thread = self._clock.start(self._serve, "tiered-give-replicas")
 
     def end(self, load: str) -> None:
         """Tells that this rank's load is over, however it ended."""

@@ -46,8 +46,7 @@ class ReplicaReceiver:
         self._lock = threading.Lock()
         self._missed = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tiered-keep-replicas", daemon=True)
-        self._thread.start()
+        self._thread = self._clock.start(self._run, "tiered-keep-replicas")
 
     def await_replicas(self, part: Part) -> None:
         """Looks from now on whether all parts of a part's save are replicated."""

@@ -56,8 +56,7 @@ class ReplicaSender:
         self._waiting: deque[StoredPart] = deque()
         self._is_sending = False
         self._is_closing = self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="tiered-replicate", daemon=True)
-        self._thread.start()
+        self._thread = self._clock.start(self._run, "tiered-replicate")
 
     # ----------------------------------------------------------------------------------- interface
     def offer(self, stored: StoredPart) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, cast
 
 import torch
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.staging.retention import Evidence, Scope, removable, room_for, spill_room_for
 from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.formats.image import Image
@@ -49,13 +51,15 @@ class HostPins:
 class Capturer:
     """Fills slots of one process' memory tier, and removes what retention gives up for them."""
 
-    def __init__(self, tier: MemoryTier, pins: HostPins | None = None) -> None:
+    def __init__(self, tier: MemoryTier, pins: HostPins | None = None, clock: Clock = SYSTEM) -> None:
         """Takes an open tier.
 
         Args:
             tier: Where to.
             pins: The register of pinned memory that the tier tells of ending mappings.
+            clock: Starts the thread that prepares slots.
         """
+        self._clock = clock
         self._tier = tier
         self._pins = pins or HostPins()
         self._preparing: threading.Thread | None = None
@@ -118,8 +122,7 @@ class Capturer:
 
     def prepare(self, size: int) -> None:
         """Makes a slot for the next file of this size, in the background."""
-        self._preparing = threading.Thread(target=self._tier.prepare, args=(size,), name="tiered-prepare", daemon=True)
-        self._preparing.start()
+        self._preparing = self._clock.start(functools.partial(self._tier.prepare, size), "tiered-prepare")
 
     def close(self) -> None:
         """Waits for background preparation."""
@@ -127,7 +130,7 @@ class Capturer:
 
     def _finish_preparing(self) -> None:
         if self._preparing is not None:
-            self._preparing.join()
+            self._clock.join(self._preparing, self._clock.timing.space_wait_s)
             self._preparing = None
 
     def _acquire(self, size: int, scope: Scope, retained: Collection[str], *, spills: bool) -> Slot:
