@@ -1,0 +1,301 @@
+"""What lives of runs are judged by: the numbers of saves, aliases and deletes, in the order in which they were made.
+
+Each operation has a number, and a checkpoint's is in it. Runs follow each other, so what is newer has the greater number.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sim.machines import Machine
+from sim.world import Peek
+
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import hash_bytes
+
+#: So long two runs may both take a dirpath for theirs: each lists every 15 s, and one that was silent counts for 60 s.
+BOTH_HOLD_S = 240.0
+#: A run may be refused for one that ended so long before.
+REFUSED_LATE_S = 180.0
+
+#: Runs that meet notice it within a look, and their clocks may be off.
+MET_S = 80.0
+#: A run that was stopped saves as before until it has looked.
+WOKEN_S = 20.0
+
+
+@dataclass(eq=False)
+class Operation:
+    """A save, an alias or a delete; it is certain once the call has returned, and its machine was not lost."""
+
+    number: int
+    name: str
+    run: object
+    kind: str = "save"
+    durable: bool = True
+    resumable: bool = True
+    target: object = None
+    report: object = None
+    is_certain: bool = False
+    is_lost: bool = False
+    boot_id: str = field(init=False)
+    at: float = field(init=False)
+
+    def __post_init__(self):
+        self.boot_id, self.at = self.run.boot_id, self.run.process.world.now
+
+
+def content_of(store, name):
+    """The content that a reader finds whole under a name; None if it is absent, text where none is whole."""
+    manifest = read_manifest(store, name)
+    if manifest is None:
+        return None
+    if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)):
+        manifest = target
+    for content in (manifest.content, *manifest.previous):
+        (entry,) = files_of(store, content).all()
+        data = store._objects.get(entry.path, (b"", 0))[0]
+        pieces = tuple(hash_bytes(data[start : start + size]) for start, size in entry.chunks)
+        if len(data) == entry.size and pieces == entry.hashes:
+            return content
+    return f"{name} matches none of its contents"
+
+
+class Judge:
+    """Knows all that was asked for, and looks at what became of it."""
+
+    def __init__(self, world, life):
+        self._world, self._life = world, life
+        self._number = 0
+        #: All operations by name, and the saves among them by number.
+        self.operations = {}
+        self.saves = {}
+        #: The greatest number that each name has shown, or the delete that it has followed.
+        self._shown = {}
+        self._both = (0.0, frozenset())
+
+    def _blame(self, text):
+        self._world.violation = self._world.violation or text
+
+    # ------------------------------------------------------------------------------ operations
+    def next_number(self):
+        self._number += 1
+        return self._number
+
+    def _add(self, operation):
+        self.operations.setdefault(operation.name, []).append(operation)
+        return operation
+
+    def begin(self, number, name, run, *, durable, resumable):
+        saved = Operation(number, name, run, durable=durable, resumable=resumable)
+        self.saves[number] = saved
+        return self._add(saved) if durable else saved
+
+    def returned(self, saved, report):
+        """A save has returned: what it has reported holds."""
+        saved.report = report
+        if report is None:
+            return
+        saved.is_certain = not saved.is_lost
+        if "durable" not in report.tiers and saved.durable:
+            # Too many waited: it is in memory alone.
+            saved.durable = False
+            self.operations[saved.name].remove(saved)
+        elif saved.durable and not report.queued and self._shown.get(saved.name, 0) < saved.number:
+            self._blame(f"save {saved.number} was reported durable, and {saved.name} does not show it")
+
+    def begin_alias(self, number, name, run, target):
+        return self._add(Operation(number, name, run, "alias", target=target))
+
+    def begin_delete(self, number, name, run):
+        return self._add(Operation(number, name, run, "delete"))
+
+    def queued(self, operation):
+        operation.is_certain = not operation.is_lost
+
+    def is_deleted(self, saved):
+        """Whether its name was deleted since."""
+        later = (each for each in self.operations.get(saved.name, ()) if each.number > saved.number)
+        return any(each.kind == "delete" for each in later)
+
+    def lost(self, machine):
+        """All that only this machine knows is gone."""
+        for operation in (*self.saves.values(), *(each for named in self.operations.values() for each in named)):
+            if operation.boot_id == machine.boot_id:
+                operation.is_lost, operation.is_certain = True, False
+
+    # ---------------------------------------------------------------------------- durable tier
+    def check(self):
+        """What each name shows now; called behind each change."""
+        for name in self.operations:
+            number, last = self._number_shown(name), self._shown.get(name, 0)
+            if number is None:
+                deletes = [
+                    each.number for each in self.operations[name] if each.kind == "delete" and each.number > last
+                ]
+                if last and not deletes and not self._is_delete(name, last):
+                    self._blame(f"{name} is gone, which has shown {last}, and was not deleted")
+                elif last and not self._is_delete(name, last):
+                    self._shown[name] = deletes[0]
+            elif number < last and not self._is_kept(name, number, last):
+                self._blame(f"{name} shows {number}, behind {last}")
+            else:
+                self._shown[name] = max(last, number)
+
+    def _is_kept(self, name, number, last):
+        """Whether it is what a deleted name shows while it is saved anew, because an alias has kept its object."""
+        return self._is_delete(name, last) and bool(self._aliases_of(name)) and number < last
+
+    def _is_delete(self, name, number):
+        return any(each.number == number and each.kind == "delete" for each in self.operations[name])
+
+    def _number_shown(self, name):
+        content = content_of(Peek(self._world), name)
+        if isinstance(content, str):
+            self._blame(content)
+            return None
+        return None if content is None else int(content.metric.value)
+
+    def _durable(self, what):
+        shown = {name: self._number_shown(name) for name in self.operations if self._is_meant(what, name)}
+        return {name: number for name, number in shown.items() if number is not None and self._serves(what, number)}
+
+    # --------------------------------------------------------------------------------- loading
+    @staticmethod
+    def _is_meant(what, name):
+        return what == "tiered:latest" or (ids.is_last(name) if what == "tiered:last" else name == what)
+
+    def _serves(self, what, number):
+        return self.saves[number].resumable or not what.startswith("tiered:")
+
+    def within_reach(self, run, what):
+        """What a load that begins now must find, if nothing goes wrong: in memory, and by name on the durable tier."""
+        here = [each for each in self.saves.values() if each.boot_id == run.boot_id and each.report is not None]
+        newest = max(
+            (each for each in here if "memory" in each.report.tiers), key=lambda each: each.number, default=None
+        )
+        memory = 0
+        if newest is not None and self._is_meant(what, newest.name) and self._serves(what, newest.number):
+            memory = 0 if self.is_deleted(newest) else newest.number
+        return memory, self._durable(what)
+
+    def loaded(self, run, what, number, error, before, *, excused):
+        """A load has returned."""
+        memory, durable = before
+        now = self._durable(what)
+        bound = max([memory, *(each for name, each in durable.items() if name in now and not excused)])
+        who = f"{run.process.name}, loading {what},"
+        if number is None:
+            if bound and not (excused and error is not None):
+                self._blame(f"{who} finds nothing ({error}), and {bound} was there")
+            return
+        saved = self.saves[number]
+        if number < bound and not self._met(saved, self.saves[bound]):
+            self._blame(f"{who} got {number}, and {bound} was there")
+        if not self._serves(what, number):
+            self._blame(f"{who} got {number}, which training can't resume from")
+        names = {saved.name, *(each.name for each in self._aliases_of(saved.name))}
+        if not any(self._is_meant(what, name) for name in names):
+            self._blame(f"{who} got {number}, which was saved as {saved.name}")
+
+    @staticmethod
+    def _met(one, other):
+        """Whether two runs made them at about the same time, so that either may pass for the newer one."""
+        runs = one.run, other.run
+        overlap = runs[0].process.ended_at > runs[1].began and runs[1].process.ended_at > runs[0].began
+        has_just_woken = 0 <= other.at - other.run.process.stopped_until < WOKEN_S
+        return runs[0] is not runs[1] and overlap and (abs(one.at - other.at) < MET_S or has_just_woken)
+
+    def _aliases_of(self, name):
+        aliases = (each for named in self.operations.values() for each in named if each.kind == "alias")
+        return [each for each in aliases if each.target.name == name]
+
+    def number_in(self, state):
+        """The one save that a state is of."""
+        numbers = {state["number"], state["global_step"], *state["a"].tolist(), *state["b"][0].tolist()}
+        if len(numbers) != 1 or not numbers <= self.saves.keys():
+            self._blame(f"a load gave a mixture, or what was never saved: {sorted(numbers)}")
+        return max(numbers)
+
+    # ---------------------------------------------------------------------------------- leases
+    def look_at_leases(self):
+        """Two runs that both take the dirpath for theirs have to notice it within a bound."""
+        holders = frozenset(run.number for run in self._life.runs if run.holds and not run.process.is_stopped)
+        since, before = self._both
+        if len(holders) < 2 or holders != before:
+            self._both = (self._world.now, holders)
+        elif self._world.now - since > BOTH_HOLD_S:
+            self._blame(f"runs {sorted(holders)} both hold the dirpath for {self._world.now - since:.0f} s")
+
+    def look_at_refusals(self):
+        """Of the runs that have ended, none was refused for nothing, and not all of those that met."""
+        runs = self._life.runs
+        for run in (each for each in runs if each.refused is not None and not each.process.faults):
+            met = [
+                each
+                for each in runs
+                if each is not run
+                and each.began <= run.refused
+                and each.process.ended_at >= run.refused - REFUSED_LATE_S - 8000.0 * (each.process.faults > 0)
+            ]
+            if not met:
+                self._blame(f"run {run.number} was refused, and no other was there")
+            elif all(each.refused is not None for each in met):
+                self._blame(f"run {run.number} and all that it met were refused")
+
+    # ------------------------------------------------------------------------------------- end
+    @staticmethod
+    def root_of(machine: Machine):
+        return next(Path(machine.folder).glob("*/default"), None)
+
+    def _operations_left(self, machine, *, doable):
+        root = self.root_of(machine)
+        if root is None:
+            return []
+        queue = Queue(root, clock=machine.clock)
+        look = queue.doable if doable else queue.look
+        return look(MemoryTier(root, clock=machine.clock))
+
+    def is_busy(self, machine):
+        """Whether a drain of it has something to do."""
+        return bool(self._operations_left(machine, doable=True))
+
+    def left(self):
+        """What is queued on all machines, for people."""
+        return [
+            f"{machine.name}: {each.action} {each.name} {each.op_id}"
+            for machine in self._life.machines
+            for each in self._operations_left(machine, doable=False)
+        ]
+
+    def check_end(self):
+        """All drains are done: each name shows its last operation that is certain, or a later one that may be."""
+        machines = self._life.machines
+        waiting = {each.name for machine in machines for each in self._operations_left(machine, doable=False)}
+        skipped = {each.op_id for machine in machines for each in self._outcomes(machine) if each.state == "skipped"}
+        for name, operations in self.operations.items():
+            number, allowed = self._number_shown(name), {None}
+            for each in operations:
+                both = (one for one in (each, each.target) if one is not None and one.report is not None)
+                given_up = any(one.report.save_id in skipped for one in both)
+                if each.is_certain and not given_up:
+                    allowed.clear()
+                allowed |= self._results(each)
+            if number not in allowed and name not in waiting:
+                self._blame(f"in the end {name} shows {number}, not one of {sorted(map(str, allowed))}")
+
+    def _outcomes(self, machine):
+        root = self.root_of(machine)
+        return Queue(root, clock=machine.clock).outcomes() if root is not None else []
+
+    def _results(self, operation):
+        if operation.kind == "delete":
+            return {None}
+        if operation.kind == "save":
+            return {operation.number}
+        target = operation.target
+        saves = self.operations.get(target.name, ())
+        return {each.number for each in saves if each.kind == "save" and each.number >= target.number}
