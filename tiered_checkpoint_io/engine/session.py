@@ -114,12 +114,10 @@ class Session:
         """
         self.background.wait()
         if self._opened is None:
-            config = self.config
-            budget = None
-            if os.path.isdir(config.memory_dir):
-                budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
+            config, memory_dir = self.config, self.config.memory_dir
+            budget = node_budget(config.memory_allocation_percentage, memory_dir) if os.path.isdir(memory_dir) else None
             tier = MemoryTier.open(
-                config.memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin, clock=self.clock
+                memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin, clock=self.clock
             )
             tier.use_spill(config.spill_dir)
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
@@ -216,9 +214,11 @@ class Session:
     # --------------------------------------------------------------------------------------- ids
     def next_id(self) -> str:
         """The id of the next operation of this process, after all that it has seen of others."""
-        if self._run_id is not None and ids.save_id(self._run_id, self._counter + 1) <= (self.newest_seen or ""):
-            # Others have saved since this process' first save, and it has gone on from there.
-            self._run_id, self._counter = None, 0
+        if self._run_id is not None:
+            mine = ids.save_id(self._run_id, self._counter + 1)
+            # Others have saved since this process' first save, or may have: what it saves now is newer.
+            if mine <= (self.newest_seen or "") or self.claims.met_others():
+                self.follow(mine)
         if self._run_id is None:
             self._run_id = self.new_run_id([self.newest_seen, *(each.save_id for each in self.open().tier.parts())])
         self._counter += 1

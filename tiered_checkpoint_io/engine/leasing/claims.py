@@ -45,6 +45,7 @@ class Claims:
         self._store = store
         self._in_time = in_time
         self._lease: LeaseKeeper | None = None
+        self._met = 0
         self._namespace: NamespaceLock | None = None
 
     def claim(self, wait_s: float | None = None) -> None:
@@ -81,6 +82,12 @@ class Claims:
             self._namespace = self._lock_namespace()
         if self._lease is not None:
             self._lease.check()
+
+    def met_others(self) -> bool:
+        """Whether other runs may have saved to the dirpath since the last call: until its claim, and while one asks."""
+        met = 0 if self._lease is None else 1 + self._lease.met
+        is_new, self._met = met != self._met, met
+        return is_new
 
     def show(self) -> None:
         """As :meth:`check`, where an error of the lease was not raised yet."""

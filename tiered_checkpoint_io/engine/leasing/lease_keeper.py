@@ -74,6 +74,8 @@ class LeaseKeeper:
         self._asking: dict[str, float] = {}
         #: Of each lease of others, when it was last seen to change.
         self._watched: dict[str, _Watched] = {}
+        #: How often others have come, written theirs again, or gone; or may have, while we were cut off.
+        self.met = 0
         self._looked = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -128,8 +130,9 @@ class LeaseKeeper:
             if self._refusal is not None:
                 break
             self._clock.wait(self._stop, pause)
-        if self._is_answered:
-            # Where that fails, the lease expires.
+        if self._is_answered and (self._lease.held or self._refusal is not None):
+            # Where that fails, the lease expires. So does that of a run which ends before it knows of another, and may
+            # have saved beside it: it stays, or the other, which looks now and then, might never learn of that.
             with contextlib.suppress(Exception):
                 self._open().delete(self._key)
 
@@ -147,7 +150,7 @@ class LeaseKeeper:
             asking = {info.key: info.modified for info in store.list(ids.lease_prefix(self._namespace))}
             # Removed by a run that took ours for dead.
             is_lost = asking.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s
-            is_asked, self._asking = asking != self._asking, asking
+            is_asked = self._meet(asking)
             if not is_lost and not is_asked and now - self._written < self._timing.lease_rest_s:
                 self._answered = now
                 return beat_s
@@ -157,6 +160,7 @@ class LeaseKeeper:
             self._answered = now
             return beat_s
         others = self._look(store, now)
+        self.met += is_lost
         self._answered = now
         alive = {other: other.is_alive(self._lease, self._timing) for other in others}
         living = [other for other in others if alive[other] is not False]
@@ -189,6 +193,7 @@ class LeaseKeeper:
             raise StoreUnavailableError(
                 "the lease that was just written is not listed", operation="claim", tier="durable", key=self._key
             )
+        self._meet({key: info.modified for key, info in listed.items()})
         others = []
         for key, info in listed.items():
             try:
@@ -202,6 +207,12 @@ class LeaseKeeper:
                 self._watched[key] = last = _Watched(info.modified, now, beats=last is not None)
             others.append(Other(key, lease, last.beats, now - last.since))
         return others
+
+    def _meet(self, asking: dict[str, float]) -> bool:
+        """Takes note of the leases of others as they are now; whether they differ from the last time."""
+        is_new, self._asking = asking != self._asking, asking
+        self.met += is_new
+        return is_new
 
     def _refuse(self, other: Other, what: str) -> None:
         self._refusal = UsageError(
