@@ -1,10 +1,11 @@
-"""Simulated lives of jobs, by seeds: the real drains of several nodes under a virtual clock, over a store in memory.
+"""Simulated lives of jobs, by seeds: the real engine of several nodes under a virtual clock, over a store in memory.
 
     make test-sim                                   2,000 seeds, on two processes
     python tests/sim/run.py --first 85 --seeds 1    one life again; its history is printed
 
-Each life is judged against a dictionary (``drains.py``). Every other seed lets requests fail, too, and clocks be off. The
-seeds with a violation are printed, and the history of the shortest. Last line: ``seeds=N steps=N violations=N``.
+Each life is judged against a dictionary: of four seeds, two are of drains (``drains.py``), and two of runs, with trainers,
+leases, restarts and preemptions (``runs.py``). Many seeds let requests fail, too, and clocks be off. The seeds with
+a violation are printed, and the history of the shortest. Last line: ``seeds=N steps=N violations=N``.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sim import drains
+from sim import drains, runs
 from sim.world import Fates
 
 CALM, ROUGH = Fates(), Fates(failed=0.03, skew=30.0)
@@ -25,7 +26,10 @@ CALM, ROUGH = Fates(), Fates(failed=0.03, skew=30.0)
 def one(job):
     seed, folder = job
     with tempfile.TemporaryDirectory(dir=folder) as memory:
-        world = drains.life(seed, ROUGH if seed % 2 else CALM, folder=memory)
+        if seed // 2 % 2:
+            world = runs.life(seed, runs.KINDS[seed // 4 % len(runs.KINDS)], folder=memory)
+        else:
+            world = drains.life(seed, ROUGH if seed % 2 else CALM, folder=memory)
     return seed, world.steps, world.violation, world.history if world.violation else [], world.digest
 
 

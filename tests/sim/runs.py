@@ -332,6 +332,8 @@ CALM = Fates(killed=0.0, failed=0.0, stopped=0.0, skew=0.0), Odds()
 FATAL = Fates(killed=0.01, failed=0.0, stopped=0.0, skew=20.0), Odds(killed=0.002, stopped=0.005)
 ROUGH = Fates(killed=0.005, failed=0.02, stopped=0.0, skew=20.0), Odds(killed=0.002, stopped=0.005)
 
+KINDS = CALM, FATAL, ROUGH
+
 
 def life(seed, kind=FATAL, *, folder):
     """One simulated life; its world, closed, with the violation that was found if any."""
