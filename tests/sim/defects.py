@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COMMIT, ALIASES, REMOVAL = (f"engine/durable/{name}.py" for name in ("commit", "aliases", "removal"))
+LEASES = "engine/leasing/lease_keeper.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
 #: What is wrong; where; the text, and what stands there instead.
 DEFECTS = [
@@ -78,6 +79,60 @@ DEFECTS = [
         EXECUTE,
         "if part.commits and part.content.parts > 1:",
         "if False:",
+    ),
+    (
+        "a run does not notice that another has taken its lease for a dead one's",
+        LEASES,
+        "is_lost = asking.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s",
+        "asking.pop(self._key, None)",
+    ),
+    (
+        "a dead process of the same machine passes for a live one",
+        "engine/leasing/leases.py",
+        "return _born(lease.pid) == lease.born",
+        "return True",
+    ),
+    (
+        "what a run saves after another has come by keeps its place in the order",
+        "engine/session.py",
+        " or self.claims.met_others():",
+        ":",
+    ),
+    (
+        "a restart takes what memory has, and does not look whether the durable tier has a newer one",
+        "engine/restore/search.py",
+        "            options = self._untried(known.manifests)",
+        "            options = self._untried() or self._untried(known.manifests)",
+    ),
+    (
+        "the ids of a run follow its machine's clock alone",
+        "engine/session.py",
+        "ids.new_run_id(after=max(filter(None, seen), default=None), clock=self.clock)",
+        "ids.new_run_id(clock=self.clock)",
+    ),
+    (
+        "a restart takes what training can't resume from",
+        "engine/restore/choice.py",
+        'return content.resumable or self.kind in ("name", "best")',
+        "return True",
+    ),
+    (
+        "retention frees what is not durable yet",
+        "engine/staging/retention.py",
+        "if scope.may_remove(each) and not each.pending]",
+        "if scope.may_remove(each)]",
+    ),
+    (
+        "a save is reported durable before it is",
+        "engine/save/part.py",
+        "        if self.op_id is None:",
+        "        if True:",
+    ),
+    (
+        "a preempted run waits for the drain beyond its time",
+        "engine/drain/client.py",
+        "deadline if self.leave_by is None else min(deadline, self.leave_by)",
+        "deadline",
     ),
 ]
 

@@ -49,6 +49,8 @@ CONFIG = {
 }
 #: No call waits for longer than ``wait_timeout_s``, and some seconds for what it does besides.
 BOUND_S = 700.0
+#: A run that has to leave by a time, and is not killed then, takes some more polls and requests.
+LATE_S = 4.0
 
 
 @dataclass
@@ -64,6 +66,9 @@ class Run:
     checkpointer: Checkpointer | None = None
     #: When it has to have left, seconds; None before it is asked to.
     leave_by: float | None = None
+    leaving_since: float | None = None
+    #: Whether it has asked for the dirpath: a run that saves to memory alone does not, and leaves no trace elsewhere.
+    has_claimed: bool = False
     began: float = 0.0
     ended: float | None = None
     refused: float | None = None
@@ -118,7 +123,8 @@ class Trainer:
 
     # -------------------------------------------------------------------------------- training
     def train(self):
-        for _ in range(self.rng.randint(2, 8)):
+        # Runs that meet last longer, for it takes them a minute to know.
+        for _ in range(self.rng.randint(2, 8) if self.run.alone else self.rng.randint(3, 14)):
             self.run.machine.clock.sleep(self.rng.choice([0.5, 10.0, 45.0]))
             if self.run.leave_by is not None:
                 self.leave()
@@ -131,6 +137,7 @@ class Trainer:
         run, judge = self.run, self.judge
         number = judge.next_number()
         name = run.name(f"{kind}{number if kind == 'step' else ''}.ckpt")
+        run.has_claimed |= "durable" in tiers
         saved = judge.begin(number, name, run, durable="durable" in tiers, resumable=resumable)
         self.world.note(f"{run.process.name} saves {number} as {name} to {'+'.join(tiers)}{' and waits' * wait}")
         state = {
@@ -185,6 +192,7 @@ class Trainer:
     def leave(self):
         """As PreemptionCheckpoint does."""
         run, session = self.run, self.run.checkpointer.session
+        run.leaving_since = self.world.now
         session.leave_by(run.leave_by)
         session.is_preempted = True
         has_time = run.leave_by - self.world.now > session.clock.timing.preemption_upload_s
@@ -287,7 +295,8 @@ class Life:
 
     def _befall(self, run):
         rng, clock = self.rng, self.outside.clock
-        what = rng.choices(["nothing", "killed", "preempted", "stopped", "lost", "drain"], [3, 3, 3, 2, 2, 2])[0]
+        fates = ["nothing", "killed", "preempted", "stopped", "lost", "drain"]
+        what = rng.choices(fates, [3, 3, 3, 2, 2, 2] if run.alone else [2, 1, 1, 5, 1, 1])[0]
         clock.sleep(rng.choice([2.0, 30.0, 100.0, 300.0]) * rng.random())
         if not run.is_alive or what == "nothing":
             return
@@ -306,8 +315,9 @@ class Life:
             grace = rng.choice([3.0, 30.0, 120.0])
             self.world.note(f"{run.process.name} has to leave within {grace:.0f} s")
             run.leave_by = self.world.now + grace
-            clock.sleep(grace)
+            clock.sleep(grace + LATE_S)
             if run.is_alive:
+                self.judge.late(run)
                 run.process.kill()
 
     def _finish(self):

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 
 #: So long two runs may both take a dirpath for theirs: each lists every 15 s, and one that was silent counts for 60 s.
-BOTH_HOLD_S = 240.0
+BOTH_HOLD_S = 75.0
 #: A run may be refused for one that ended so long before.
 REFUSED_LATE_S = 180.0
 
@@ -207,7 +207,8 @@ class Judge:
         runs = one.run, other.run
         overlap = runs[0].process.ended_at > runs[1].began and runs[1].process.ended_at > runs[0].began
         has_just_woken = 0 <= other.at - other.run.process.stopped_until < WOKEN_S
-        return runs[0] is not runs[1] and overlap and (abs(one.at - other.at) < MET_S or has_just_woken)
+        is_unseen = has_just_woken or not one.run.has_claimed
+        return runs[0] is not runs[1] and overlap and (abs(one.at - other.at) < MET_S or is_unseen)
 
     def _aliases_of(self, name):
         aliases = (each for named in self.operations.values() for each in named if each.kind == "alias")
@@ -219,6 +220,11 @@ class Judge:
         if len(numbers) != 1 or not numbers <= self.saves.keys():
             self._blame(f"a load gave a mixture, or what was never saved: {sorted(numbers)}")
         return max(numbers)
+
+    def late(self, run):
+        """A run has not left in time, though nothing has befallen it."""
+        if run.leaving_since is not None and run.leaving_since < run.leave_by and not run.process.faults:
+            self._blame(f"run {run.number} has not left {self._world.now - run.leave_by:.0f} s behind its time")
 
     # ---------------------------------------------------------------------------------- leases
     def look_at_leases(self):
