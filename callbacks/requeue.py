@@ -64,7 +64,7 @@ def _was_requeued(io: TieredCheckpointIO, checkpoint_path: Any, connector: Any) 
         ours = str(checkpoint_path) == ids.join_url(session.dirpath, name)
         return ours and str(checkpoint_path) == connector._hpc_resume_path
     parts = [stored.part for stored in session.open().tier.parts()]
-    if any((part.name, part.dirpath) == (name, session.dirpath) for part in parts):
+    if any((part.name, part.place) == (name, session.place) for part in parts):
         return True
     try:
         return name in session.known.all(io.config.durable_timeout_s)

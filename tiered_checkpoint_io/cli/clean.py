@@ -14,7 +14,7 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.catalog import latest, read_all
 from tiered_checkpoint_io.cli.options import SHM, MemoryDir, Namespace, Root, root_of
 from tiered_checkpoint_io.cli.output import printable, say
-from tiered_checkpoint_io.cli.roots import config_at, tier_at, undone
+from tiered_checkpoint_io.cli.roots import last_config, tier_at, undone
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
@@ -24,6 +24,8 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.stores import config_at
 
 
 def clean(
@@ -92,32 +94,31 @@ def _refuse(root: Path, parts: list[StoredPart], *, in_use: bool) -> None:
     elif pending:
         why, hint = f"{_count(pending, 'operation')} not yet durable", "run the drain first, or give --force"
     else:
-        config = config_at(root)
-        tiers = sorted({each.part.dirpath for each in parts})
+        config = last_config(root)
+        tiers = sorted({each.part.place for each in parts}, key=str)
         why = next(filter(None, (_nowhere_else(config, tier, parts) for tier in tiers)), "")
         hint = "if it is not needed any more, give --force"
     if why:
         raise ConfigError(f"{root} was left as it is: {why}", hint=hint)
 
 
-def _nowhere_else(config: TieredCheckpointConfig | None, dirpath: str, parts: Iterable[StoredPart]) -> str:
+def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: Iterable[StoredPart]) -> str:
     """Why the newest checkpoint of a durable tier must stay in memory; else "".
 
     Replicas on other nodes are in memory too, and may be cleaned at the same time: they do not count.
     """
-    resumable = [each.part for each in parts if each.part.dirpath == dirpath and each.part.content.resumable]
+    resumable = [each.part for each in parts if each.part.place == place and each.part.content.resumable]
     if not resumable:
         return ""
     newest = max(resumable, key=lambda part: part.save_id)
     try:
-        meant = ask(
-            config or TieredCheckpointConfig.from_any(dirpath=dirpath), lambda store: latest(read_all(store)), dirpath
-        )
+        there = config_at(config or TieredCheckpointConfig.from_any(dirpath=place.dirpath), place)
+        meant = ask(there, lambda store: latest(read_all(store)), place.dirpath)
     except TieredCheckpointError as error:
         return f"could not check whether its newest checkpoint {_named(newest)} is on the durable tier too: {error}"
     if meant is not None and meant.save_id >= newest.save_id:
         return ""
-    return f"its newest checkpoint {_named(newest)} is not on the durable tier {dirpath}"
+    return f"its newest checkpoint {_named(newest)} is not on the durable tier {place}"
 
 
 def _named(part: Part) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ import typer
 from tiered_checkpoint_io.cli.ending import told_to_end
 from tiered_checkpoint_io.cli.options import SHM, MemoryDir, Namespace, Root, root_of
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show
-from tiered_checkpoint_io.cli.roots import all_roots, config_at, existing, tier_at, undone
+from tiered_checkpoint_io.cli.roots import all_roots, existing, tier_at, undone
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
@@ -20,6 +20,7 @@ from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.place import Place
 
 #: How often a drain that stands by looks whether it is needed, seconds.
 _STAND_BY_S = 1.0
@@ -81,25 +82,27 @@ def _show_namespace(root: Path) -> None:
     tier, queue = tier_at(root), Queue(root)
     own, kept = tier.parts(), tier.replicas.parts()
     waiting = queue.look(tier)
-    config = config_at(root)
-    dirpaths = {each.part.dirpath for each in (*own, *kept)} | {each.dirpath for each in waiting if each.dirpath}
+    places = {each.part.place for each in (*own, *kept)} | {each.place for each in waiting if each.dirpath}
     say(f"namespace: {root.name}, in {printable(str(root.parent))}")
-    dirpaths |= {config.dirpath} if config is not None else set()
-    for dirpath in sorted(dirpaths):
-        say(f"dirpath: {printable(dirpath)}")
+    places |= {tier.place} if tier.place is not None else set()
+    # The server where it tells two apart.
+    dirpaths = [place.dirpath for place in places]
+    named = {place: str(place) if dirpaths.count(place.dirpath) > 1 else place.dirpath for place in places}
+    for name in sorted(named.values()):
+        say(f"dirpath: {printable(name)}")
     # On a terminal there is little room, and it has just been said.
-    shown = 7 if is_terminal() and len(dirpaths) == 1 else 8
+    shown = 7 if is_terminal() and len(places) == 1 else 8
     latest = _latest([*own, *kept])
-    rows = [_row(each, _state(tier, each), latest) for each in reversed(own)]
+    rows = [_row(each, _state(tier, each), latest, named) for each in reversed(own)]
     rows += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.damaged()]
     show("Checkpoints in memory", [row[:shown] for row in rows], *_COLUMNS[:shown])
-    copies = [_row(each, "replica", latest) for each in reversed(kept)]
+    copies = [_row(each, "replica", latest, named) for each in reversed(kept)]
     copies += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.replicas.damaged()]
     if copies:
         say("Copies kept for other nodes:")
         show("", [row[:shown] for row in copies], *_COLUMNS[:shown])
     if waiting:
-        pending = [(each.action, each.name, each.target, each.dirpath) for each in waiting]
+        pending = [(each.action, each.name, each.target, named.get(each.place, "")) for each in waiting]
         say("Operations that wait for the durable tier:")
         show("", pending, "operation", "name", "target", "dirpath")
     outcomes = [
@@ -124,22 +127,22 @@ def _show_namespace(root: Path) -> None:
 
 def _latest(held: Iterable[StoredPart]) -> set[str]:
     """The save of each durable tier that a restart would take of these parts."""
-    by_dirpath: dict[str, list[Held]] = {}
+    by_place: dict[Place, list[Held]] = {}
     for each in held:
         part = each.part
-        parts = by_dirpath.setdefault(part.dirpath, [])
+        parts = by_place.setdefault(part.place, [])
         parts.append(Held(part.name, part.rank, part.content, part.commits, not each.is_replica, each.replicated))
-    chosen = (choose(Catalog({"here": parts}), Selector("latest"), replicas=True) for parts in by_dirpath.values())
+    chosen = (choose(Catalog({"here": parts}), Selector("latest"), replicas=True) for parts in by_place.values())
     return {candidates[0].save_id for candidates in chosen if candidates}
 
 
-def _row(stored: StoredPart, state: str, latest: Sequence[str] | set[str]) -> tuple[str, ...]:
+def _row(stored: StoredPart, state: str, latest: set[str], named: Mapping[Place, str]) -> tuple[str, ...]:
     part, content = stored.part, stored.part.content
     # Of a save of several ranks, only all parts together are safe.
     safe = "yes" if stored.replicated else "no"
     step = str(content.step) if content.step >= 0 else ""
     note = "latest" if stored.save_id in latest else "" if content.resumable else "not resumable"
-    return part.name, step, str(part.rank), size_text(content.size), state, safe, note, part.dirpath
+    return part.name, step, str(part.rank), size_text(content.size), state, safe, note, named[part.place]
 
 
 def _state(tier: MemoryTier, stored: StoredPart) -> str:

@@ -11,6 +11,7 @@ from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import place_of
 
 
 def all_roots(memory_dir: str) -> list[Path]:
@@ -40,7 +41,7 @@ def _is_tier(root: Path) -> bool:
     return all((root / folder).is_dir() for folder in FOLDERS)
 
 
-def config_at(root: Path) -> TieredCheckpointConfig | None:
+def last_config(root: Path) -> TieredCheckpointConfig | None:
     """The configuration of the last trainer; None where it can't be read."""
     try:
         return TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text())
@@ -50,8 +51,9 @@ def config_at(root: Path) -> TieredCheckpointConfig | None:
 
 def tier_at(root: Path) -> MemoryTier:
     """The memory tier of a root with its spill."""
-    tier, config = MemoryTier(root), config_at(root)
+    tier, config = MemoryTier(root), last_config(root)
     tier.use_spill(config.spill_dir if config is not None else AUTO)
+    tier.place = place_of(config) if config is not None else None
     return tier
 
 

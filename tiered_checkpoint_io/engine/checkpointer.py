@@ -154,7 +154,7 @@ class Checkpointer:
     def _retain(self, part: PartSave) -> None:
         """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""
         held = self.session.open().tier.parts()
-        evidence = all_complete(held, part.facts.scope(part.rank, self.dirpath))
+        evidence = all_complete(held, part.facts.scope(part.rank, self.session.place))
         part.retain(held, self.config.memory_keep_last, evidence)
 
     # --------------------------------------------------------------------------- alias and remove
@@ -175,7 +175,7 @@ class Checkpointer:
         here: list[StoredPart] = []
         try:
             tier = self.session.open().tier
-            here = [part for part in tier.parts() if (part.part.name, part.part.dirpath) == (name, self.dirpath)]
+            here = [part for part in tier.parts() if (part.part.name, part.part.place) == (name, self.session.place)]
             for stored in here:
                 if not stored.pending:
                     tier.remove(stored)

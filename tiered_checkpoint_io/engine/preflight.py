@@ -89,7 +89,7 @@ def preflight(session: Session, need: Need) -> None:
     holds = False
     try:
         held = tiers_of(session, config).held()
-        holds = any(stored.part.dirpath == session.dirpath and stored.part.content.resumable for stored in held)
+        holds = any(stored.part.place == session.place and stored.part.content.resumable for stored in held)
         problems += judge_room(need, _room(session), config)
     except MemoryTierError as error:
         full = isinstance(error, MemoryFullError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -33,7 +34,8 @@ from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores import Store, open_store
+from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.stores import Store, open_store, place_of
 
 T = TypeVar("T")
 #: Outcomes that are kept for a caller that does not poll.
@@ -63,8 +65,11 @@ class Session:
         background: The end of a save that runs while training goes on.
         turn: Which thread saves.
         claims: That no other run writes to the same place.
+        place: Where the durable tier is, by the environment when it is first asked for.
         is_preempted: Whether the job ends because it was told to: failures are logged alone, and its exit status stays.
     """
+
+    place: functools.cached_property[Place] = functools.cached_property(lambda self: place_of(self.config))
 
     def __init__(self, config: TieredCheckpointConfig, *, logger: Logger | None = None, clock: Clock = SYSTEM) -> None:
         self.config = config
@@ -114,12 +119,13 @@ class Session:
         """
         self.background.wait()
         if self._opened is None:
-            config, memory_dir = self.config, self.config.memory_dir
-            budget = node_budget(config.memory_allocation_percentage, memory_dir) if os.path.isdir(memory_dir) else None
-            tier = MemoryTier.open(
-                memory_dir, config.namespace, budget_bytes=budget, unmap=self._pins.unpin, clock=self.clock
-            )
+            config = self.config
+            percentage, folder = config.memory_allocation_percentage, config.memory_dir
+            budget = node_budget(percentage, folder) if os.path.isdir(folder) else None
+            unmap = self._pins.unpin
+            tier = MemoryTier.open(folder, config.namespace, budget_bytes=budget, unmap=unmap, clock=self.clock)
             tier.use_spill(config.spill_dir)
+            tier.place = self.place
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
             # Its process may have another temporary directory.
             found = replace(config, spill_dir=spill_dir_of(config.spill_dir))
@@ -183,8 +189,7 @@ class Session:
         self._look_for_outcomes(drain)
         said, left = not_uploaded(self.standing().pending, self.config, error)
         if self._leads:
-            level = logging.WARNING if self._is_leaving else logging.ERROR
-            self.log.log(level, "%s — %s", said, left.hint)
+            self.log.log(logging.WARNING if self._is_leaving else logging.ERROR, "%s — %s", said, left.hint)
         if self._raises and not self._is_leaving:
             self.surface()
             raise left from error
@@ -198,7 +203,6 @@ class Session:
             tier.close()
         self.claims.release_lease()
 
-    # ------------------------------------------------------------------------------------- peers
     def meet_peers(self, process_group: Any = None) -> None:
         """See :meth:`Peering.meet`."""
         self._peering.meet(lambda: self.open().tier, self.log, process_group)
@@ -211,7 +215,6 @@ class Session:
         """Parts of this process that are still on their way to peers."""
         return self._peering.pending
 
-    # --------------------------------------------------------------------------------------- ids
     def next_id(self) -> str:
         """The id of the next operation of this process, after all that it has seen of others."""
         if self._run_id is not None:
@@ -268,7 +271,7 @@ class Session:
         """Where the newest checkpoints are; of a closed session, where they were when it was closed."""
         if self._opened is not None:
             tier, queue = self._opened.tier, self._opened.drain.queue
-            self._standing = self._looking(lambda: look_at(tier, queue, self.dirpath, self.last_save), self._standing)
+            self._standing = self._looking(lambda: look_at(tier, queue, self.place, self.last_save), self._standing)
         return self._standing
 
     @property
@@ -345,11 +348,12 @@ class Session:
         """Queues an alias or a delete after what was saved before it.
 
         Raises:
-            SaveError: There is no room for it in node memory, or memory can't be used, and ``on_save_error`` is
-                ``raise``.
+            SaveError: Node memory has no room for it, or can't be used, and ``on_save_error`` is ``raise``.
         """
         try:
-            self.open().drain.submit(Request(self.next_id(), action, name, self.dirpath, target))
+            self.open().drain.submit(
+                Request(self.next_id(), action, name, self.dirpath, target, server=self.place.server)
+            )
         except (OSError, DrainError) as refused:
             # OSError: no room, no descriptor, no process, and whatever else may befall a node.
             self.not_done(action, name, refused)
@@ -369,7 +373,6 @@ class Session:
 
     @property
     def _leads(self) -> bool:
-        # One rank of each node.
         return os.environ.get("LOCAL_RANK", str(current_rank())) == "0"
 
     def surface(self) -> None:

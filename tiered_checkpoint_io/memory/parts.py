@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
@@ -20,6 +20,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpoi
 from tiered_checkpoint_io.memory.private import write_private
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
 
 SAVES = "saves"
 REPLICAS = "replicas"
@@ -47,6 +48,11 @@ class StoredPart:
     folder: Path
     drained: bool
     replicated: bool = False
+
+    def known(self, here: Place | None) -> StoredPart:
+        """See :meth:`Part.known`."""
+        part = self.part.known(here)
+        return self if part is self.part else replace(self, part=part)
 
     @property
     def save_id(self) -> str:

@@ -50,6 +50,7 @@ from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE
 from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
 
 FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "status")
 
@@ -89,6 +90,8 @@ class MemoryTier:
         self.on_commit: Callable[[StoredPart], None] | None = None
         #: Rung when there is something new for the drain.
         self.bell: Callable[[], None] = lambda: None
+        #: The job's durable tier: what earlier releases left, without a server, is of this one's.
+        self.place: Place | None = None
         self._spill: MemoryTier | None = None
         self._spill_root: Path | None = None
         self._spill_is_shared = False
@@ -137,6 +140,7 @@ class MemoryTier:
             self._replicas = MemoryTier(
                 self.root, budget_bytes=self._budget, folder=REPLICAS, left=self._left, clock=self._clock
             )
+        self._replicas.place = self.place
         return self._replicas
 
     # --------------------------------------------------------------------------------- spill
@@ -196,7 +200,7 @@ class MemoryTier:
 
     def parts(self) -> list[StoredPart]:
         """All committed parts that can be read, in the order of their saves."""
-        found = [entry for entry in self._entries() if isinstance(entry, StoredPart)]
+        found = [entry.known(self.place) for entry in self._entries() if isinstance(entry, StoredPart)]
         return sorted(found, key=lambda stored: (stored.save_id, stored.folder.name))
 
     def damaged(self) -> list[tuple[Path, Exception]]:
@@ -269,14 +273,8 @@ class MemoryTier:
         home = next((self._home(slot.path) for slot in slots.values() if isinstance(slot, Slot)), self)
         folder = home._parts / part.save_id / ids.rank_folder(part.rank)
         if self.is_taken(part.save_id, part.rank):
-            raise MemoryTierError(
-                "memory already holds this part",
-                operation="commit",
-                tier="memory",
-                key=str(folder),
-                rank=part.rank,
-                step=part.content.step,
-            )
+            text, step = "memory already holds this part", part.content.step
+            raise MemoryTierError(text, operation="commit", tier="memory", key=str(folder), rank=part.rank, step=step)
         fresh = folder.with_name(folder.name + NEW)
         shutil.rmtree(fresh, ignore_errors=True)
         try:

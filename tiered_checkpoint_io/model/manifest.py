@@ -26,6 +26,7 @@ from tiered_checkpoint_io.model.documents import (
 )
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.index import IndexRef
+from tiered_checkpoint_io.model.place import AtPlace, Place, Server, server_in
 
 #: Above S3's 5 TiB no object can exist; a manifest that claims more is damaged or hostile.
 _MAX_FILE_SIZE = 5 << 40
@@ -234,7 +235,7 @@ class Manifest:
 
 # ------------------------------------------------------------------------------------------- part
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(AtPlace):
     """What one rank contributed to one save, as it lies in the memory tier."""
 
     #: The checkpoint's.
@@ -247,6 +248,8 @@ class Part:
     dirpath: str
     #: Whether it is to be drained to that. A committed part with this set *is* the request to upload it.
     durable: bool
+    #: Of an S3 one, the server; None where the release that saved it did not note that.
+    server: Server | None = None
     _raw: bytes = field(default=b"", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -263,6 +266,15 @@ class Part:
         """Whether the drain that holds this part commits the save: that of the coordinator does."""
         return self.rank == self.content.coordinator
 
+    def known(self, here: Place | None) -> Part:
+        """The same, stored in the same bytes, with the server that :meth:`Place.known` tells."""
+        server = self.place.known(here).server
+        if server is self.server:
+            return self
+        made = replace(self, server=server)
+        object.__setattr__(made, "_raw", self._raw)
+        return made
+
     def to_json(self) -> bytes:
         """The part as it is stored (``part.json``); of one that was read, the bytes that were.
 
@@ -275,6 +287,7 @@ class Part:
                 **self.content.to_json(),
                 "dirpath": self.dirpath,
                 "durable": self.durable,
+                **({"server": self.server.to_json()} if self.server is not None else {}),
             }
         )
 
@@ -289,6 +302,7 @@ class Part:
                 content=Content.from_json(raw),
                 dirpath=value_of(raw, "dirpath", str),
                 durable=value_of(raw, "durable", bool),
+                server=server_in(raw),
             )
         if part.content.index is not None:
             raise ManifestError("a part lists its files itself", operation="parse", key=where)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.place import Place, Server, endpoint_text
 from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, Store, UploadJournal
 
-__all__ = ["Content", "Metrics", "ObjectInfo", "Store", "UploadJournal", "open_store"]
+__all__ = ["Content", "Metrics", "ObjectInfo", "Store", "UploadJournal", "config_at", "open_store", "place_of"]
 
 
 def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, clock: Clock = SYSTEM) -> Store:
@@ -34,3 +38,41 @@ def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, cl
     except ImportError as error:
         package = {"s3": "boto3"}.get(scheme or "", f"fsspec's package for {scheme}://")
         raise ConfigError(f"{root} needs {package}: {error}", hint=f"install {package}") from error
+
+
+def place_of(config: TieredCheckpointConfig, dirpath: str | None = None) -> Place:
+    """The durable tier that :func:`open_store` opens, with the S3 server that requests of this process go to."""
+    root = ids.normalize_dirpath(dirpath) if dirpath is not None else config.dirpath
+    if not ids.is_s3_url(root):
+        return Place(root)
+    endpoint_url = config.endpoint_url
+    if endpoint_url is None:
+        try:
+            from tiered_checkpoint_io.stores.s3_connection import configured_endpoint
+
+            endpoint_url = configured_endpoint(config.profile)
+        except ImportError:
+            # Without boto3 nothing is asked of any server, and that is said where it is tried.
+            endpoint_url = None
+    region = config.region or os.environ.get("AWS_DEFAULT_REGION") or os.environ.get("AWS_REGION") or ""
+    profile = config.profile or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or ""
+    return Place(root, Server(endpoint_text(endpoint_url or ""), region, profile))
+
+
+def config_at(config: TieredCheckpointConfig, place: Place) -> TieredCheckpointConfig:
+    """The configuration with which to open another place than its own: on that place's server, its options else."""
+    server = place.server
+    if server is None or server == place_of(config, place.dirpath).server:
+        return replace(config, dirpath=place.dirpath) if ids.is_s3_url(place.dirpath) else config
+    return replace(
+        config,
+        dirpath=place.dirpath,
+        # Named, for the environment may name another one by now.
+        endpoint_url=server.endpoint_url or _aws_endpoint(server.region),
+        region=server.region or None,
+        profile=server.profile or None,
+    )
+
+
+def _aws_endpoint(region: str) -> str:
+    return f"https://s3.{region or 'us-east-1'}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"

@@ -14,10 +14,27 @@ from typing import Any
 import boto3
 import botocore
 import botocore.config
+import botocore.configprovider
 import botocore.exceptions
+import botocore.session
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import StoreConfigError
+
+
+def configured_endpoint(profile: str | None) -> str | None:
+    """The endpoint that the environment or the profile names for S3, as boto3 finds it; None for AWS's own."""
+    session = botocore.session.Session(profile=profile)
+    try:
+        if session.get_config_variable("ignore_configured_endpoint_urls"):
+            return None
+        found = botocore.configprovider.ConfiguredEndpointProvider(
+            full_config=session.full_config, scoped_config=session.get_scoped_config(), client_name="s3"
+        ).provide()
+    except botocore.exceptions.BotoCoreError:
+        # Of a profile that is missing, for one: the store says so when it is opened.
+        return None
+    return str(found) if found else None
 
 
 class Connection:

@@ -35,6 +35,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store
 
 #: So many ranks are named in an error.
@@ -81,7 +82,7 @@ class Executor:
     Attributes:
         begun: Those, by their ids.
         queued: The ids of all that was queued at the last look.
-        found: What earlier looks for garbage found, by dirpath.
+        found: What earlier looks for garbage found, by durable tier.
     """
 
     tier: MemoryTier
@@ -93,7 +94,7 @@ class Executor:
     clock: Clock
     begun: dict[str, Begun] = field(default_factory=dict)
     queued: Collection[str] = ()
-    found: dict[str, Seen] = field(default_factory=dict)
+    found: dict[Place, Seen] = field(default_factory=dict)
 
     def waiting(self, queued: Collection[str]) -> dict[str, float]:
         """Those of the operations in the queue whose turn has not come again, and when it does."""
@@ -121,7 +122,7 @@ class Executor:
                 text = "the request can't be understood"
                 raise ManifestError(text, operation="drain", tier="memory", key=operation.op_id)
             else:
-                store, journal = self.stores.get(operation.dirpath), self.queue.journal(operation.op_id)
+                store, journal = self.stores.get(operation.place), self.queue.journal(operation.op_id)
                 if operation.action == "alias":
                     aliases.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
                 else:
@@ -154,7 +155,7 @@ class Executor:
         """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
         part, rows = stored.part, None
         is_alone, timeout_s = part.content.parts == 1, self.stores.config.wait_timeout_s
-        store, journal = self.stores.get(part.dirpath), self.queue.journal(stored.op_id)
+        store, journal = self.stores.get(part.place), self.queue.journal(stored.op_id)
         with self.report.uploading(part.name, part.content.size), reading(stored) as views:
             if not is_alone:
                 fate = commit.put_part(store, part, views, journal=journal, progress=self._progress, clock=self.clock)
@@ -166,7 +167,7 @@ class Executor:
         if fate != "replaced" and not is_alone:
             queued = [each for each in self.queue.look(self.tier) if each.action in SAVES]
             busy = {each.name for each in queued if ids.save_id_of_op(each.op_id) > part.save_id}
-            found = self.found.setdefault(part.dirpath, Seen())
+            found = self.found.setdefault(part.place, Seen())
             clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, seen=found)
         return fate
 
@@ -203,7 +204,7 @@ class Executor:
         is_first = True
         for begun in self.begun.values():
             arrivals = begun.arrivals
-            if arrivals and arrivals.part.dirpath == part.dirpath and arrivals.part.save_id < part.save_id:
+            if arrivals and arrivals.part.place == part.place and arrivals.part.save_id < part.save_id:
                 arrivals.look(store)
                 if not arrivals.missing:
                     begun.due, is_first = now, False
@@ -238,7 +239,7 @@ class Executor:
         if journal.read() is not None and not self.begun.get(operation.op_id, Begun()).failures:
             # What cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
-                commit.abandon(self.stores.get(operation.dirpath), stored.part, journal)
+                commit.abandon(self.stores.get(operation.place), stored.part, journal)
         self.log.warning("%s will not be durable: %s", operation.name, reason)
         self._finish(operation, "skipped", reason)
         self._mark_drained(stored)
@@ -296,6 +297,7 @@ class Executor:
             self.clock.wall(),
             begun.failures + (final and state != "skipped"),
             operation.dirpath,
+            operation.server,
         )
         try:
             self.queue.finish(outcome, final=final)

@@ -15,6 +15,7 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.place import Place
 
 #: Where the memory tier lies by default, for the command line as well.
 _SHM = "/dev/shm"  # noqa: S108
@@ -93,14 +94,14 @@ def standing_of(
     parts: Iterable[StoredPart],
     outcomes: Iterable[Outcome],
     operations: Iterable[Request],
-    dirpath: str,
+    place: Place,
     last_save: SaveReport | None = None,
 ) -> Standing:
     """What is where, by what lies in memory, by the operation log, and by the newest save of this process."""
-    held = max((each for each in parts if each.part.dirpath == dirpath), key=lambda each: each.save_id, default=None)
+    held = max((each for each in parts if each.part.place == place), key=lambda each: each.save_id, default=None)
     there: dict[str, tuple[str, Saved]] = {}
     for outcome in sorted(outcomes, key=lambda each: each.op_id):
-        if outcome.state == "committed" and outcome.dirpath == dirpath:
+        if outcome.state == "committed" and outcome.place == place:
             if outcome.action == "save":
                 there[outcome.name] = (outcome.op_id, Saved(outcome.name, outcome.step))
             elif outcome.action == "delete":
@@ -108,7 +109,7 @@ def standing_of(
     if last_save is not None and "durable" in last_save.tiers and not last_save.queued:
         # Streamed, that is past the queue.
         there.setdefault(last_save.name, (last_save.save_id, Saved(last_save.name, last_save.step)))
-    pending = {each.name: each.stored for each in operations if each.action in SAVES and each.dirpath == dirpath}
+    pending = {each.name: each.stored for each in operations if each.action in SAVES and each.place == place}
     return Standing(
         Saved(held.part.name, held.part.content.step) if held is not None else None,
         max(there.values())[1] if there else None,
@@ -116,9 +117,9 @@ def standing_of(
     )
 
 
-def look_at(tier: MemoryTier, queue: Queue, dirpath: str, last_save: SaveReport | None) -> Standing:
+def look_at(tier: MemoryTier, queue: Queue, place: Place, last_save: SaveReport | None) -> Standing:
     """See :func:`standing_of`; raises OSError where a node has no descriptor left to look."""
-    return standing_of(tier.parts(), queue.outcomes(), queue.look(tier), dirpath, last_save)
+    return standing_of(tier.parts(), queue.outcomes(), queue.look(tier), place, last_save)
 
 
 def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.memory.parts import StoredPart
@@ -18,7 +19,7 @@ State = Literal["committed", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(AtPlace):
     """One operation on the durable tier.
 
     Attributes:
@@ -28,6 +29,7 @@ class Request:
         dirpath: The durable tier.
         target: An alias' target's name; the save id that a cancel is about.
         stored: The part in node memory that a save uploads.
+        server: Of the durable tier, see :class:`Place`.
     """
 
     op_id: str
@@ -36,10 +38,11 @@ class Request:
     dirpath: str
     target: str = ""
     stored: StoredPart | None = field(default=None, repr=False, compare=False)
+    server: Server | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(AtPlace):
     """What became of an operation.
 
     Attributes:
@@ -56,6 +59,7 @@ class Outcome:
         finished: Seconds since the epoch.
         attempts: How often it was tried.
         dirpath: The durable tier.
+        server: Its server, see :class:`Place`.
     """
 
     op_id: str
@@ -70,6 +74,7 @@ class Outcome:
     finished: float = 0.0
     attempts: int = 1
     dirpath: str = ""
+    server: Server | None = None
 
 
 def next_operation(
@@ -97,13 +102,13 @@ def next_operation(
 
 def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator[tuple[Request, bool]]:
     """Each operation, and whether earlier ones block it, where these, and those that they block, are not done."""
-    busy: set[tuple[str, str]] = set()
-    saving: set[tuple[str, str]] = set()
+    busy: set[tuple[Place, str]] = set()
+    saving: set[tuple[Place, str]] = set()
     for operation in operations:
-        names = {(operation.dirpath, name) for name in (operation.name, operation.target) if name}
+        names = {(operation.place, name) for name in (operation.name, operation.target) if name}
         is_blocked = False
         if operation.action == "delete":
-            is_blocked = bool(names & busy) or any(dirpath == operation.dirpath for dirpath, _ in saving)
+            is_blocked = bool(names & busy) or any(place == operation.place for place, _ in saving)
         elif operation.action == "alias":
             # Of a save of the alias' own name as well: it would come later, and replace what is newer.
             is_blocked = bool(names & (busy | saving))
@@ -125,28 +130,28 @@ def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
     That a part is on the durable tier tells nothing of its save: it makes up for lost parts alone.
     """
     saves = [outcome for outcome in outcomes if outcome.action in SAVES]
-    newest: dict[tuple[str, Action], str] = {}
+    newest: dict[tuple[Place, Action], str] = {}
     for save in saves:
         if save.state == "committed":
             for action in SAVES if save.action == "save" else ("part",):
-                key = (save.dirpath, action)
+                key = (save.place, action)
                 newest[key] = max(newest.get(key, ""), ids.save_id_of_op(save.op_id))
     return [
         save
         for save in saves
-        if save.state != "committed" and ids.save_id_of_op(save.op_id) > newest.get((save.dirpath, save.action), "")
+        if save.state != "committed" and ids.save_id_of_op(save.op_id) > newest.get((save.place, save.action), "")
     ]
 
 
 def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> list[Request]:
     """Deletes that only a further save can set free, because one before them came to nothing."""
-    first: dict[str, str] = {}
+    first: dict[Place, str] = {}
     for save in unreplaced:
-        first[save.dirpath] = min(first.get(save.dirpath, save.op_id), save.op_id)
+        first[save.place] = min(first.get(save.place, save.op_id), save.op_id)
     return [
         operation
         for operation in operations
-        if operation.action == "delete" and operation.dirpath in first and first[operation.dirpath] < operation.op_id
+        if operation.action == "delete" and operation.place in first and first[operation.place] < operation.op_id
     ]
 
 
@@ -166,5 +171,5 @@ def superseded(operations: Sequence[Request], failed: Collection[str], committed
         if operation.action in (SAVES if committed.action == "save" else ("part",))
         and operation.op_id in failed
         and ids.save_id_of_op(operation.op_id) < ids.save_id_of_op(committed.op_id)
-        and operation.dirpath == committed.dirpath
+        and operation.place == committed.place
     ]

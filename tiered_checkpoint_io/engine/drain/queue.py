@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
 from tiered_checkpoint_io.engine.drain.operations import Action, Outcome, Request, held_back, in_order, unreplaced
-from tiered_checkpoint_io.errors import InvalidNameError, MemoryFullError
+from tiered_checkpoint_io.errors import InvalidNameError, ManifestError, MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.place import server_in
 
 LOG_FILE = "operations.log"
 _ACTIONS = ("alias", "delete", "cancel")
-_REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
+#: A server is an entry of its own: a drain of an earlier release refuses requests with more than it knows.
+_REQUEST, _OUTCOME, _NOTE, _SERVER = "request/", "outcome/", "note/", "server/"
 _DRAIN, _LEAVE = "drain", "leave"
 #: Outcomes that are kept, of the newest saves: they take a third of the log at most.
 _KEEP = 512
@@ -96,13 +98,12 @@ class Queue:
             MemoryFullError: There is no space for the log.
         """
         ids.validate_save_id(request.op_id)
-        facts = asdict(request)
-        del facts["stored"]
-        self._log.write({_REQUEST + request.op_id: facts})
+        self._log.write(_entries(_REQUEST, request))
 
     def requests(self) -> list[Request]:
         """What is queued, in order; what this release does not understand has the action ``unknown``."""
-        return [_request(op_id, raw) for op_id, raw in sorted(self._log.entries(_REQUEST).items())]
+        servers = self._log.entries(_SERVER)
+        return [_request(op_id, raw, servers) for op_id, raw in sorted(self._log.entries(_REQUEST).items())]
 
     def look(self, tier: MemoryTier) -> list[Request]:
         """All that waits for the drain, in order."""
@@ -112,7 +113,7 @@ class Queue:
         parts = [stored for stored in tier.parts() if stored.pending]
         newest = max((stored.op_id for stored in parts), default="")
         requests = [each for each in self.requests() if each.op_id in seen or each.op_id < newest]
-        return operations_of(parts, requests)
+        return operations_of(parts, [replace(each, server=each.place.known(tier.place).server) for each in requests])
 
     def doable(self, tier: MemoryTier) -> list[Request]:
         """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
@@ -144,7 +145,7 @@ class Queue:
     # ---------------------------------------------------------------------------------- outcomes
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
         """Notes an outcome; with a final one, the request and the note of its work go, in the same write."""
-        changes: dict[str, Any] = {_OUTCOME + outcome.op_id: asdict(replace(outcome, error=outcome.error[:_SHORT]))}
+        changes = _entries(_OUTCOME, replace(outcome, error=outcome.error[:_SHORT]))
         if final:
             self._notes.pop(outcome.op_id, None)
             changes |= {_REQUEST + outcome.op_id: None, _NOTE + outcome.op_id: None}
@@ -152,19 +153,21 @@ class Queue:
         if len(kept) > _KEEP:
             # Those of one save stay or go together.
             first = ids.save_id_of_op(kept[-_KEEP])
-            changes |= {_OUTCOME + op_id: None for op_id in kept if ids.save_id_of_op(op_id) < first}
+            old = [op_id for op_id in kept if ids.save_id_of_op(op_id) < first]
+            changes |= {key + op_id: None for op_id in old for key in (_OUTCOME, _SERVER)}
         self._log.write(changes)
 
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done, or too long ago."""
-        return _parsed(Outcome, self._log.get(_OUTCOME + ids.validate_op_id(op_id)))
+        return _parsed(Outcome, self._log.get(_OUTCOME + ids.validate_op_id(op_id)), self._log.get(_SERVER + op_id))
 
     def outcomes(self) -> list[Outcome]:
         """All outcomes that are still kept, in order."""
         version = self._log.poll()
         if self._outcomes[0] != version:
-            entries = sorted(self._log.entries(_OUTCOME).items())
-            self._outcomes = (version, [each for _, raw in entries if (each := _parsed(Outcome, raw)) is not None])
+            entries, servers = sorted(self._log.entries(_OUTCOME).items()), self._log.entries(_SERVER)
+            parsed = [_parsed(Outcome, raw, servers.get(op_id)) for op_id, raw in entries]
+            self._outcomes = (version, [each for each in parsed if each is not None])
         return self._outcomes[1]
 
     # ------------------------------------------------------------------------------------- notes
@@ -237,7 +240,7 @@ def operations_of(parts: Iterable[StoredPart], requests: Iterable[Request]) -> l
         if stored.pending:
             part = stored.part
             action: Action = "save" if part.commits else "part"
-            saves.append(Request(stored.op_id, action, part.name, part.dirpath, stored=stored))
+            saves.append(Request(stored.op_id, action, part.name, part.dirpath, stored=stored, server=part.server))
     return in_order([*saves, *requests])
 
 
@@ -249,18 +252,24 @@ def _from_file(path: Path) -> Any:
         return {}
 
 
-def _request(op_id: str, raw: Any) -> Request:
-    request = _parsed(Request, raw)
+def _entries(prefix: str, about: Request | Outcome) -> dict[str, Any]:
+    facts = {each.name: getattr(about, each.name) for each in fields(about) if each.name not in ("stored", "server")}
+    server = {_SERVER + about.op_id: about.server.to_json()} if about.server is not None else {}
+    return {prefix + about.op_id: facts, **server}
+
+
+def _request(op_id: str, raw: Any, servers: Mapping[str, Any]) -> Request:
+    request = _parsed(Request, raw, servers.get(op_id))
     is_known = request is not None and request.op_id == op_id and request.action in _ACTIONS
     return request if request is not None and is_known else Request(op_id, "unknown", op_id, "")
 
 
-def _parsed(kind: type[_T], raw: Any) -> _T | None:
+def _parsed(kind: type[_T], raw: Any, server: Any = None) -> _T | None:
     try:
-        made = kind(**raw)
+        made = kind(**{**raw, "server": server_in({"server": server})})
         ids.validate_op_id(made.op_id)
         ids.validate_name(made.name)
-    except (InvalidNameError, TypeError, ValueError, AttributeError):
+    except (InvalidNameError, ManifestError, TypeError, ValueError, AttributeError):
         # Of another release: nobody waits for it.
         return None
     return made

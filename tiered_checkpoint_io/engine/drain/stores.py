@@ -1,4 +1,6 @@
-"""The durable tiers that a drain works on, opened as the trainer's configuration says."""
+"""The durable tiers that a drain works on, opened as the trainer's configuration says,
+each on the server that the part or request was made for.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,14 @@ from pathlib import Path
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores import Store
+from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.stores import Store, config_at, place_of
 
 CONFIG_FILE = "drain.json"
 
 
 class Stores:
-    """One store a dirpath; all are opened anew when the configuration changes."""
+    """One store a place; all are opened anew when the configuration changes."""
 
     def __init__(
         self, root: Path, open_store: Callable[[TieredCheckpointConfig, str | None], Store], logger: Logger
@@ -23,8 +26,9 @@ class Stores:
         self._open_store = open_store
         self._log = logger
         self._stamp = 0
-        self._stores: dict[str, Store] = {}
+        self._stores: dict[Place, Store] = {}
         self._config: TieredCheckpointConfig | None = None
+        self._place: Place | None = None
 
     @property
     def config(self) -> TieredCheckpointConfig:
@@ -33,14 +37,19 @@ class Stores:
         if self._config is None or stamp != self._stamp:
             self.close()
             self._config = TieredCheckpointConfig.from_json(self._path.read_text())
-            self._stamp = stamp
+            self._place, self._stamp = place_of(self._config), stamp
         return self._config
 
-    def get(self, dirpath: str) -> Store:
-        """The store of a dirpath; raises as :attr:`config` does, and where it can't be opened."""
+    @property
+    def place(self) -> Place | None:
+        """The configured one; raises as :attr:`config` does."""
+        return self._place if self.config else None
+
+    def get(self, place: Place) -> Store:
+        """The store of a place; raises as :attr:`config` does, and where it can't be opened."""
         config = self.config
-        if dirpath not in self._stores:
-            store = self._stores[dirpath] = self._open_store(config, dirpath)
+        if place not in self._stores:
+            store = self._stores[place] = self._open_store(config_at(config, place), place.dirpath)
             abort_stale = getattr(store, "abort_stale_uploads", None)
             if abort_stale is not None:
                 try:
@@ -48,7 +57,7 @@ class Stores:
                 except StoreError as error:
                     # A server without this request keeps its own rubbish; the upload matters more.
                     self._log.warning("could not look for abandoned uploads: %s", error)
-        return self._stores[dirpath]
+        return self._stores[place]
 
     def all(self) -> list[Store]:
         """Those that are open."""

@@ -155,6 +155,7 @@ class Drain:
             return True
         with contextlib.suppress(OSError, ConfigError):
             self._tier.use_spill(self._stores.config.spill_dir)
+            self._tier.place = self._stores.place
         operations = self._queue.look(self._tier)
         self._report.now.pending = len(operations)
         waiting = self._executor.waiting({operation.op_id for operation in operations})

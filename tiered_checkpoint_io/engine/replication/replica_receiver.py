@@ -150,7 +150,7 @@ class ReplicaReceiver:
 
     def _prune(self, part: Part, *, keep: int) -> None:
         kept = self._tier.replicas
-        held = [stored for stored in kept.parts() if stored.part.dirpath == part.dirpath]
+        held = [stored for stored in kept.parts() if stored.part.place == part.place]
         for stored in outdated_replicas(held, keep=keep):
             kept.remove(stored)
 

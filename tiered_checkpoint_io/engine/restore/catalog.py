@@ -29,6 +29,8 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifest, Part
+from tiered_checkpoint_io.model.place import AtPlace, Place, Server
+from tiered_checkpoint_io.stores import place_of
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
 #: Manifests that are read at once when looking for the newest, and how many of them are picked by
@@ -38,7 +40,7 @@ _BY_STEP = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
+class Tiers(AtPlace):
     """Where a restore looks, and how.
 
     ``store`` opens the durable tier, on rank 0 and where bytes are fetched; ``on_listed`` gets all its names, where
@@ -52,6 +54,7 @@ class Tiers:
     log: Logger
     clock: Clock = SYSTEM
     on_listed: Callable[[set[str]], None] = lambda _: None
+    server: Server | None = None
 
     def held(self) -> list[StoredPart]:
         """The parts in this node's memory, and the replicas that it keeps."""
@@ -92,15 +95,16 @@ class Tiers:
 
 def tiers_of(session: Session, config: TieredCheckpointConfig, dirpath: str | None = None) -> Tiers:
     """The tiers of a session, or its memory and another durable tier."""
-    here = dirpath or config.dirpath
+    here = session.place if dirpath is None else place_of(config, dirpath)
     return Tiers(
         config=config,
         memory=session.open().tier,
         store=session.durable if dirpath is None else lambda: session.durable(dirpath),
-        dirpath=here,
+        dirpath=here.dirpath,
         log=session.log,
         clock=session.clock,
-        on_listed=session.known.remember if here == session.dirpath else lambda _: None,
+        on_listed=session.known.remember if here == session.place else lambda _: None,
+        server=here.server,
     )
 
 
@@ -234,15 +238,18 @@ class NodeCatalog:
 
 def look(tiers: Tiers, rank: int) -> NodeCatalog:
     """Lists this node's memory, and takes out of it what can't be read; ``rank`` is this one, for notes of that."""
-    here, tier, dirpath = NodeCatalog(), tiers.memory, tiers.dirpath
+    here, tier, place = NodeCatalog(), tiers.memory, tiers.place
+    others: set[Place] = set()
     for stored in tiers.held():
         part = stored.part
-        if part.dirpath == dirpath:
+        if part.dirpath == place.dirpath and part.place != place:
+            others.add(part.place)
+        if part.place == place:
             content = replace(part.content, files=tuple(replace(entry, hashes=()) for entry in part.content.files))
             owns = not stored.is_replica
             here.held.append(Held(part.name, part.rank, content, part.commits, owns, stored.replicated))
     for folder in tier.quarantined():
-        if _may_belong(folder, dirpath):
+        if _may_belong(folder, place):
             here.quarantined.append(f"memory {folder}: quarantined")
     damaged = tiers.damaged()
     here.damaged = [f"rank {rank}: memory {folder}: {error}" for folder, error in damaged]
@@ -256,16 +263,18 @@ def look(tiers: Tiers, rank: int) -> NodeCatalog:
                     tier.quarantine(folder, str(error))
     for note in here.damaged:
         tiers.skipped(note)
+    for other in sorted(map(str, others)):
+        tiers.log.info("memory holds checkpoints of %s: they are another job's, and are not restored here", other)
     for request in Queue(tier.root).requests():
-        if request.action == "alias" and request.dirpath == dirpath:
+        if request.action == "alias" and request.place.known(tier.place) == place:
             here.aliases[request.name] = request.target
     return here
 
 
-def _may_belong(folder: Path, dirpath: str) -> bool:
+def _may_belong(folder: Path, place: Place) -> bool:
     """Whether a quarantined part is, or may be, one of this durable tier."""
     path = folder / PART_FILE
     try:
-        return Part.from_json(path.read_bytes(), where=str(path)).dirpath == dirpath
+        return Part.from_json(path.read_bytes(), where=str(path)).known(place).place == place
     except (OSError, ManifestError):
         return True

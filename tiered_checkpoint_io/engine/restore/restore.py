@@ -126,7 +126,9 @@ class NodeFetcher:
             raise CorruptCheckpointError(text, operation="restore", key=candidate.save_id)
         (entry,) = files
         content = replace(candidate.durable, files=files, index=None)
-        part = Part(candidate.name, self._rank or 0, content, self.tiers.dirpath, durable=True)
+        part = Part(
+            candidate.name, self._rank or 0, content, self.tiers.dirpath, durable=True, server=self.tiers.place.server
+        )
         if candidate.is_foreign and ids.url_scheme(self.tiers.dirpath) is None:
             # A local file needs no copy: nothing of it is kept mapped.
             return FetchedPart(part, Path(self.tiers.dirpath, entry.path), "durable")

@@ -26,6 +26,7 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Kind, Metric, Part
+from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.version import __version__
 
 #: Where the newest facts that this thread has unpickled are kept; see :func:`arrived`.
@@ -95,14 +96,16 @@ class SaveFacts:
         stem, dot, ending = basename.partition(".")
         return f"{stem}-{self.mark}{dot}{ending}" if self.taken else basename
 
-    def scope(self, rank: int, dirpath: str) -> Scope:
+    def scope(self, rank: int, place: Place) -> Scope:
         """Which parts in memory retention counts together with a rank's part."""
         # What other ranks save alone has ids of other runs, and is not for this one to remove.
         alone = self.payload == "full"
-        return Scope(self.save_id, rank, self.payload, dirpath, self.series, own_rank_only=alone)
+        return Scope(
+            self.save_id, rank, self.payload, place.dirpath, self.series, own_rank_only=alone, server=place.server
+        )
 
     def describe(
-        self, rank: int, dirpath: str, files: tuple[FileEntry, ...], *, created: float, namespace: str = ""
+        self, rank: int, place: Place, files: tuple[FileEntry, ...], *, created: float, namespace: str = ""
     ) -> Part:
         """The description of a rank's part that has these files."""
         switches = {"full": self.name.rpartition("/")[2], "sharded": METADATA, "local": None}
@@ -122,7 +125,7 @@ class SaveFacts:
             resumable=self.resumable,
             namespace=namespace,
         )
-        return Part(self.name, rank, content, dirpath, self.durable)
+        return Part(self.name, rank, content, place.dirpath, self.durable, place.server)
 
 
 def _arrive(*fields: Any) -> SaveFacts:

@@ -72,7 +72,7 @@ class PartSave:
     # ---------------------------------------------------------------------------------- capture
     def retain(self, held: list[StoredPart], keep: int, evidence: Evidence, *, size: int | None = None) -> None:
         """Removes what memory need not keep; see :meth:`Capturer.retain`."""
-        scope = self.facts.scope(self.rank, self.session.dirpath)
+        scope = self.facts.scope(self.rank, self.session.place)
         self.session.open().capturer.retain(held, scope, keep, evidence, size=size)
 
     def capture(self, *, retained: tuple[str, ...] = (), hashed: bool = True) -> None:
@@ -91,7 +91,7 @@ class PartSave:
             return
         session, durable = self.session, self.facts.durable
         tier, capturer, drain = session.open()
-        scope = self.facts.scope(self.rank, session.dirpath)
+        scope = self.facts.scope(self.rank, session.place)
         try:
             if durable:
                 drain.start()
@@ -165,7 +165,7 @@ class PartSave:
             files.insert(0, entry)
         config = self.session.config
         return self.facts.describe(
-            self.rank, self.session.dirpath, tuple(files), created=self.session.clock.wall(), namespace=config.namespace
+            self.rank, self.session.place, tuple(files), created=self.session.clock.wall(), namespace=config.namespace
         )
 
     def send(self, small: Mapping[str, bytes], watching: Watching = nothing_missing, *, commits: bool = True) -> None:

@@ -50,7 +50,7 @@ def rewrite(session: Session, name: str, state: Any) -> bool:
     image = plan(state)
     with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
         entry = FileEntry(name, image.size, image.chunk_size, image.fill(view))
-        part = facts.describe(0, session.dirpath, (entry,), created=session.clock.wall(), namespace=old.namespace)
+        part = facts.describe(0, session.place, (entry,), created=session.clock.wall(), namespace=old.namespace)
         with view.toreadonly() as data:
             commit(store, part, {entry.basename: data})
     return True

@@ -93,7 +93,16 @@ class Stream:
             busy = {stored.part.name for stored in tier.parts() if stored.pending}
             clear_up(store, part, patience_s=float(session.config.wait_timeout_s), busy=busy, log=session.log)
         name, content = part.name, part.content
-        done = Outcome(part.save_id, "save", name, content.step, "committed", bytes=content.size, dirpath=part.dirpath)
+        done = Outcome(
+            part.save_id,
+            "save",
+            name,
+            content.step,
+            "committed",
+            bytes=content.size,
+            dirpath=part.dirpath,
+            server=part.server,
+        )
         try:
             if unreplaced(drain.queue.outcomes()):
                 drain.queue.finish(done)

@@ -120,7 +120,7 @@ def save_local(
 def _make_room(part: PartSave, held: Collection[StoredPart], run: _RunWide) -> tuple[str, ...]:
     """Removes what memory need not keep; the saves that must stay even if the new one does not fit."""
     session = part.session
-    scope = part.facts.scope(part.rank, session.dirpath)
+    scope = part.facts.scope(part.rank, session.place)
     lacking = run.lacking({each.save_id for each in held if scope.covers(each) and scope.of_this_run(each)})
     if lacking is None:
         return tuple(each.save_id for each in held)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.place import AtPlace, Server
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(AtPlace):
     """Which parts one save of one rank is about.
 
     Attributes:
@@ -24,6 +25,7 @@ class Scope:
         series: To which names the count applies, see :func:`ids.series_of`; empty for all names.
         own_rank_only: Whether parts of other ranks stay whichever run wrote them; by default those of earlier
             runs, whose ranks may be gone, do not.
+        server: Of the durable tier, see :class:`Place`.
     """
 
     save_id: str
@@ -32,10 +34,11 @@ class Scope:
     dirpath: str
     series: str = ""
     own_rank_only: bool = False
+    server: Server | None = None
 
     def covers(self, stored: StoredPart) -> bool:
         """Whether a part counts as one of the same job's checkpoints."""
-        return self._matches(stored) and stored.part.dirpath == self.dirpath
+        return self._matches(stored) and stored.part.place == self.place
 
     def _matches(self, stored: StoredPart) -> bool:
         part = stored.part
@@ -52,7 +55,7 @@ class Scope:
     def may_make_room(self, stored: StoredPart) -> bool:
         """Whether it may go where there is no room otherwise: also what was saved for another durable tier."""
         own = stored.part.rank == self.rank or not self.of_this_run(stored)
-        return stored.part.dirpath != self.dirpath or (self._matches(stored) and own)
+        return stored.part.place != self.place or (self._matches(stored) and own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ def room_for(
         retained: Ids of saves that stay as well.
     """
     candidates = [each for each in held if scope.may_make_room(each)]
-    own = [each for each in candidates if each.part.dirpath == scope.dirpath]
+    own = [each for each in candidates if each.part.place == scope.place]
     kept = {*retained, *_newest_safe(own), *(each.save_id for each in candidates if each.pending)}
     kept.add(max((each.save_id for each in own), default=""))
     removed: list[StoredPart] = []
@@ -198,7 +201,8 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
         if newest < max(_newest_safe(of_series), default=""):
             outdated += replicas
             continue
-        scope = Scope(newest, rank, payload, replicas[0].part.dirpath, series)
+        place = replicas[0].part.place
+        scope = Scope(newest, rank, payload, place.dirpath, series, server=place.server)
         outdated += removable(replicas, scope, keep, all_complete(replicas, scope))
     return sorted(outdated, key=lambda each: (each.save_id, each.part.rank))
 

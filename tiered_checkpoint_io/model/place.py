@@ -1,0 +1,89 @@
+"""Which durable tier: where it lies, and on which server. Pure, and without secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from tiered_checkpoint_io.errors import ManifestError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import value_of
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An S3 server. Two are the same where their endpoints are: region and profile only say how to reach it.
+
+    Attributes:
+        endpoint_url: Its URL; "" for AWS's own.
+        region: AWS region; "" where none is set.
+        profile: Profile in the AWS configuration files; "" where none is set.
+    """
+
+    endpoint_url: str
+    region: str = field(default="", compare=False)
+    profile: str = field(default="", compare=False)
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Server:
+        """The inverse of :meth:`to_json`; raises ManifestError where it can't be understood."""
+        return cls(*(value_of(raw, key, str, "") for key in ("endpoint_url", "region", "profile")))
+
+
+def server_in(raw: Mapping[str, Any]) -> Server | None:
+    """What a document says of a server; None where it is of a release that did not note it.
+
+    Raises:
+        ManifestError: It can't be understood.
+    """
+    said = raw.get("server")
+    if said is not None and not isinstance(said, dict):
+        raise ManifestError("server: expected an object")
+    return Server.from_json(said) if said is not None else None
+
+
+def endpoint_text(url: str) -> str:
+    """One spelling of an endpoint, without user name, password and query."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2].lower()
+    return urlunsplit((parts.scheme.lower(), host, parts.path.rstrip("/"), "", ""))
+
+
+class Place(NamedTuple):
+    """A durable tier: by this, and not by dirpath alone, it is told which checkpoints belong together.
+
+    Attributes:
+        dirpath: Its URL or directory.
+        server: Its S3 server; None for any other kind, and where it is not known.
+    """
+
+    dirpath: str
+    server: Server | None = None
+
+    def known(self, here: Place | None) -> Place:
+        """The same, on the server of ``here`` where an earlier release did not note one."""
+        if self.server is not None or here is None or not ids.is_s3_url(self.dirpath):
+            return self
+        return self._replace(server=here.server)
+
+    def __str__(self) -> str:
+        at = self.server.endpoint_url if self.server is not None else ""
+        return f"{self.dirpath} at {at}" if at else self.dirpath
+
+
+class AtPlace:
+    """What belongs to a durable tier, and is stored with ``dirpath`` and ``server`` side by side."""
+
+    __slots__ = ()
+    dirpath: str
+    server: Server | None
+
+    @property
+    def place(self) -> Place:
+        """The durable tier."""
+        return Place(self.dirpath, self.server)
