@@ -195,7 +195,7 @@ class TieredModelCheckpoint(DurableEnd):
 
         Raises:
             UsageError: It is not ours, or the strategy would go past it; or another live run writes to the same
-                dirpath and namespace.
+                dirpath.
             ConfigError: The callback's dirpath is not below the IO's, or differs between ranks; or another callback
                 saves to the same names.
         """

@@ -1,4 +1,4 @@
-"""Runs that do as they are told, line by line: ``save NAME``, ``close``; each answers ``ok``, or the error.
+"""Runs that do as they are told, line by line: ``save NAME``, ``keep NAME`` in memory alone, ``close``; each answers ``ok``, or the error.
 
 One process imports everything and listens; each connection is a run, forked from it, that takes its
 options from the first line and answers that with the number of its process.
@@ -37,7 +37,9 @@ def live(lines):
     for number, line in enumerate(lines, start=1):
         what, _, name = line.strip().partition(" ")
         try:
-            if what == "save":
+            if what == "keep":
+                made.save({"global_step": number, "w": torch.full((100,), float(number))}, name, tiers={"memory"})
+            elif what == "save":
                 made.save({"global_step": number, "w": torch.full((100,), float(number))}, name, wait=True)
             else:
                 made.close()

@@ -67,10 +67,9 @@ def test_a_second_run_on_a_node_is_refused_before_it_writes_and_a_crashed_one_ho
     first, second, elsewhere, other = runs(s3_url, s3_url, s3_url + "-2", s3_url)
     assert first.do("save a.ckpt") == "ok"
     refused = second.do("save b.ckpt")
-    assert refused.startswith("UsageError: another run writes to the same dirpath and namespace: process ")
+    assert refused.startswith("UsageError: another run writes to the same dirpath: process ")
     assert f"process {first.pid} on" in refused
-    assert "namespace default" in refused
-    assert "stop one of the two" in refused
+    assert "stop one of the two, or give it a dirpath of its own" in refused
     # It stays refused, whatever it does, until it makes a new start.
     assert second.do("save b.ckpt") == refused
     assert second.do("close") == "ok"
@@ -127,11 +126,12 @@ def test_of_jobs_that_begin_at_once_in_the_same_memory_one_goes_on(runs, tmp_pat
 
 
 @pytest.mark.matrix
-def test_namespaces_are_places_of_their_own(runs, tmp_path):
+def test_a_dirpath_is_of_one_run_whatever_its_namespace(runs, tmp_path):
     place = str(tmp_path)
     (first,), (second,) = runs(place, nodes=[0]), runs(place, nodes=[1], namespace="other")
-    assert (first.do("save a.ckpt"), second.do("save b.ckpt")) == ("ok", "ok")
-    assert len(names_and_leases(place)[1]) == 2
+    assert first.do("save a.ckpt") == "ok"
+    assert "another run writes to the same dirpath" in second.do("save b.ckpt")
+    assert len(names_and_leases(place)[1]) == 1
 
 
 def test_a_second_run_on_another_machine_is_refused_while_it_trains(runs, tmp_path):
@@ -343,7 +343,7 @@ def test_the_whole_story_of_a_lease_takes_no_time():
     assert world.puts <= 27, "each is a version in a bucket that keeps versions"
     newcomer = keeper_of("newcomer")
     world.clock.advance(20, *threads)
-    with pytest.raises(UsageError, match="another run writes to the same dirpath and namespace: .* is running"):
+    with pytest.raises(UsageError, match="another run writes to the same dirpath: .* is running"):
         newcomer.check()
     assert len(world.objects) == 1, "a refused run leaves nothing behind"
     silent.add("first")

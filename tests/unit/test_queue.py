@@ -1,7 +1,7 @@
 """The order of the work, against a model, and what trainer and drain tell each other by the log."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -21,6 +21,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
 )
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.place import Server
 
 
 @pytest.fixture

@@ -95,8 +95,8 @@ class Checkpointer:
 
         Raises:
             InvalidNameError: The path is not below dirpath, or not a valid name.
-            UsageError: Unknown tiers; or another live run writes to the same dirpath and namespace; or a signal handler
-                saves while it interrupts a save.
+            UsageError: Unknown tiers; or another live run writes to the same dirpath; or a signal handler saves
+                while it interrupts a save.
             SaveError: The save, or an earlier one in the background, failed and ``on_save_error``
                 is ``raise``.
         """

@@ -1,4 +1,4 @@
-"""What a process claims for its launch: a dirpath and namespace of the durable tier, and the namespace on this node."""
+"""What a process claims for its launch: a dirpath of the durable tier, and the namespace on this node."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Claims:
         self._namespace: NamespaceLock | None = None
 
     def claim(self, wait_s: float | None = None) -> None:
-        """Claims the dirpath and namespace for this launch, in the background; repeated, looks how that went.
+        """Claims the dirpath for this launch, in the background; repeated, looks how that went.
 
         A rank other than 0 that torch.distributed does not know yet claims nothing.
 
@@ -75,8 +75,8 @@ class Claims:
         """Looks how the claim went, where one was made; and, once, whose the memory of this namespace is.
 
         Raises:
-            UsageError: Another live run writes to the same dirpath and namespace, or, on this node, another live job
-                to the same namespace.
+            UsageError: Another live run writes to the same dirpath, or, on this node, another live job to the same
+                namespace.
         """
         if self._namespace is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):
             self._namespace = self._lock_namespace()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.leasing.leases import Lease, Other
+from tiered_checkpoint_io.engine.leasing.leases import Lease, Other, are_one
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.logs import Logger
@@ -24,27 +24,37 @@ from tiered_checkpoint_io.stores import Store
 
 #: None of ours is as long.
 _MAX_BYTES = 1 << 16
+#: So many processes, each started by the one before, are known to belong together.
+_ANCESTORS = 32
 #: Where a process keeps its owner, so that those which it starts know that they belong to it.
 _OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
+#: The owner of a process, by its id: a forked child has its parent's memory, but is another process.
+_owners: dict[int, str] = {}
 
 
 def owner_of_process(clock: Clock) -> str:
-    """The launch that this process belongs to.
+    """The launch that this process belongs to: a name of its own, behind those of the processes that started it.
 
-    All ranks of one start have the same, by the store of torch.distributed, and so have the processes that one of them
-    starts.
+    All ranks of one start have the same, by the store of torch.distributed. See :func:`leases.are_one`.
 
     Raises:
         UsageError: That store does not answer.
     """
-    owner = current_run().first("owner", os.environ.get(_OWNER_VARIABLE) or clock.token(8))
-    os.environ[_OWNER_VARIABLE] = owner
-    return owner
+    pid = os.getpid()
+    if pid not in _owners:
+        line = [*filter(None, os.environ.get(_OWNER_VARIABLE, "").split("/")), clock.token(8)]
+        _owners[pid] = "/".join(line[-_ANCESTORS:])
+    _owners[pid] = os.environ[_OWNER_VARIABLE] = current_run().first("owner", _owners[pid])
+    return _owners[pid]
 
 
 def launch_rank() -> int:
-    """This process' rank by what its launcher says, where torch.distributed does not know it yet."""
-    ranks = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")]
+    """This process' rank by what its launcher says, where torch.distributed does not know it yet.
+
+    Slurm counts its tasks whether or not they are to meet: they are where it is said at which address.
+    """
+    names = ["RANK", "LOCAL_RANK", *(["SLURM_PROCID"] if os.environ.get("MASTER_ADDR") else [])]
+    ranks = [os.environ.get(name, "") for name in names]
     return max((int(rank) for rank in ranks if rank.isdecimal()), default=0)
 
 
@@ -55,12 +65,14 @@ class _Watched(NamedTuple):
 
 
 class LeaseKeeper:
-    """The lease of one process on one dirpath and namespace; claimed from the start on."""
+    """The lease of one process on one dirpath; claimed from the start on.
+
+    Runs of any namespace are seen; the namespace tells below which prefix those of earlier releases look for ours.
+    """
 
     def __init__(self, store: Callable[[], Store], namespace: str, log: Logger, *, owner: str, clock: Clock) -> None:
         """Asks nothing yet; ``store`` opens the durable tier, ``owner`` is that of :func:`owner_of_process`."""
         self._open = store
-        self._namespace = namespace
         self._log = log
         self._clock = clock
         self._timing = clock.timing
@@ -147,7 +159,7 @@ class LeaseKeeper:
         store, now = self._open(), self._clock.since_boot()
         is_lost = False
         if self._lease.held:
-            asking = {info.key: info.modified for info in store.list(ids.lease_prefix(self._namespace))}
+            asking = {info.key: info.modified for info in store.list(ids.LEASE_PREFIX)}
             # Removed by a run that took ours for dead.
             is_lost = asking.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s
             is_asked = self._meet(asking)
@@ -180,14 +192,12 @@ class LeaseKeeper:
             store.put(self._key, self._lease.to_json())
             return beat_s
         elif living[-1].quiet == 0:
-            self._log.info(
-                "%s has a lease on the same dirpath and namespace; watching whether it is alive", living[-1].who
-            )
+            self._log.info("%s has a lease on the same dirpath; watching whether it is alive", living[-1].who)
         return min(self._timing.lease_poll_s, beat_s)
 
     def _look(self, store: Store, now: float) -> list[Other]:
         """The leases of other owners, ours having been written."""
-        listed = {info.key: info for info in store.list(ids.lease_prefix(self._namespace))}
+        listed = {info.key: info for info in store.list(ids.LEASE_PREFIX)}
         mine = listed.pop(self._key, None)
         if mine is None:
             raise StoreUnavailableError(
@@ -200,7 +210,7 @@ class LeaseKeeper:
                 lease = Lease.from_json(store.get(key)) if info.size <= _MAX_BYTES else None
             except StoreNotFoundError:
                 continue
-            if lease is not None and lease.owner == self._lease.owner:
+            if lease is not None and are_one(lease.owner, self._lease.owner):
                 continue
             last = self._watched.get(key)
             if last is None or last.modified != info.modified:
@@ -216,11 +226,11 @@ class LeaseKeeper:
 
     def _refuse(self, other: Other, what: str) -> None:
         self._refusal = UsageError(
-            f"another run writes to the same dirpath and namespace: {other.who} {what}",
+            f"another run writes to the same dirpath: {other.who} {what}",
             operation="claim",
             tier="durable",
-            key=f"{self._open().url}, namespace {self._namespace}",
-            hint="stop one of the two, or give it a dirpath or namespace of its own; a dead run's"
+            key=self._open().url,
+            hint="stop one of the two, or give it a dirpath of its own; a dead run's"
             f" lease expires within {self._timing.lease_ttl_s:.0f} s; no action needed",
         )
         self._log.error("%s", self._refusal)

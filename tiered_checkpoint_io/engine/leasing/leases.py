@@ -1,6 +1,6 @@
 """What a lease says, and what a process makes of the leases of others. Pure, but for facts about this process.
 
-Every process that saves to a dirpath and namespace keeps one small object of its own there, its lease. Every
+Every process that saves to a dirpath keeps one small object of its own there, its lease. Every
 ``lease_beat_s`` it lists what is there, and writes its own again where another has come, or was written again: that is
 how a newcomer asks whether it is alive. Else it does so every ``lease_rest_s``, for a bucket with versions keeps each.
 No process writes to the object of another, so nothing has to be exclusive: a process first writes its own lease and
@@ -26,7 +26,7 @@ class Lease:
     """What a lease says.
 
     Attributes:
-        owner: The launch: all processes that belong together have the same.
+        owner: The launch, see :func:`are_one`.
         token: The lease itself.
         held: Whether its process has found no other; false while it still looks.
         host: Where it runs, for people.
@@ -109,6 +109,15 @@ class Other:
     def goes_before(self, mine: Lease) -> bool:
         """Whether we have to yield to it, if it is alive: of two that look, the one whose owner sorts last does."""
         return self.lease is None or self.lease.held or self.lease.owner < mine.owner
+
+
+def are_one(owner: str, other: str) -> bool:
+    """Whether two processes belong to one launch: they have one owner, or one was started below the other.
+
+    Two that inherited the same line from a shell, or from a process that starts jobs, do not.
+    """
+    line, others = owner.split("/"), other.split("/")
+    return line[-1] in others or others[-1] in line
 
 
 def _born(pid: int) -> int | None:

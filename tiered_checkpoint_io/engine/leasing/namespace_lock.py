@@ -1,8 +1,8 @@
 """Exclusive use of a namespace of a node's memory: by one live job at a time.
 
 Two jobs in one namespace would remove each other's checkpoints by their retention, and each would tell the drain to
-use its own durable tier. A job is known by its dirpath and by its launch, which are in a file; each of its processes
-holds a shared lock on another file, which ends with the process.
+use its own durable tier. A job is known by its launch, which is in a file; each of its processes holds a shared lock on
+another file, which ends with the process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.locks import release, share, try_lock
+from tiered_checkpoint_io.engine.leasing.leases import are_one
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.private import write_atomic
@@ -31,7 +32,7 @@ class NamespaceLock:
         Where the lock can't be taken for want of space or descriptors, this warns, and nothing is held.
 
         Raises:
-            UsageError: A live job of another dirpath and another launch has it.
+            UsageError: A live job of another launch has it.
         """
         mine = {"dirpath": dirpath, "owner": owner, "pid": os.getpid()}
         deadline = clock.monotonic() + clock.timing.namespace_wait_s
@@ -77,7 +78,7 @@ def _lock(root: Path, mine: dict[str, Any], clock: Clock) -> tuple[int | None, d
             share(held)
         other = _facts(root)
         # A damaged file names no job.
-        is_mine = not other or any(mine[key] == other.get(key) for key in ("dirpath", "owner"))
+        is_mine = not other or are_one(mine["owner"], str(other.get("owner")))
     except BaseException:
         if held is not None:
             release(held)

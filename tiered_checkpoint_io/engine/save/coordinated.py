@@ -133,7 +133,7 @@ class CoordinatedSaver:
             resumable: Whether training can resume from it.
 
         Raises:
-            UsageError: Another live run writes to the same dirpath and namespace.
+            UsageError: Another live run writes to the same dirpath.
         """
         session = self._session
         session.claims.check()

@@ -82,8 +82,7 @@ def save_local(
 
     Raises:
         SaveError: It did not reach the durable tier while we waited; then on all ranks that wait.
-        UsageError: The run's id could not be learnt; or another live run writes to the same dirpath and
-            namespace.
+        UsageError: The run's id could not be learnt; or another live run writes to the same dirpath.
     """
     started = session.clock.monotonic()
     session.claims.check()

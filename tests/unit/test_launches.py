@@ -1,0 +1,181 @@
+"""Which live processes are one launch, and which are two jobs that one node must keep apart; by real processes."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from support.launch import free_port
+from support.running import Run, runner
+
+from tiered_checkpoint_io.engine.leasing.leases import are_one
+
+DEADLINE_S = 120
+#: Each says so, and waits to be told to end, so that all live at once.
+SCRIPT = """
+import json, os, subprocess, sys
+import torch
+import torch.distributed as dist
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+options, what, number = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+job = Checkpointer(TieredCheckpointConfig.from_any(**options))
+
+def save(name, **more):
+    try:
+        job.save({"global_step": 1, "w": torch.ones(10)}, name, **more)
+    except Exception as error:
+        os.write(1, f"SAID {number} {type(error).__name__}: {error}\\n".encode())
+    else:
+        os.write(1, f"SAID {number} ok\\n".encode())
+
+if what == "ranks":
+    save(f"before-{number}.ckpt")
+    dist.init_process_group("gloo", rank=int(number), world_size=2)
+    if number == "0":
+        save("after.ckpt")
+    dist.barrier()
+    dist.destroy_process_group()
+elif what == "parent":
+    save("parent.ckpt")
+    again = [sys.executable, __file__, sys.argv[1], "child"]
+    children = [subprocess.Popen([*again, str(each)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for each in (1, 2)]
+    for child in children:
+        os.write(1, child.stdout.readline())
+    for child in children:
+        child.communicate(timeout=60)
+elif what == "child":
+    save(f"child-{number}.ckpt")
+    sys.stdin.read()
+job.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def path():
+    with runner() as path:
+        yield path
+
+
+@pytest.fixture
+def job(memory_dir, path):
+    """Starts jobs on one node, in one namespace."""
+    with contextlib.ExitStack() as stack:
+
+        def start(dirpath, **options):
+            made = Run(path, dirpath, memory_dir, namespace="one", **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+@pytest.fixture
+def script(tmp_path, memory_dir):
+    """Starts processes of a script, and gives what they said."""
+    file = tmp_path / "launch.py"
+    file.write_text(textwrap.dedent(SCRIPT))
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "namespace": "one"}
+    clean = {name: value for name, value in os.environ.items() if name != "TIERED_CHECKPOINT_OWNER"}
+    clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+    def start(what, *environments):
+        made = [
+            subprocess.Popen(
+                [sys.executable, str(file), json.dumps(options), what, str(number)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=clean | environment,
+            )
+            for number, environment in enumerate(environments)
+        ]
+        try:
+            said = [process.communicate(timeout=DEADLINE_S) for process in made]
+        finally:
+            for process in made:
+                process.kill()
+                process.wait()
+        assert all(process.returncode == 0 for process in made), said
+        lines = [line for out, _ in said for line in out.splitlines() if line.startswith("SAID")]
+        return sorted(line.removeprefix("SAID ") for line in lines)
+
+    return start
+
+
+ANOTHER_JOB = "UsageError: another live job keeps its checkpoints in this node's memory under the same namespace"
+
+
+def test_jobs_that_upload_nothing_are_kept_apart_as_well(job, tmp_path):
+    first, second = job(str(tmp_path)), job(str(tmp_path))
+    assert first.do("keep a.ckpt") == "ok"
+    refused = second.do("keep b.ckpt")
+    assert refused.startswith(f"{ANOTHER_JOB}: that of {tmp_path}, process {first.pid}")
+    assert first.do("keep c.ckpt") == "ok"
+    # A restart of the same job takes over at once.
+    first.kill()
+    assert second.do("keep b.ckpt") == "ok"
+
+
+@pytest.mark.parametrize("same", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_tasks_of_slurm_that_train_each_for_itself_are_jobs(job, tmp_path, same):
+    task = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
+    first = job(str(tmp_path / "a"), env={**task, "SLURM_PROCID": "0"})
+    second = job(str(tmp_path / ("a" if same else "b")), env={**task, "SLURM_PROCID": "1"})
+    assert first.do("save a.ckpt") == "ok"
+    assert second.do("save b.ckpt").startswith(ANOTHER_JOB)
+
+
+@pytest.mark.parametrize("word", ["mine", pytest.param("a/b", marks=pytest.mark.matrix)])
+def test_jobs_of_one_shell_are_two_whatever_it_exports(job, tmp_path, word):
+    first, second = (job(str(tmp_path), env={"TIERED_CHECKPOINT_OWNER": word}) for _ in range(2))
+    assert first.do("save a.ckpt") == "ok"
+    assert second.do("save b.ckpt").startswith(ANOTHER_JOB)
+
+
+@pytest.mark.matrix
+def test_leases_keep_the_jobs_of_one_shell_apart_on_nodes_of_their_own(path, tmp_path, memory_dir):
+    with contextlib.ExitStack() as stack:
+        made = []
+        for number in range(2):
+            os.mkdir(f"{memory_dir}/{number}", mode=0o700)
+            env = {"TIERED_CHECKPOINT_OWNER": "mine"}
+            made.append(Run(path, str(tmp_path), f"{memory_dir}/{number}", env=env))
+            stack.callback(made[-1].close)
+        assert made[0].do("save a.ckpt") == "ok"
+        assert "another run writes to the same dirpath" in made[1].do("save b.ckpt")
+
+
+def test_a_process_and_one_that_it_starts_are_one_but_two_that_it_starts_are_not(script):
+    said = script("parent", {})
+    assert said[0] == "0 ok"
+    # Which of the two comes first is open. Memory is shared by the parent's lock; the lease tells them apart.
+    assert sorted(line.split()[1] for line in said[1:]) == ["UsageError:", "ok"], said
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("RANK", "WORLD_SIZE"), id="torchrun"),
+        pytest.param(("LOCAL_RANK", "WORLD_SIZE"), id="lightning", marks=pytest.mark.matrix),
+        pytest.param(("SLURM_PROCID", "SLURM_NTASKS"), id="srun"),
+    ],
+)
+def test_ranks_of_a_launch_are_one_before_they_know_each_other(script, names):
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    said = script("ranks", *({names[0]: str(rank), names[1]: "2", **meet} for rank in range(2)))
+    assert said == ["0 ok", "0 ok", "1 ok"]
+
+
+def test_who_is_one_launch():
+    assert are_one("a", "a")
+    assert are_one("shell/a", "shell/a/b")
+    assert are_one("a/b/c/d", "b")
+    assert not are_one("shell/a", "shell/b")
+    assert not are_one("shell/a/c", "shell/b/c2")
+    # All of its line but the end may be forgotten.
+    assert are_one("p/a", "a/b")
