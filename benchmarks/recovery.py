@@ -77,7 +77,7 @@ def rank_main(folder: str, dirpath: str, mebibytes: int, rounds: int) -> None:
         return float(mine), float(down)
 
     times: dict[str, list[float]] = {name: [] for name in NAMES}
-    root = namespace_root(memory_dir, "default")
+    root = namespace_root(memory_dir, settings_of(config, {}).config.namespace)
     kept = root.with_name("kept")
     size = 4 * (mebibytes << 20)
     dcp.save(state(STEP), checkpoint_id=f"step_{STEP}", save_to_s3=True, wait=True, **config)

@@ -15,6 +15,7 @@ import torch
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageReader, TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: What a kind may be able to do; what it is not, its stories are skipped for.
 SENTINELS, METRICS, PARTS = "tiered:last", "best", "parts"
@@ -90,7 +91,7 @@ class Job:
 
     @property
     def root(self):
-        (root,) = self.memory_dir.glob("tiered-*/default")
+        (root,) = self.memory_dir.glob("tiered-*/*")
         return root
 
     def files(self):
@@ -106,9 +107,10 @@ class Job:
     def without_drain(self):
         """While the block runs, nothing that is queued on this node gets to the durable tier."""
         user = self.memory_dir / f"tiered-{os.getuid()}"
-        for folder in (user, user / "default"):
+        root = user / TieredCheckpointConfig(dirpath=self.options["dirpath"]).namespace
+        for folder in (user, root):
             folder.mkdir(0o700, exist_ok=True)
-        with open(user / "default" / "drain.lock", "ab") as lock:
+        with open(root / "drain.lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

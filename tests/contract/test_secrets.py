@@ -185,7 +185,7 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     for secret in hidden:
         assert heard.told(secret) == []
     # It did listen, everywhere.
-    assert {"log", "command ls", str(root / "default" / "drain.json")} <= set(heard.told(s3_url))
+    assert {"log", "command ls", str(next(root.glob("*/drain.json")))} <= set(heard.told(s3_url))
     assert "command status" in heard.told("4.ckpt")
     assert [where for where in heard.told("SignatureDoesNotMatch") + heard.told("HTTP 403") if "error" in where]
     assert heard.told(f"{s3_url.partition('//')[2].partition('/')[2]}/.tiered/manifests/1.ckpt.json")

@@ -80,6 +80,7 @@ class World:
         self.log.propagate = False
         self.log.addHandler(self.notes)
         self.options = {"dirpath": dirpath, "memory_dir": memory_dir, "drain": "thread", "max_read_concurrency": 1}
+        self.options["namespace"] = "default"
         self._save()
         root = namespace_root(memory_dir, "default") / "saves"
         self.memory = {path: path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

@@ -69,6 +69,7 @@ class Checkpoints(RuleBasedStateMachine):
         self.config = TieredCheckpointConfig.from_any(
             dirpath=self.store.url,
             memory_dir=str(self.folder),
+            namespace="default",
             memory_keep_last=KEEP,
             max_pending=100,
         )

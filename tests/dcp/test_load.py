@@ -65,7 +65,7 @@ def test_nodes_give_each_other_what_only_one_of_them_holds(ranks):
 
 def test_what_another_node_sends_is_verified(ranks, memory_dir):
     ranks(2, ["save", 1], ["save", 2], nodes="ab")
-    (path,) = Path(memory_dir, "a").glob("tiered-*/default/saves/*-00000002/rank-00000/__0_0-*.distcp")
+    (path,) = Path(memory_dir, "a").glob("tiered-*/*/saves/*-00000002/rank-00000/__0_0-*.distcp")
     flip(path, at=path.stat().st_size - 200)
     for answer in ranks(2, ["load_ours", 1], nodes="ab"):
         assert answer[0].get("got", answer[0])["matches"]
@@ -121,7 +121,7 @@ def saved(config):
 
 
 def files_in_memory(config, save):
-    folder = sorted(Path(config["memory_dir"]).glob("tiered-*/default/saves/*"))[save]
+    folder = sorted(Path(config["memory_dir"]).glob("tiered-*/*/saves/*"))[save]
     return {role(path): path for path in folder.glob("rank-*/*") if path.name.startswith((".metadata", "__"))}
 
 
@@ -162,7 +162,7 @@ def test_damage_in_memory_is_found_and_the_durable_copy_is_taken(saved, name, ho
     dcp.load(loaded, storage_reader=reader)
     assert is_step(loaded, 2)
     assert reader.session.asked["bytes.down"] > 0
-    assert list(Path(saved["memory_dir"]).glob("tiered-*/default/quarantine/*"))
+    assert list(Path(saved["memory_dir"]).glob("tiered-*/*/quarantine/*"))
     reader.close()
 
 

@@ -185,7 +185,7 @@ def test_a_process_alone_overwrites_and_keeps_what_memory_keeps(memory_dir, tmp_
     state = {"n": 0}
     assert dcp.load(state, checkpoint_id="latest", kind="local", **options).opened.name == "latest"
     assert state == {"n": 4}
-    tier = MemoryTier.open(memory_dir, "default")
+    tier = MemoryTier.open(memory_dir, ids.namespace_of(options["dirpath"]))
     assert len({stored.save_id for stored in tier.parts()}) == 2
     for stored in tier.parts()[-1:]:
         path = stored.file(stored.part.content.files[0].basename)

@@ -199,7 +199,7 @@ def test_two_saves_of_a_name_do_not_commit_at_once(small, memory_dir, tmp_path):
     options["spill_dir"] = None
     name = {"checkpoint_id": "latest", "kind": "local", "require_step": False}
     manifest = tmp_path / "durable" / ids.manifest_key("latest")
-    tier = MemoryTier.open(options["memory_dir"], "default")
+    tier = MemoryTier.open(options["memory_dir"], ids.namespace_of(options["dirpath"]))
     with warnings.catch_warnings(), concurrent.futures.ThreadPoolExecutor(1) as thread:
         warnings.filterwarnings("ignore", message="the memory tier can't hold")
         # As long as this is held, no drain works: the first one waits in memory, and the second for it.
@@ -246,7 +246,7 @@ def test_nothing_goes_for_a_save_that_does_not_fit_all_the_same(memory_dir, tmp_
             dcp.save({"n": number}, checkpoint_id=f"step_{number}", kind="local", save_to_s3=False, **options)
         report = dcp.save({"w": torch.ones(6_000_000)}, checkpoint_id="step_3", kind="local", **options)
         assert report.tiers == {"durable"}
-        tier = MemoryTier.open(options["memory_dir"], "default")
+        tier = MemoryTier.open(options["memory_dir"], ids.namespace_of(options["dirpath"]))
         assert [stored.part.name for stored in tier.parts()] == ["step_1", "step_2"]
         dcp.save({"n": 4}, checkpoint_id="step_4", kind="local", save_to_s3=False, **options)
         assert [stored.part.name for stored in tier.parts()] == ["step_2", "step_4"]

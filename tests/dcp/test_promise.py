@@ -51,7 +51,8 @@ def test_it_is_durable_when_a_save_returns_and_not_waited_for_without_wait(kind,
     assert state["t"].unique().tolist() == [1.0]
     # While another holds this, no drain works.
     dcp.TieredStorageWriter(**options).close()
-    busy = try_lock(MemoryTier.open(options["memory_dir"], "default").root / LOCK_FILE, patience_s=60)
+    root = MemoryTier.open(options["memory_dir"], ids.namespace_of(options["dirpath"])).root
+    busy = try_lock(root / LOCK_FILE, patience_s=60)
     try:
         save(kind, 2, options, wait=False)
         assert not is_there(options, 2)

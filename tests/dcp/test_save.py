@@ -24,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def gathered(memory_dir, name, folder):
     """All files of a checkpoint in memory, in one folder, as they would lie on the durable tier."""
     folder.mkdir()
-    tier = MemoryTier.open(memory_dir, "default")
+    (root,) = Path(memory_dir).glob("tiered-*/*")
+    tier = MemoryTier(root)
     for stored in tier.parts():
         if stored.part.name == name:
             for entry in stored.part.content.files:
@@ -144,7 +145,7 @@ def test_a_node_that_cannot_reach_s3_leaves_no_checkpoint_there(ranks, memory_di
         assert all("error" not in answer[0] for answer in answers), "training goes on"
         assert all(answer[1]["got"] for answer in answers), "both are told that it is not durable"
     finally:
-        for status in Path(memory_dir).glob("*/tiered-*/default/status/drain.json"):
+        for status in Path(memory_dir).glob("*/tiered-*/*/status/drain.json"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(json.loads(status.read_text())["pid"], signal.SIGKILL)
     store = open_store(TieredCheckpointConfig(dirpath=s3_url))

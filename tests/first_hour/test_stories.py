@@ -3,11 +3,14 @@
 ``TIERED_UPDATE_EXPECTED=1 make test-first-hour`` records the texts anew.
 """
 
+import os
 import re
 import socket
 from pathlib import Path
 
+from support.counting_proxy import CountingProxy
 from support.first_hour import FOLDER
+from support.launch import free_port
 
 
 def test_a_run_that_is_killed_resumes(story):
@@ -74,11 +77,13 @@ def test_ctrl_c_and_the_only_copy(story):
 
 
 def test_a_server_that_is_silent(story, monkeypatch):
-    story.python("train.py", "max_steps=30", "save_on_train_end=false")
-    story.drained()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+    port, server = free_port(), os.environ["AWS_ENDPOINT_URL_S3"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
+    with CountingProxy(server, port):
+        story.python("train.py", "max_steps=30", "save_on_train_end=false")
+        story.drained()
+    with socket.create_server(("127.0.0.1", port)):
         # Connections are made, and never answered.
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent.getsockname()[1]}")
         limits = ("durable_timeout_s=2", "pending_timeout_s=2", "wait_timeout_s=5")
         story.python("train.py", "max_steps=40", "save_on_train_end=false", *limits)
     story.shown("silent_server")

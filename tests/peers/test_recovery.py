@@ -78,14 +78,12 @@ def test_more_lost_nodes_than_copies_lead_to_the_durable_tier_never_to_half_a_st
 @pytest.mark.matrix
 def test_a_damaged_part_is_quarantined_and_the_peers_copy_is_taken(ranks, memory_dir):
     ranks("ab", ["save", 1], ["save", 2], ["close"], replication_factor=2)
-    (path,) = Path(memory_dir, "a").glob(
-        "tiered-*/default/saves/*/rank-00000/__0_0-*.distcp".replace("saves/*", "saves/*2")
-    )
+    (path,) = Path(memory_dir, "a").glob("tiered-*/*/saves/*/rank-00000/__0_0-*.distcp".replace("saves/*", "saves/*2"))
     flip(path, at=path.stat().st_size // 2)
     (answers,) = ranks("ab", ["load", 2], replication_factor=2)
     for answer in answers:
         assert (answer["matches"], answer["name"], gets(answer)) == (True, "step_2", {})
-    assert list(Path(memory_dir, "a").glob("tiered-*/default/quarantine/*rank-00000/reason.txt"))
+    assert list(Path(memory_dir, "a").glob("tiered-*/*/quarantine/*rank-00000/reason.txt"))
 
 
 @pytest.mark.matrix
@@ -93,12 +91,12 @@ def test_a_damaged_copy_leads_to_the_third_one(ranks, lose, memory_dir):
     ranks("abc", ["save_full", 1, {"name": "last.ckpt"}], ["save", 2], ["save", 3], ["close"], replication_factor=3)
     lose("a")
     for pattern in ("*2/rank-00000/__0_0-*.distcp", "*/rank-00000/*.ckpt"):
-        (path,) = Path(memory_dir, "b").glob(f"tiered-*/default/replicas/{pattern}")
+        (path,) = Path(memory_dir, "b").glob(f"tiered-*/*/replicas/{pattern}")
         flip(path, at=path.stat().st_size // 2)
     shards, full = ranks("abc", ["load", 3], ["load_full", 1, {"path": "tiered:last"}], replication_factor=3)
     assert all(answer.get("matches") for answer in (*shards, *full)), (shards, full)
     assert all(gets(answer) == {} for answer in (*shards, *full))
-    assert len(list(Path(memory_dir, "b").glob("tiered-*/default/quarantine/replicas.*/reason.txt"))) == 2
+    assert len(list(Path(memory_dir, "b").glob("tiered-*/*/quarantine/replicas.*/reason.txt"))) == 2
     assert any("rank 1" in note and "memory" in note for note in full[0]["rejected"])
 
 
@@ -106,7 +104,7 @@ def test_a_damaged_copy_leads_to_the_third_one(ranks, lose, memory_dir):
 def test_when_no_copy_is_intact_all_go_back_a_step_together(ranks, memory_dir):
     ranks("ab", ["save", 1], ["save", 2], ["close"], replication_factor=2)
     for node, folder in (("a", "saves"), ("b", "replicas")):
-        (path,) = Path(memory_dir, node).glob(f"tiered-*/default/{folder}/*2/rank-00000/__0_0-*.distcp")
+        (path,) = Path(memory_dir, node).glob(f"tiered-*/*/{folder}/*2/rank-00000/__0_0-*.distcp")
         flip(path, at=path.stat().st_size // 2)
     (answers,) = ranks("ab", ["load", 1], replication_factor=2)
     assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 2

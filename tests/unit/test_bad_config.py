@@ -187,4 +187,4 @@ def test_paths_may_be_paths(tmp_path, memory_dir):
     io.save_checkpoint(state(1), "a.ckpt")
     io.teardown()
     assert torch.load(tmp_path / "d" / "a.ckpt")["global_step"] == 1
-    assert (tmp_path / "logs" / "default_checkpointing.log").exists()
+    assert (tmp_path / "logs" / f"{io.config.namespace}_checkpointing.log").exists()

@@ -16,6 +16,7 @@ from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.errors import MemoryTierError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
 
 MIB = 1 << 20
 MEMORY_ONLY = {"tiers": ["memory"]}
@@ -148,7 +149,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(spill, behind, 
         "spill_dir": spill,
     }
     # Where not even folders can be made there is no tier to open, which is an error of its own.
-    MemoryTier.open(str(folder), "default")
+    MemoryTier.open(str(folder), ids.namespace_of(options["dirpath"]))
     watch = Watch(folder, monkeypatch, fill)
     for number in points(watch, every=4 if worker == "process" else 1):
         live = torch.arange(100_000.0) + number
@@ -183,7 +184,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_local_save(spill, behind, wo
         "wait_timeout_s": 60,
         "spill_dir": spill,
     }
-    MemoryTier.open(str(folder), "default")
+    MemoryTier.open(str(folder), ids.namespace_of(options["dirpath"]))
     watch = Watch(folder, monkeypatch, fill)
     ways = set()
     for number in points(watch, every=4 if worker == "process" else 1):

@@ -88,7 +88,7 @@ def test_a_second_run_on_a_node_is_refused_before_it_writes_and_a_crashed_one_ho
 def test_another_job_in_the_same_memory_of_a_node_is_refused(runs, tmp_path):
     """Each would let go of the other's checkpoints, and tell the drain how to reach its own store."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    first, second = runs(one, two, nodes=[0, 0])
+    first, second = runs(one, two, nodes=[0, 0], namespace="one")
     apart, elsewhere = runs(two, two + "-b", nodes=[0, 1], namespace="apart")
     assert first.do("save a.ckpt") == "ok"
     refused = second.do("save b.ckpt")

@@ -34,6 +34,8 @@ class Settings:
     save_to_s3: bool | None
     s3_every_n_steps: int | None
     logger: Logger | None
+    #: Whether a namespace was named.
+    is_named: bool
 
     def is_durable(self, step: int, save_to_s3: bool | None) -> bool:
         """Whether the save of this step goes to the durable tier."""
@@ -62,7 +64,10 @@ class Settings:
         """The same for another durable tier."""
         if dirpath == self.config.dirpath:
             return self
-        return replace(self, config=replace(self.config, dirpath=dirpath), has_durable=True)
+        # Without a durable tier, it was made from the working folder, for want of a dirpath.
+        namespace = self.config.namespace if self.has_durable or self.is_named else ids.AUTO_NAMESPACE
+        config = replace(self.config, dirpath=dirpath, namespace=namespace)
+        return replace(self, config=config, has_durable=True)
 
 
 def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
@@ -88,6 +93,7 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     extra = {key: raw.pop(key) for key in _EXTRA if key in raw}
     if raw.get("namespace", "default") in (None, ""):
         raise ConfigError("Namespace cannot be empty", hint="name the job: letters, digits, '_' and '-'")
+    is_named = raw.get("namespace", ids.AUTO_NAMESPACE) != ids.AUTO_NAMESPACE
     for key in _BASE_PATHS:
         base = raw.pop(key, None)
         if base is not None:
@@ -97,12 +103,14 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
                 )
             # Jobs share a base path, and are kept apart by their namespaces: that library's layout.
             try:
-                raw["dirpath"] = ids.join_url(ids.normalize_dirpath(base), raw.get("namespace", "default"))
+                folder = raw["namespace"] if is_named else ids.UNNAMED
+                raw["dirpath"] = ids.join_url(ids.normalize_dirpath(base), folder)
             except InvalidNameError as error:
                 raise ConfigError(f"{key} is {base!r}: {error.message}", hint=error.hint) from error
     has_durable = raw.get("dirpath") is not None
     if not has_durable:
-        raw["dirpath"] = "/"
+        # What else tells such jobs apart.
+        raw["dirpath"] = _here()
     validated = TieredCheckpointConfig.from_any(raw)
     if not has_durable:
         # Checkpoints of memory alone belong to no durable tier; this one holds nothing, and never will.
@@ -116,10 +124,17 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     told = extra.get("save_to_s3")
     if told is not None and not isinstance(told, bool):
         raise ConfigError(f"save_to_s3 is {told!r}", hint="allowed: true, false or null")
-    settings = Settings(validated, has_durable, extra.get("world_size"), told, every, extra.get("logger"))
+    settings = Settings(validated, has_durable, extra.get("world_size"), told, every, extra.get("logger"), is_named)
     if told:
         settings.is_durable(0, told)
     return settings
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"
 
 
 def check_positive(key: str, value: object) -> None:

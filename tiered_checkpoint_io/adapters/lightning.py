@@ -44,7 +44,7 @@ class TieredCheckpointIO(CheckpointIO):
         dirpath: str | os.PathLike[str] | TieredCheckpointConfig | None = None,
         *,
         logger: Logger | None = None,
-        namespace: str = "default",
+        namespace: str = "auto",
         memory_dir: str = "/dev/shm",  # noqa: S108 - tmpfs by design; its folder is checked before use
         spill_dir: str | None = "auto",
         memory_every_n_train_steps: int | None = 10,
@@ -89,7 +89,8 @@ class TieredCheckpointIO(CheckpointIO):
                 :class:`TieredCheckpointConfig`: then each further argument that is not its default replaces
                 the configuration's.
             logger: Where to log, in place of the package's own logger.
-            namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``.
+            namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``; ``auto`` for one
+                made from dirpath.
             memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
             spill_dir: A folder on node-local disk for what does not fit into memory; ``auto`` for one in the system's
                 temporary directory, and None for none.
@@ -202,11 +203,8 @@ class TieredCheckpointIO(CheckpointIO):
         if self._is_elsewhere(path):
             TorchCheckpointIO().save_checkpoint(checkpoint, str(path))
             if not self._is_scratch(path):
-                self.checkpointer.session.log.info(
-                    "saved %s as an ordinary file: it is not below %s, so it is in neither tier",
-                    path,
-                    self.config.dirpath,
-                )
+                text = "saved %s as an ordinary file: it is not below %s, so it is in neither tier"
+                self.checkpointer.session.log.info(text, path, self.config.dirpath)
             return
         if sys._getframe(2).f_globals.get("__name__", "").endswith("plugins.io.async_plugin"):
             raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="save", hint=USE_OURS)

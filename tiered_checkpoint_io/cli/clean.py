@@ -31,7 +31,7 @@ from tiered_checkpoint_io.stores import config_at
 def clean(
     root: Root = None,
     memory_dir: MemoryDir = SHM,
-    namespace: Namespace = "default",
+    namespace: Namespace = None,
     force: Annotated[
         bool,
         typer.Option(
@@ -118,7 +118,7 @@ def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: It
         return f"could not check whether its newest checkpoint {_named(newest)} is on the durable tier too: {error}"
     if meant is not None and meant.save_id >= newest.save_id:
         return ""
-    return f"its newest checkpoint {_named(newest)} is not on the durable tier {place}"
+    return f"its newest checkpoint {_named(newest)} is not on the durable tier {place.dirpath}"
 
 
 def _named(part: Part) -> str:

@@ -31,7 +31,7 @@ _COLUMNS = ("name", "step", "rank", "size", "state", "on peers too", "note", "di
 def drain(
     root: Root = None,
     memory_dir: MemoryDir = SHM,
-    namespace: Namespace = "default",
+    namespace: Namespace = None,
     once: Annotated[bool, typer.Option(help="Leave once nothing can be done now.")] = False,
     stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
     for_trainer: Annotated[bool, typer.Option(hidden=True)] = False,
@@ -67,7 +67,7 @@ def status(
     the greatest step) that training can resume from, and that is complete here or with replicas on other nodes.
     """
     if root is not None or namespace is not None:
-        roots = [existing(root_of(root, memory_dir, namespace or ""))]
+        roots = [existing(root_of(root, memory_dir, namespace))]
     else:
         roots = all_roots(memory_dir)
         if not roots:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tiered_checkpoint_io.cli.roots import all_roots
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
@@ -26,7 +27,9 @@ Version = Annotated[
     bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
 ]
 MemoryDir = Annotated[str, typer.Option(help="The folder that holds the memory tier.")]
-Namespace = Annotated[str, typer.Option(help="The job's namespace.")]
+Namespace = Annotated[
+    str | None, typer.Option(help="The job's namespace; may be left out where this node's memory has just one.")
+]
 Root = Annotated[Path | None, typer.Option(help="The memory tier's root itself, in place of the two.")]
 Dirpath = Annotated[str, typer.Argument(help="The durable tier: an S3 URL, any fsspec URL, or a directory.")]
 Endpoint = Annotated[str | None, typer.Option(help="Of an S3 server other than AWS.")]
@@ -71,7 +74,20 @@ def name_of(config: TieredCheckpointConfig, name: str) -> str:
         return name if name == ids.LATEST else ids.name_in(config.dirpath, name)
 
 
-def root_of(root: Path | None, memory_dir: str, namespace: str) -> Path:
-    """The root of the memory tier that the options name."""
-    with wrong_use():
-        return root or namespace_root(memory_dir, namespace)
+def root_of(root: Path | None, memory_dir: str, namespace: str | None) -> Path:
+    """The root of the memory tier that the options name; without a name, the only one there is.
+
+    Raises:
+        ConfigError: None is named, and there are several; or there is no such folder.
+    """
+    if root is not None:
+        return root
+    if namespace is not None:
+        with wrong_use():
+            return namespace_root(memory_dir, namespace)
+    roots = all_roots(memory_dir)
+    unnamed = namespace_root(memory_dir, ids.UNNAMED)
+    if len(roots) > 1 and unnamed not in roots:
+        names = ", ".join(each.name for each in roots)
+        raise ConfigError(f"there are {len(roots)} namespaces: {names}", hint="name one by --namespace")
+    return roots[0] if len(roots) == 1 else unnamed

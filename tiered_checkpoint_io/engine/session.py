@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.messages import Standing, look_at, not_done, not_uploaded, say_outcome
 from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
@@ -122,8 +123,8 @@ class Session:
             config = self.config
             percentage, folder = config.memory_allocation_percentage, config.memory_dir
             budget = node_budget(percentage, folder) if os.path.isdir(folder) else None
-            unmap = self._pins.unpin
-            tier = MemoryTier.open(folder, config.namespace, budget_bytes=budget, unmap=unmap, clock=self.clock)
+            here, unmap = namespace_here(config), self._pins.unpin
+            tier = MemoryTier.open(folder, here, budget_bytes=budget, unmap=unmap, clock=self.clock)
             tier.use_spill(config.spill_dir)
             tier.place = self.place
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
@@ -245,12 +246,10 @@ class Session:
         tier, _, drain = self.open()
         return {each.name for each in drain.queue.look(tier) if each.action in ("alias", *SAVES)}
 
-    # -------------------------------------------------------------------------------- background
     def poll(self) -> list[Outcome]:
         """Background operations that ended since the last call, each once."""
-        if self._opened is None:
-            return []
-        self._look_for_outcomes(self._opened.drain)
+        if self._opened is not None:
+            self._look_for_outcomes(self._opened.drain)
         fresh, self._unread = [*self._unread], deque(maxlen=_UNREAD)
         return fresh
 
@@ -325,7 +324,7 @@ class Session:
     def leave_by(self, deadline: float) -> None:
         """Waits for nothing beyond ``deadline``, by the monotonic clock: the process has to end by then.
 
-        What is queued then is no failure: it stays queued. May be called from a signal handler.
+        What is queued then stays so, and is no failure. May be called from a signal handler.
         """
         self._leave_by = deadline
         if self._opened is not None:

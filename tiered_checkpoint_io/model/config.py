@@ -84,7 +84,8 @@ class TieredCheckpointConfig:
 
     Attributes:
         dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
-        namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``.
+        namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``; ``auto`` for one made
+            from dirpath.
         memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
         spill_dir: A folder on node-local disk for what does not fit into memory; ``auto`` for one in the system's
             temporary directory, and None for none.
@@ -135,7 +136,7 @@ class TieredCheckpointConfig:
     """
 
     dirpath: str
-    namespace: str = "default"
+    namespace: str = "auto"
     memory_dir: str = "/dev/shm"  # noqa: S108 - tmpfs by design; its folder is checked before use
     spill_dir: str | None = "auto"
     memory_every_n_train_steps: int | None = 10
@@ -183,6 +184,8 @@ class TieredCheckpointConfig:
             raise ConfigError(f"dirpath is {self.dirpath!r}: {error.message}", hint=error.hint) from error
         try:
             ids.validate_namespace(self.namespace)
+            if self.namespace == ids.AUTO_NAMESPACE:
+                object.__setattr__(self, "namespace", ids.namespace_of(self.dirpath))
         except InvalidNameError as error:
             raise ConfigError(f"namespace is {self.namespace!r}", hint=error.hint) from error
         if not isinstance(self.memory_dir, str) or not self.memory_dir.startswith("/"):
@@ -238,6 +241,11 @@ class TieredCheckpointConfig:
                 )
             if parts.scheme not in ("http", "https") or not parts.netloc:
                 _refuse("endpoint_url", self.endpoint_url, "a URL that begins with https:// or http://")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the namespace is another than the one that is made from dirpath."""
+        return self.namespace != ids.namespace_of(self.dirpath)
 
     @classmethod
     def from_any(cls, block: object = None, **overrides: Any) -> TieredCheckpointConfig:
@@ -311,7 +319,8 @@ def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
     if block is None:
         return {}
     if isinstance(block, TieredCheckpointConfig):
-        return asdict(block)
+        # One that was made from dirpath follows where that is replaced.
+        return {**asdict(block), **({} if block.is_named else {"namespace": ids.AUTO_NAMESPACE})}
     if type(block).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException

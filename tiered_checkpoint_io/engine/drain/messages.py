@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import SaveReport, told_as
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -167,4 +168,4 @@ def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error
 def drain_command(config: TieredCheckpointConfig) -> str:
     """What to type to have the queue of a job worked on."""
     place = "" if config.memory_dir == _SHM else f" --memory-dir {config.memory_dir}"
-    return f"tiered-ckpt drain --namespace {config.namespace}{place}"
+    return f"tiered-ckpt drain --namespace {namespace_here(config)}{place}"

@@ -11,6 +11,7 @@ from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store
 
@@ -64,7 +65,9 @@ class Claims:
         if self._lease is None:
             if current_world_size() == 1 and launch_rank() > 0:
                 return
-            owner, namespace = owner_of_process(self._clock), self._config.namespace
+            owner = owner_of_process(self._clock)
+            # A job of an earlier release that named none looks there.
+            namespace = self._config.namespace if self._config.is_named else ids.UNNAMED
             self._lease = LeaseKeeper(self._store, namespace, self._log, owner=owner, clock=self._clock)
             self._lease.start()
             first_look_s = min(self._clock.timing.lease_first_look_s, self._config.durable_timeout_s)
@@ -113,4 +116,6 @@ class Claims:
         except (OSError, TieredCheckpointError):
             # The save that follows fails of the same, and reports it.
             return None
+        if not self._config.is_named:
+            self._log.info("no namespace was given: checkpoints are in node memory under %s", root.name)
         return NamespaceLock(root, self._config.dirpath, owner, self._log, self._clock)

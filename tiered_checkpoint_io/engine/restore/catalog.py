@@ -68,6 +68,14 @@ class Tiers(AtPlace):
         """Logs why a copy is not taken."""
         self.log.error("skipping this copy, trying the next: %s", note)
 
+    def say_whose(self, content: Content) -> None:
+        """Logs that a checkpoint was saved under another namespace, where it tells so: perhaps by another job."""
+        # What a release before namespaces were made from dirpath saved for a job that named none.
+        known = ("", self.config.namespace, *(() if self.config.is_named else (ids.UNNAMED,)))
+        if content.namespace not in known:
+            text = "this checkpoint was saved under namespace %s; this job's is %s"
+            self.log.info(text, content.namespace, self.config.namespace)
+
     def quarantine(self, stored: StoredPart, error: CorruptCheckpointError) -> None:
         """Takes a damaged part out of use."""
         self.skipped(str(error))
@@ -264,7 +272,7 @@ def look(tiers: Tiers, rank: int) -> NodeCatalog:
     for note in here.damaged:
         tiers.skipped(note)
     for other in sorted(map(str, others)):
-        tiers.log.info("memory holds checkpoints of %s: they are another job's, and are not restored here", other)
+        tiers.log.warning("memory holds checkpoints of %s: they are another job's, and are not restored", other)
     for request in Queue(tier.root).requests():
         if request.action == "alias" and request.place.known(tier.place) == place:
             here.aliases[request.name] = request.target

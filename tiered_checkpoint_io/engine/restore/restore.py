@@ -179,6 +179,7 @@ class NodeFetcher:
                 size_text(restored.path.stat().st_size),
                 restored.seconds,
             )
+            self.tiers.say_whose(restored.content)
 
 
 def fetched_from(stored: StoredPart, tier: Tier) -> FetchedPart:

@@ -78,6 +78,8 @@ def open_shards(tiers: Tiers, selector: Selector, group: Group, rejected: Collec
         raise search.nothing
     if group.rank == 0:
         tiers.log.info("Step %d: resuming from %s", opened.step, opened.name)
+        if opened.content is not None:
+            tiers.say_whose(opened.content)
     return opened
 
 

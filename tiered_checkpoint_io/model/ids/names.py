@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from typing import NamedTuple
@@ -20,6 +21,10 @@ _MAX_COMPONENT_BYTES = 255 - len(MANIFEST_SUFFIX)
 #: S3 allows 1,024 bytes for a key; the rest is room for the prefix and our own folders.
 _MAX_NAME_BYTES = 700
 _MAX_NAMESPACE = 128
+#: What a namespace is called that is to be made from dirpath, and the one of all such jobs of earlier releases.
+AUTO_NAMESPACE, UNNAMED = "auto", "default"
+#: Characters of dirpath in such a namespace.
+_SLUG = 40
 #: No manifest can hold more.
 _MAX_STEP = 1 << 62
 
@@ -159,6 +164,17 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
 def is_last(name: str) -> bool:
     """Whether a callback called this checkpoint "last": ``last.ckpt``, ``last-v1.ckpt``, ``x-last.ckpt``."""
     return _LAST.search(name) is not None
+
+
+def namespace_of(dirpath: str) -> str:
+    """The namespace of a job that named none: the last two parts of its dirpath, and a hash of all of it.
+
+    ``s3://bucket/exp/run-1`` gives ``exp-run-1-`` and eight digits. It is the same on all nodes, and at each start.
+    """
+    last = "/".join(dirpath.rpartition("://")[2].strip("/").split("/")[-2:])
+    slug = re.sub(r"[^A-Za-z0-9_]+", "-", last).strip("-")
+    digest = hashlib.blake2b(dirpath.encode(errors="surrogateescape"), digest_size=4).hexdigest()
+    return f"{slug[-_SLUG:]}-{digest}".lstrip("-")
 
 
 def validate_namespace(namespace: str) -> str:

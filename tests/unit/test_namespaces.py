@@ -1,0 +1,172 @@
+"""A job that names no namespace has one of its own, made from dirpath; what earlier releases left is found."""
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.draining import Node
+from support.running import Run, runner
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import dcp
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+
+@pytest.fixture(scope="module")
+def path():
+    with runner() as path:
+        yield path
+
+
+@pytest.fixture
+def job(memory_dir):
+    """Makes jobs on one node, of one process."""
+    with contextlib.ExitStack() as stack:
+
+        def make(dirpath, **options):
+            config = {"dirpath": str(dirpath), "memory_dir": memory_dir, "drain": "thread", **options}
+            made = Checkpointer(TieredCheckpointConfig.from_any(config))
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def found(job):
+    loaded = job.load("tiered:latest")
+    return None if isinstance(loaded, NoCheckpoint) else loaded["global_step"]
+
+
+def namespaces(memory_dir):
+    return sorted(each.name for each in Path(memory_dir).glob("tiered-*/*"))
+
+
+def test_jobs_that_named_none_share_none(path, memory_dir, tmp_path):
+    with contextlib.ExitStack() as stack:
+        made = [Run(path, str(tmp_path / name), memory_dir) for name in ("one", "two")]
+        for run in made:
+            stack.callback(run.close)
+        # Both are alive.
+        assert [run.do("save a.ckpt") for run in made] == ["ok", "ok"]
+        assert [run.do("close") for run in made] == ["ok", "ok"]
+    one, two = namespaces(memory_dir)
+    assert one.startswith(f"{tmp_path.name}-one-"), "people know it by its name"
+    assert "-two-" in two
+
+
+@given(st.text(min_size=1, max_size=300), st.text(min_size=1, max_size=300))
+def test_any_dirpath_gives_a_valid_namespace_and_another_one_another(one, other):
+    assert ids.validate_namespace(ids.namespace_of(one)) == ids.namespace_of(one)
+    assert (ids.namespace_of(one) == ids.namespace_of(other)) == (one == other)
+
+
+def test_it_follows_dirpath_and_a_name_stays():
+    made = TieredCheckpointConfig(dirpath="s3://bucket/exp/run-1/")
+    assert made.namespace.rpartition("-")[0] == "exp-run-1"
+    assert TieredCheckpointConfig(dirpath="s3://bucket").namespace.startswith("bucket-")
+    moved = TieredCheckpointConfig.from_any(made, dirpath="s3://bucket/exp/run-2")
+    assert moved == TieredCheckpointConfig(dirpath="s3://bucket/exp/run-2")
+    assert not moved.is_named
+    assert TieredCheckpointConfig.from_json(made.to_json()) == made
+    named = TieredCheckpointConfig(dirpath="s3://bucket/run", namespace="default")
+    assert (named.namespace, named.is_named) == ("default", True)
+    assert TieredCheckpointConfig.from_any(named, dirpath="s3://bucket/b").namespace == "default"
+
+
+def test_what_an_earlier_release_left_is_found_by_its_job_alone(job, memory_dir, tmp_path, caplog):
+    earlier = job(tmp_path / "one", namespace="default")
+    earlier.save({"global_step": 7}, "a.ckpt", tiers={"memory"})
+    earlier.close()
+    other = job(tmp_path / "two")
+    assert found(other) is None
+    other.save({"global_step": 1}, "a.ckpt", tiers={"memory"})
+    restarted = job(tmp_path / "one")
+    assert found(restarted) == 7
+    # It goes on there, so that there are not two places to look in.
+    restarted.save({"global_step": 8}, "b.ckpt", tiers={"memory"})
+    restarted.close()
+    assert found(job(tmp_path / "one")) == 8
+    (two,) = [name for name in namespaces(memory_dir) if name != "default"]
+    assert "-two-" in two
+    # Once that was cleaned away, it is like any other.
+    CliRunner().invoke(app, ["clean", "--memory-dir", memory_dir, "--namespace", "default", "--force"])
+    again = job(tmp_path / "one")
+    assert found(again) is None
+    assert len(namespaces(memory_dir)) == 2
+    assert "default" not in namespaces(memory_dir)
+
+
+def test_the_log_says_it_once(job, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="tiered_checkpoint_io"):
+        made = job(tmp_path / "run")
+        for step in (1, 2):
+            made.save({"global_step": step}, f"{step}.ckpt", tiers={"memory"})
+        job(tmp_path / "named", namespace="named").save({"global_step": 1}, "a.ckpt", tiers={"memory"})
+    said = [record.getMessage() for record in caplog.records if "namespace" in record.getMessage()]
+    assert said == [f"no namespace was given: checkpoints are in node memory under {made.config.namespace}"]
+
+
+@pytest.mark.matrix
+def test_jobs_of_memory_alone_are_told_apart_by_their_folders(memory_dir, tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        dcp.save({"w": torch.ones(10)}, checkpoint_id="step_1", kind="local", memory_dir=memory_dir)
+        dcp.TieredStorageWriter(memory_dir=memory_dir).close()
+    assert len(namespaces(memory_dir)) == 2
+    # A checkpoint that is named by its full path is of that dirpath, from wherever that is said.
+    for folder in ("one", "two"):
+        monkeypatch.chdir(tmp_path / folder)
+        state = {"n": 0}
+        dcp.save({"n": 1}, checkpoint_id=str(tmp_path / "run" / "step_1"), kind="local", memory_dir=memory_dir)
+        dcp.load(state, checkpoint_id=str(tmp_path / "run" / "step_1"), kind="local", memory_dir=memory_dir).close()
+        assert state == {"n": 1}
+    assert len(namespaces(memory_dir)) == 3
+
+
+def test_a_resume_from_a_checkpoint_of_another_namespace_says_so(job, tmp_path, caplog):
+    for name in ("default", "theirs"):
+        theirs = job(tmp_path / name, namespace=name)
+        theirs.save({"global_step": 1}, "a.ckpt")
+        theirs.close()
+    with caplog.at_level(logging.INFO, logger="tiered_checkpoint_io"):
+        # What earlier releases saved for a job that named none is its own.
+        assert found(job(tmp_path / "default")) == 1
+        assert found(job(tmp_path / "theirs", namespace="theirs")) == 1
+        assert found(job(tmp_path / "theirs", namespace="mine")) == 1
+    said = [record.getMessage() for record in caplog.records if "this checkpoint was saved" in record.getMessage()]
+    assert said == ["this checkpoint was saved under namespace theirs; this job's is mine"]
+
+
+def command(memory_dir, *arguments):
+    return CliRunner().invoke(app, [*arguments, "--memory-dir", memory_dir])
+
+
+def test_commands_find_the_only_namespace_and_list_several(memory_dir, tmp_path):
+    where = {"memory_dir": memory_dir}
+    only = Node(dirpath=str(tmp_path / "one"), namespace=ids.namespace_of(str(tmp_path / "one")), **where)
+    only.save("a.ckpt", b"A")
+    assert command(memory_dir, "drain", "--once").exit_code == 0
+    assert set(only.states().values()) == {"committed"}
+    second = Node(dirpath=str(tmp_path / "two"), namespace="two", **where)
+    second.save("b.ckpt", b"B")
+    refused = command(memory_dir, "drain", "--once").exception
+    assert isinstance(refused, ConfigError)
+    assert only.root.name in str(refused)
+    assert "--namespace" in refused.hint
+    assert command(memory_dir, "drain", "--once", "--namespace", "two").exit_code == 0
+    # As in earlier releases, where there is one of that name.
+    third = Node(dirpath=str(tmp_path / "three"), namespace="default", **where)
+    third.save("c.ckpt", b"C")
+    assert command(memory_dir, "drain", "--once").exit_code == 0
+    assert set(third.states().values()) == {"committed"}
+    assert os.path.isdir(second.root)
