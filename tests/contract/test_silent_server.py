@@ -10,7 +10,9 @@ import pytest
 import torch
 from support.bad_input import state
 from support.clocks import hurried, quick
+from support.counting_proxy import CountingProxy
 from support.fault_proxy import where
+from support.launch import free_port
 from support.restoring import flip
 from support.training import Runs
 
@@ -100,9 +102,12 @@ def test_training_resumes_from_memory_and_counts_down_to_it(s3_url, s3_server, m
     def callback():
         return TieredModelCheckpoint(memory_every_n_train_steps=2, s3_every_n_train_steps=5, save_top_k=-1)
 
-    runs.fit(callback(), stop_at=7, ckpt_path=None)
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        options = {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}", "durable_timeout_s": 3}
+    port = free_port()
+    options = {"endpoint_url": f"http://127.0.0.1:{port}"}
+    with CountingProxy(s3_server.endpoint_url, port):
+        runs.fit(callback(), io=runs.io(**options), stop_at=7, ckpt_path=None)
+    with contextlib.closing(socket.create_server(("127.0.0.1", port))):
+        options["durable_timeout_s"] = 3
         io = runs.io(**options, preflight="off", save_on_train_end=False, logger=book.log)
         trainer, _ = runs.fit(callback(), io=io, max_steps=9)
         assert (io.checkpointer.restored.step, io.checkpointer.restored.tier) == (6, "memory")

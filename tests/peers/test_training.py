@@ -39,9 +39,10 @@ def fit(tmp_path, memory_dir, s3_url):
 @pytest.mark.parametrize(("strategy", "lost"), CASES if ALL else CASES[:2])
 def test_a_killed_training_goes_on_from_the_memory_of_peers(fit, s3_server, memory_dir, strategy, lost):
     whole = fit(strategy, job="whole")
-    fit(strategy, die_at=5, dead=True)
-    shutil.rmtree(f"{memory_dir}/{lost}")
     with CountingProxy(s3_server.endpoint_url) as proxy:
+        fit(strategy, die_at=5, dead=True, endpoint_url=proxy.endpoint_url)
+        shutil.rmtree(f"{memory_dir}/{lost}")
+        proxy.requests.clear()
         answers = fit(strategy, endpoint_url=proxy.endpoint_url)
     # What the killed run left to tell that it is alive is read, and what preflight wrote; nothing of checkpoints.
     reads = [target for method, target in proxy.requests if method == "GET" and "list-type" not in target]
