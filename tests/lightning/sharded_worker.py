@@ -32,7 +32,7 @@ class Toy(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=told.get("lr", 1e-2))
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.zeros(100, 1))

@@ -149,3 +149,12 @@ def test_ours_with_another_io_is_refused(strategy):
     ours = strategy()
     with pytest.raises(UsageError, match=r"plugins=\[TieredCheckpointIO"):
         ours.setup(None)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_weights_that_no_step_changes_are_said_once_for_the_job(fit, tmp_path, strategy):
+    fit(8, strategy=strategy, lr=0.0)
+    logs = "".join((tmp_path / f"log-{rank}.txt").read_text() for rank in range(2))
+    assert logs.count("the model's state has not changed by a bit since step 2") == 1
+    assert logs.count("not changed by a bit") == 1, "the optimizer's state changes"

@@ -26,6 +26,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
+from tiered_checkpoint_io.engine.save.sameness import kind_of
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.formats.shard_image import Item
@@ -330,7 +331,12 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._warn_of_objects([data for data, names in items if not (names or isinstance(data, torch.Tensor))])
         background = self.seals_in_background and not self.waits
         placed, in_memory = self.saver.capture(
-            facts, self._rank, [data for data, _ in items], threads=self.threads, background=background
+            facts,
+            self._rank,
+            [data for data, _ in items],
+            kinds=[_kind_of(item) for item in ordered],
+            threads=self.threads,
+            background=background,
         )
         results = []
         for item, where, (_, names) in zip(ordered, placed, items, strict=True):
@@ -361,3 +367,9 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             stream.write(data.getbuffer())
         stream.close()
         return buffer.getvalue(), names
+
+
+def _kind_of(item: WriteItem) -> str | None:
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        return None
+    return kind_of(item.index.fqn.split("."), item.tensor_data.properties.dtype, len(item.tensor_data.size))

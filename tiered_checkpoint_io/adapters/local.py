@@ -13,6 +13,7 @@ from tiered_checkpoint_io.adapters.state import fill, local_part
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
+from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place, save_local
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
@@ -47,7 +48,8 @@ def save_local_state(
         return None
     settings.check_world_size(place.degree, writer.checkpoint_id)
     try:
-        image = plan(local_part(state_dict))
+        state = local_part(state_dict)
+        image = plan(state)
         if place.shard == 0:
             # The others hold the same beside their tensors.
             warn_at_first_save(session, settings.config, session.log, located.name, image)
@@ -60,6 +62,7 @@ def save_local_state(
             durable=settings.is_durable(located.step, writer.save_to_s3),
             wait=writer.waits,
             threads=writer.threads,
+            stretches=stretches_of_state(state, image),
         )
     except (ConfigError, InvalidNameError, UsageError):
         raise

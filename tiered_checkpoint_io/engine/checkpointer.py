@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, restore
 from tiered_checkpoint_io.engine.save.facts import admit, alone, position
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.sameness import LastTensors, digests_of
+from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
@@ -60,7 +60,6 @@ class Checkpointer:
         self.dirpath = config.dirpath
         self.session = session or Session(config, logger=logger)
         self.restored: Restored | None = None
-        self._last_tensors = LastTensors()
 
     # ------------------------------------------------------------------------------------- save
     def save(
@@ -120,8 +119,8 @@ class Checkpointer:
                 facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
                 image = plan(state)
                 part = PartSave(session, admit(session, facts), rank, image, started=started)
+                part.stretches = stretches_of_state(state, image)
                 part.capture()
-                self._warn_of_sameness(state, part)
                 part.seal()
                 warn_at_first_save(session, self.config, session.log, name, image)
                 # Before the next save's slot is prepared: what goes may be that slot.
@@ -139,17 +138,6 @@ class Checkpointer:
             return None
         with session.turn.taken(name):
             return part.report(waited=waited)
-
-    def _warn_of_sameness(self, state: Any, part: PartSave) -> None:
-        digests: dict[str, str] = {}
-        if part.image is not None and part.slot is not None and part.hashes:
-            with part.slot.view as content:
-                digests = digests_of(state, part.image, part.hashes, content)
-        session, step = self.session, part.facts.step
-        for what, said in self._last_tensors.same(step, digests):
-            if what not in session.warned:
-                session.warned.add(what)
-                session.log.at_step(step).warning("%s", said)
 
     def _retain(self, part: PartSave) -> None:
         """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""

@@ -26,6 +26,7 @@ from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
+from tiered_checkpoint_io.engine.staging.last_tensors import LastTensors
 from tiered_checkpoint_io.engine.staging.turn import Turn
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
@@ -65,6 +66,7 @@ class Session:
         known: Which names the durable tier has.
         background: The end of a save that runs while training goes on.
         turn: Which thread saves.
+        last_tensors: What its last saves held.
         claims: That no other run writes to the same place.
         place: Where the durable tier is, by the environment when it is first asked for.
         is_preempted: Whether the job ends because it was told to: failures are logged alone, and its exit status stays.
@@ -101,6 +103,7 @@ class Session:
         self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
         self._unshown: list[SaveError] = []
         self._standing, self._trouble = Standing(), ""
+        self.last_tensors = LastTensors()
         self.claims = Claims(
             config, self.log, clock, root=lambda: self.open().tier.root, store=self.durable, in_time=self._in_time
         )

@@ -24,6 +24,8 @@ ones, and a drain that waits for all parts gives up. Where nothing fails, each s
 *Synchronous saves.* The rank that saves shard 0 waits for the commit, and sets a key to what became of it. The others
 look for that key once their own parts are uploaded.
 
+*What no step changes.* A rank whose tensors are those of an earlier save counts itself, by a key of the save.
+
 *Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save.
 """
 
@@ -64,6 +66,7 @@ class Run:
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
         self._loads: Counter[str] = Counter()
+        self._counted: dict[str, str] = {}
 
     def save_id(self, namespace: str, series: str, step: int, new_run_id: Callable[[], str]) -> str:
         """The id of a save that begins now; to be called once for each save.
@@ -120,6 +123,25 @@ class Run:
         finally:
             if client is not None:
                 client.close()
+
+    def completes(self, what: str, save_id: str, count: int, clock: Clock) -> bool:
+        """Counts this rank for something of a save; whether that makes all ``count`` that save.
+
+        May be called from any thread. What was counted of an earlier save is forgotten: a store holds two such keys.
+
+        Raises:
+            PeerError: The store does not answer within a bound.
+        """
+        if self.store is None or count == 1:
+            return count == 1
+        client = StoreClient(self.store, _PREFIX, timeout_s=clock.timing.store_answer_s)
+        try:
+            last, self._counted[what] = self._counted.get(what, save_id), save_id
+            if last != save_id:
+                client.ask(lambda store: store.delete_key(f"{what}/{last}"))
+            return client.add(f"{what}/{save_id}") == count
+        finally:
+            client.close()
 
     def tell_end(self, save_id: str, end: str) -> None:
         """Tells the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.sameness import stretches_of
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
@@ -244,6 +245,7 @@ class CoordinatedSaver:
         rank: int,
         items: Sequence[Item],
         *,
+        kinds: Sequence[str | None] = (),
         threads: int | None = None,
         background: bool = False,
     ) -> tuple[list[Placed], bool]:
@@ -256,6 +258,7 @@ class CoordinatedSaver:
             facts: From the coordinator.
             rank: This rank, in the group that saves.
             items: What it contributes; it has no file where there is nothing.
+            kinds: What each of them is, by :func:`kind_of`.
             threads: How many threads copy.
             background: Whether the part is hashed and sealed by :meth:`seal_in_background`.
 
@@ -269,6 +272,8 @@ class CoordinatedSaver:
         if placed and not image.size:
             image = _one_byte()
         part = PartSave(self._session, facts, rank, image if placed else None, threads)
+        ends = [(each.offset, each.offset + each.length) for each in placed]
+        part.stretches = stretches_of((kind, *end) for kind, end in zip(kinds, ends, strict=False))
         keep = max(1, self._session.config.memory_keep_last - 1)
         # This save makes it one more; memory keeps two at least, because it may fail.
         part.retain(self._session.open().tier.parts(), keep, Evidence(facts.completed), size=image.size)

@@ -1,102 +1,180 @@
 """Weights, or an optimizer's state, that no step changes any more: frozen by accident, and mostly found out at the end.
 
-A full checkpoint is hashed in chunks. The tensors of the model lie in one run of its file, and so do those of the
-optimizers: the chunks' hashes tell whether they are those of the save before. Just the chunks at the two ends of a run,
-which hold other bytes too, are hashed once more, without these.
+A part's file is hashed in chunks. The tensors of the model lie in one stretch of it, and so do those of the optimizers:
+the chunks' hashes tell whether they are those of the save before. Just the chunks at the two ends of a stretch, which
+hold other bytes too, are hashed once more, without these.
+
+A rank may hold nothing but what is frozen on purpose, so a checkpoint of several parts is warned of where all of its
+ranks find theirs unchanged. They count themselves in the key-value store of torch.distributed, which a rank asks only
+where its part is unchanged; the one that completes the count warns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import xxhash
 
+from tiered_checkpoint_io.engine.ranks.local_run import current_run
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.formats.filling import Sliced
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.model.hashing import chunk_ranges
 
-#: Where states hold them: Lightning's checkpoints, and what loops of one's own mostly call them.
-_KEYS = {
-    "model's state": ("state_dict", "model"),
-    "optimizer's state": ("optimizer_states", "optimizer", "optim"),
-}
+MODEL, OPTIMIZER = "model's state", "optimizer's state"
+#: Other tensors that training may change: adapters, averages. They count with the model, where that is there.
+_OTHER = ""
+#: How states call them: those of Lightning and Fabric, of DCP's recipes, and of loops of one's own.
+_NAMES = {MODEL: re.compile(r"state_dict|model|model_state_dict"), OPTIMIZER: re.compile(r"optim\w*")}
 _ADVICE = {
-    "model's state": "is the learning rate 0, is everything frozen, or are all steps skipped?",
-    "optimizer's state": "is its step() called, with gradients?",
+    MODEL: "is the learning rate 0, is everything frozen, or are all steps skipped?",
+    OPTIMIZER: "is its step() called, with gradients?",
 }
-#: More runs than this are no state that is laid out as expected, and each costs two pieces to hash.
-_MAX_RUNS = 4
+#: More stretches than this are no state that is laid out as expected, and each costs two pieces to hash.
+_MAX_STRETCHES = 4
+
+#: ``[start, end)`` of the bytes of a file that hold the one, and the other.
+Stretches = Mapping[str, Sequence[tuple[int, int]]]
+_Placed = tuple[str | None, int, int]
 
 
-class LastTensors:
-    """What the last save of this process held."""
+# --------------------------------------------------------------------------------- what lies where
+def kind_of(path: Sequence[str], dtype: torch.dtype, dims: int) -> str | None:
+    """What a tensor of a state is: of the model's, the optimizer's, other numbers, or None for what does not count.
 
-    def __init__(self) -> None:
-        self._step = -1
-        self._digests: dict[str, str] = {}
-
-    def same(self, step: int, digests: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """Takes note of a save; what of it is the same as in the last one though the step has risen, and a sentence."""
-        before, last = self._step, self._digests
-        self._step, self._digests = step, dict(digests)
-        if 0 <= before < step:
-            for what, digest in digests.items():
-                if last.get(what) == digest:
-                    yield what, f"the {what} has not changed by a bit since step {before}: {_ADVICE[what]}"
+    Args:
+        path: Its keys, from the outermost on.
+        dtype: Its type.
+        dims: How many dimensions it has.
+    """
+    # An application's state, as DCP's recipes have it, is one level further down.
+    kind = next(filter(None, map(_named, path[:2])), None)
+    if kind is None and dims and (dtype.is_floating_point or dtype.is_complex):
+        return _OTHER
+    return kind
 
 
-def digests_of(state: object, image: Image, hashes: Sequence[str], content: Sliced) -> dict[str, str]:
-    """One digest for the model's tensors, and one for the optimizers', of those that a state holds.
+@functools.lru_cache(1024)
+def _named(key: str) -> str | None:
+    return next((kind for kind, names in _NAMES.items() if names.fullmatch(key)), None)
+
+
+def stretches_of(placed: Iterable[_Placed]) -> Stretches:
+    """Where a file holds them.
+
+    Args:
+        placed: Of each of its tensors, in their order, what it is by :func:`kind_of`, and the bytes ``[start, end)``.
+    """
+    items = list(placed)
+    if not any(kind == MODEL for kind, _, _ in items):
+        items = [(None if kind == _OTHER else kind, start, end) for kind, start, end in items]
+    found: dict[str, list[tuple[int, int]]] = {}
+    before: str | None = None
+    for kind, start, end in items:
+        what = MODEL if kind == _OTHER else kind
+        if what is not None:
+            stretches = found.setdefault(what, [])
+            begin = stretches.pop()[0] if what == before else start
+            stretches.append((begin, end))
+        before = what
+    return {what: stretches for what, stretches in found.items() if len(stretches) <= _MAX_STRETCHES}
+
+
+def stretches_of_state(state: object, image: Image) -> Stretches:
+    """As :func:`stretches_of`, of a state that is one file.
 
     Args:
         state: What is saved.
         image: Its file, planned.
-        hashes: Of the file's chunks.
-        content: The file.
     """
-    digests = {}
-    for what, keys in _KEYS.items():
-        held = [state[key] for key in keys if key in state] if isinstance(state, Mapping) else []
-        runs = _runs(image, set(_storages(held)))
-        if 0 < len(runs) <= _MAX_RUNS:
-            digests[what] = _digest(runs, image, hashes, content)
-    return digests
+    kinds: dict[int, str] = {}
+    for path, tensors in _tensors(state):
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()._cdata
+            except (NotImplementedError, RuntimeError):
+                # Made of other tensors: it is not judged.
+                continue
+            kind = kind_of(path, tensor.dtype, tensor.dim())
+            if kind is not None:
+                # What two share, as averages do that have not begun, is the model's.
+                kinds[storage] = kinds.get(storage, _OTHER) or kind
+    return stretches_of(
+        (kinds.get(region.storage._cdata), region.offset, region.offset + region.nbytes) for region in image.regions
+    )
 
 
-def _storages(value: object) -> Iterator[int]:
+def _tensors(state: object) -> Iterator[tuple[tuple[str, ...], list[torch.Tensor]]]:
+    """The tensors of a state, by the first two of their keys."""
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        for path, each in (
+            [((str(key), str(inner)), each) for inner, each in value.items()]
+            if _named(str(key)) is None and isinstance(value, Mapping)
+            else [((str(key),), value)]
+        ):
+            found: list[torch.Tensor] = []
+            _find(each, found)
+            yield path, found
+
+
+def _find(value: object, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        try:
-            yield value.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):
-            # Made of other tensors: it is not judged.
-            return
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _storages(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _storages(each)
+        found.append(value)
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            _find(each, found)
 
 
-def _runs(image: Image, storages: set[int]) -> list[tuple[int, int]]:
-    """The stretches of the file in which no tensor lies but these, from the first one's begin to the last one's end."""
-    runs: list[tuple[int, int]] = []
-    follows = False
-    for region in sorted(image.regions, key=lambda each: each.offset):
-        if region.storage._cdata not in storages:
-            follows = False
+# ---------------------------------------------------------------------------------- has it changed?
+def warn_of_sameness(
+    session: Session,
+    *,
+    save_id: str,
+    step: int,
+    parts: int,
+    stretches: Stretches,
+    image: Image,
+    hashes: Sequence[str],
+    content: Sliced,
+) -> None:
+    """Warns, once, of what all ranks of a checkpoint hold as they did at an earlier step.
+
+    Args:
+        session: The rank's; it keeps what its last saves held.
+        save_id: Which save.
+        step: The training step; -1 where it is not known.
+        parts: How many ranks save.
+        stretches: What the rank's file holds, and where.
+        image: The file, planned.
+        hashes: Of its chunks.
+        content: Its bytes.
+    """
+    digests = {what: _digest(each, image, hashes, content) for what, each in stretches.items()}
+    for what, since in list(session.last_tensors.unchanged(step, digests)):
+        if what in session.warned:
             continue
-        start = runs.pop()[0] if follows else region.offset
-        runs.append((start, region.offset + region.nbytes))
-        follows = True
-    return runs
+        try:
+            key = f"unchanged/{session.config.namespace}/{what}"
+            is_last = current_run().completes(key, save_id, parts, session.clock)
+        except PeerError as error:
+            session.warned.add(what)
+            session.log.at_step(step).warning("could not ask the other ranks whether the %s changes: %s", what, error)
+            continue
+        if is_last:
+            session.warned.add(what)
+            text = "the %s has not changed by a bit since step %d: %s"
+            session.log.at_step(step).warning(text, what, since, _ADVICE[what])
 
 
-def _digest(runs: Sequence[tuple[int, int]], image: Image, hashes: Sequence[str], content: Sliced) -> str:
+def _digest(stretches: Sequence[tuple[int, int]], image: Image, hashes: Sequence[str], content: Sliced) -> str:
     hasher = xxhash.xxh3_128()
-    for start, end in runs:
-        for (offset, length), digest in zip(chunk_ranges(image.size, image.chunk_size), hashes, strict=True):
+    chunks = list(zip(chunk_ranges(image.size, image.chunk_size), hashes, strict=True))
+    for start, end in stretches:
+        for (offset, length), digest in chunks[start // image.chunk_size : -(-end // image.chunk_size)]:
             low, high = max(start, offset), min(end, offset + length)
             if high - low == length:
                 hasher.update(digest.encode())

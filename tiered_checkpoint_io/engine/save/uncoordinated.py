@@ -14,6 +14,7 @@ from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, uncoordinated
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import complete_here
@@ -60,6 +61,7 @@ def save_local(
     durable: bool,
     wait: bool = False,
     threads: int | None = None,
+    stretches: Stretches | None = None,
 ) -> LocalSave | None:
     """Captures this rank's shard on its node, and queues its upload.
 
@@ -76,6 +78,7 @@ def save_local(
         durable: Whether it is to go to the durable tier, where there is room on the way.
         wait: Whether to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
         threads: How many threads copy.
+        stretches: Where the file holds the model's tensors, and the optimizer's.
 
     Returns:
         None where it is of memory alone and was skipped, because there is no room for it.
@@ -95,7 +98,7 @@ def save_local(
         facts = admit(session, facts, held)
         if durable and not facts.durable:
             run.report_missing("durable")
-        part = PartSave(session, facts, place.shard, image, threads, started)
+        part = PartSave(session, facts, place.shard, image, threads, started, stretches or {})
         part.capture(retained=_make_room(part, held, run))
         if part.streams:
             # Before the others come to the next save, and remove older ones for this one.
