@@ -66,12 +66,12 @@ DEFECTS = [
         "an alias overtakes a queued save of its own name",
         OPERATIONS,
         "is_blocked = bool(names & (busy | saving))",
-        "is_blocked = bool(names & busy or (operation.dirpath, operation.target) in saving)",
+        "is_blocked = bool(names & busy or (operation.place, operation.target) in saving)",
     ),
     (
         "a delete does not wait for the saves before it",
         OPERATIONS,
-        "is_blocked = bool(names & busy) or any(dirpath == operation.dirpath for dirpath, _ in saving)",
+        "is_blocked = bool(names & busy) or any(place == operation.place for place, _ in saving)",
         "is_blocked = bool(names & busy)",
     ),
     (
@@ -94,9 +94,9 @@ DEFECTS = [
     ),
     (
         "what a run saves after another has come by keeps its place in the order",
-        "engine/session.py",
-        " or self.claims.met_others():",
-        ":",
+        "engine/staging/save_ids.py",
+        " and self._met_others():",
+        " and False:",
     ),
     (
         "a restart takes what memory has, and does not look whether the durable tier has a newer one",
@@ -106,9 +106,9 @@ DEFECTS = [
     ),
     (
         "the ids of a run follow its machine's clock alone",
-        "engine/session.py",
-        "ids.new_run_id(after=max(filter(None, seen), default=None), clock=self.clock)",
-        "ids.new_run_id(clock=self.clock)",
+        "engine/staging/save_ids.py",
+        "ids.new_run_id(after=max(filter(None, seen), default=None), clock=self._clock)",
+        "ids.new_run_id(clock=self._clock)",
     ),
     (
         "a restart takes what training can't resume from",

@@ -179,7 +179,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         finally:
             self._leave()
             opened.close()
-        session.newest_seen = max(filter(None, (session.newest_seen, opened.newest_save_id)), default=None)
+        session.save_ids.follow(opened.newest_save_id)
         if opened.save_id:
             self._shared.saver.is_complete(opened.name, opened.save_id)
         session.take_up()

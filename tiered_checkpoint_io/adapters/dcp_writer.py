@@ -291,7 +291,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # For async_save in a process of its own, whose session is its own.
-        newest = self.session.newest_seen if self._located is not None else self._newest_seen
+        newest = self.session.save_ids.newest if self._located is not None else self._newest_seen
         return {**self.__dict__, "_newest_seen": newest, "_issued": None, "_by_dcp": None}
 
     # ----------------------------------------------------------------------------------- inside
@@ -308,7 +308,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     @property
     def _shared(self) -> Shared:
         shared = super()._shared
-        shared.session.newest_seen = max(filter(None, (shared.session.newest_seen, self._newest_seen)), default=None)
+        shared.session.save_ids.follow(self._newest_seen)
         return shared
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:

@@ -90,7 +90,7 @@ def load_local_state(
         fill(state_dict, loaded, where=f"{found.name}, shard {place.shard}")
     content = found.content
     assert content is not None
-    session.follow(found.newest_save_id or content.save_id)
+    session.save_ids.follow(found.newest_save_id or content.save_id)
     reader.opened = OpenShards(
         name=found.name, content=content, rejected=found.rejected, newest_save_id=found.newest_save_id
     )

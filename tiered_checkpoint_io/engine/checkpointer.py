@@ -288,8 +288,7 @@ class Checkpointer:
             # Nobody leaves before all have opened the file, and all fail if one does.
             coordination.agree(group, error)
         self.restored = restored
-        seen = (self.session.newest_seen, restored.newest_save_id)
-        self.session.newest_seen = max(filter(None, seen), default=None)
+        self.session.save_ids.follow(restored.newest_save_id)
         self.session.take_up()
         return state
 

@@ -128,7 +128,7 @@ def newest(session: Session, companion: str = "") -> Candidate | None:
     with contextlib.suppress(TieredCheckpointError):
         found = _asked(session, ask)
     for manifest in found.manifests:
-        session.follow(manifest.content.save_id)
+        session.save_ids.follow(manifest.content.save_id)
     node = node_of(tiers.memory.root)
     catalog = Catalog({node: here.held}, found.manifests, here.aliases)
     # Of local checkpoints, each rank loads its own by itself: none is this training's.

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -27,6 +27,7 @@ from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.engine.staging.last_tensors import LastTensors
+from tiered_checkpoint_io.engine.staging.save_ids import SaveIds
 from tiered_checkpoint_io.engine.staging.turn import Turn
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
@@ -62,7 +63,7 @@ class Session:
         log: Where to log.
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
-        newest_seen: The newest save id that a restore saw in any tier; new ids sort after it.
+        save_ids: Gives out the ids of its operations.
         known: Which names the durable tier has.
         background: The end of a save that runs while training goes on.
         turn: Which thread saves.
@@ -88,7 +89,6 @@ class Session:
         config, clock = self.config, self.clock
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
-        self.newest_seen: str | None = None
         self.known = DurableNameCache(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked, clock)
         self.background = BackgroundTask(float(config.wait_timeout_s))
         self.turn = Turn(float(config.wait_timeout_s))
@@ -97,15 +97,26 @@ class Session:
         self._peering = Peering(config, self.counts, clock)
         self._stores: dict[str, Store] = {}
         self._opening = threading.Lock()
-        self._run_id: str | None = None
-        self._counter = 0
         self._asked: Counter[str] = Counter()
         self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
         self._unshown: list[SaveError] = []
         self._standing, self._trouble = Standing(), ""
         self.last_tensors = LastTensors()
         self.claims = Claims(
-            config, self.log, clock, root=lambda: self.open().tier.root, store=self.durable, in_time=self._in_time
+            config,
+            self.log,
+            clock,
+            root=lambda: self.open().tier.root,
+            store=self.durable,
+            in_time=self._in_time,
+            follows=lambda: self.save_ids.seen is not None,
+        )
+        self.save_ids = SaveIds(
+            clock,
+            self.log,
+            held=lambda: [each.save_id for each in self.open().tier.parts()],
+            learnt=lambda: self.claims.newest,
+            met_others=self.claims.met_others,
         )
         #: What was warned of already, see :mod:`engine.save.small`.
         self.warned: set[str] = set()
@@ -159,7 +170,7 @@ class Session:
             self.claims.show()
         finally:
             # Others may save here before this session is opened again, and what it saves then is newer.
-            self._run_id, self._counter = None, 0
+            self.save_ids.restart()
             self.claims.close()
             self.known.close()
             for store in self._stores.values():
@@ -218,28 +229,6 @@ class Session:
     def copies_pending(self) -> int:
         """Parts of this process that are still on their way to peers."""
         return self._peering.pending
-
-    def next_id(self) -> str:
-        """The id of the next operation of this process, after all that it has seen of others."""
-        if self._run_id is not None:
-            mine = ids.save_id(self._run_id, self._counter + 1)
-            # Others have saved since this process' first save, or may have: what it saves now is newer.
-            if mine <= (self.newest_seen or "") or self.claims.met_others():
-                self.follow(mine)
-        if self._run_id is None:
-            self._run_id = self.new_run_id([self.newest_seen, *(each.save_id for each in self.open().tier.parts())])
-        self._counter += 1
-        return ids.save_id(self._run_id, self._counter)
-
-    def new_run_id(self, seen: Iterable[str | None]) -> str:
-        """The id of a run that begins now, after all save ids that were seen."""
-        return ids.new_run_id(after=max(filter(None, seen), default=None), clock=self.clock)
-
-    def follow(self, save_id: str) -> None:
-        """Makes this process' next ids sort after one that it did not give out itself."""
-        self.newest_seen = max(self.newest_seen or save_id, save_id)
-        if self._run_id is not None and self._run_id < save_id:
-            self._run_id, self._counter = None, 0
 
     def _ask_names(self) -> set[str]:
         listed = (ids.name_from_manifest_key(entry.key) for entry in self.durable().list(ids.MANIFEST_PREFIX))
@@ -354,7 +343,7 @@ class Session:
         """
         try:
             self.open().drain.submit(
-                Request(self.next_id(), action, name, self.dirpath, target, server=self.place.server)
+                Request(self.save_ids.next(), action, name, self.dirpath, target, server=self.place.server)
             )
         except (OSError, DrainError) as refused:
             # OSError: no room, no descriptor, no process, and whatever else may befall a node.

@@ -11,6 +11,8 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Manifest
 from tiered_checkpoint_io.stores.base import Store
 
+#: Manifests that are read for the newest save: an upload that failed before may be committed after newer ones.
+_LAST = 8
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
@@ -74,6 +76,28 @@ def read_all(store: Store, read: Callable[[Store, str], Manifest | None]) -> lis
     names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
     found = in_parallel(lambda name: read(store, name), sorted(name for name in names if name is not None))
     return [manifest for manifest in found if manifest is not None]
+
+
+def newest_save_id(store: Store) -> str | None:
+    """The newest save id on the durable tier, by one list and the few manifests that were committed last.
+
+    Raises:
+        StoreError: The tier could not be asked.
+    """
+    listed = sorted(store.list(ids.MANIFEST_PREFIX), key=lambda entry: entry.modified)
+    names = [name for name in (ids.name_from_manifest_key(entry.key) for entry in listed) if name is not None]
+    found: list[str] = []
+    for manifest in in_parallel(lambda name: _readable(store, name), names[-_LAST:]):
+        found += [] if manifest is None else [manifest.content.save_id]
+    return max(found, default=None)
+
+
+def _readable(store: Store, name: str) -> Manifest | None:
+    try:
+        return read_manifest(store, name)
+    except ManifestError:
+        # Damaged, or a newer release's: what it says of the order can't be known.
+        return None
 
 
 def points_to(store: Store, alias: str, target: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.durable.manifests import newest_save_id
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, launch_rank, owner_of_process
 from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
@@ -17,7 +18,11 @@ from tiered_checkpoint_io.stores import Store
 
 
 class Claims:
-    """The lease and the namespace lock of one process, each taken when it is first needed."""
+    """The lease and the namespace lock of one process, each taken when it is first needed.
+
+    Attributes:
+        newest: The newest save id on the durable tier, as the first look at the leases found it beside them.
+    """
 
     def __init__(
         self,
@@ -28,6 +33,7 @@ class Claims:
         root: Callable[[], Path],
         store: Callable[[], Store],
         in_time: Callable[[float], float],
+        follows: Callable[[], bool] = lambda: False,
     ) -> None:
         """Claims nothing yet.
 
@@ -38,6 +44,7 @@ class Claims:
             root: Opens the memory tier; its root.
             store: Opens the durable tier.
             in_time: What a process that has to end soon may wait of some seconds.
+            follows: Whether it is known after which saves this process' come.
         """
         self._config = config
         self._log = log
@@ -45,6 +52,9 @@ class Claims:
         self._root = root
         self._store = store
         self._in_time = in_time
+        self._follows = follows
+        self.newest: str | None = None
+        self._has_looked = self._has_failed = False
         self._lease: LeaseKeeper | None = None
         self._met = 0
         self._namespace: NamespaceLock | None = None
@@ -69,10 +79,23 @@ class Claims:
             # A job of an earlier release that named none looks there.
             namespace = self._config.namespace if self._config.is_named else ids.UNNAMED
             self._lease = LeaseKeeper(self._store, namespace, self._log, owner=owner, clock=self._clock)
-            self._lease.start()
+            self._lease.start(self._look_for_newest)
             first_look_s = min(self._clock.timing.lease_first_look_s, self._config.durable_timeout_s)
             self._lease.check(self._in_time(first_look_s if wait_s is None else wait_s))
         self._lease.check()
+
+    def _look_for_newest(self) -> None:
+        """Called by the lease's thread: of a clock that is behind, a new run's saves would count as the older ones."""
+        if self._has_looked or self._follows():
+            return
+        try:
+            self.newest = newest_save_id(self._store())
+            self._has_looked = True
+        except TieredCheckpointError as error:
+            if not self._has_failed:
+                text = "could not ask which checkpoint is the newest, so those of a late clock may count as older"
+                self._log.warning("%s; asking again: %s", text, error)
+            self._has_failed = True
 
     def check(self) -> None:
         """Looks how the claim went, where one was made; and, once, whose the memory of this namespace is.

@@ -147,7 +147,7 @@ class CoordinatedSaver:
         series = self._series(name)
         facts = SaveFacts(
             name,
-            session.next_id(),
+            session.save_ids.next(),
             step,
             world_size,
             durable,

@@ -166,7 +166,7 @@ def alone(
     step, epoch = position(state, name)
     return SaveFacts(
         name,
-        session.next_id(),
+        session.save_ids.next(),
         step,
         current_world_size(),
         durable,
@@ -195,9 +195,9 @@ def uncoordinated(
         UsageError: The run's id could not be asked.
     """
     series = ids.series_of(name)
-    seen = [*(stored.save_id for stored in held), session.newest_seen]
-    save_id = current_run().save_id(session.config.namespace, series, step, lambda: session.new_run_id(seen))
-    session.follow(save_id)
+    seen = [*(stored.save_id for stored in held), session.save_ids.newest]
+    save_id = current_run().save_id(session.config.namespace, series, step, lambda: session.save_ids.new_run(seen))
+    session.save_ids.follow(save_id)
     return SaveFacts(name, save_id, step, degree, durable, payload="local", series=series, coordinator=0)
 
 
@@ -228,7 +228,7 @@ def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) 
     drain = session.open().drain
     try:
         drain.start()
-        return drain.has_room(session.next_id(), besides=facts.save_id)
+        return drain.has_room(session.save_ids.next(), besides=facts.save_id)
     except MemoryFullError as error:
         # Memory has no room for the little that the drain needs: the save goes to the durable tier without it.
         warn_streamed(session, error)

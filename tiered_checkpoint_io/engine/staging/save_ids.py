@@ -1,0 +1,82 @@
+"""The save ids that one process gives out: each sorts after all that it has seen, whatever its machine's clock says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
+
+
+class SaveIds:
+    """Gives out ids.
+
+    Attributes:
+        seen: The newest that was seen in any tier, and not given out by this process itself.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        log: Logger,
+        *,
+        held: Callable[[], Iterable[str]],
+        learnt: Callable[[], str | None] = lambda: None,
+        met_others: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Takes where others' ids are found.
+
+        Args:
+            clock: When a run begins.
+            log: Where to log.
+            held: Those in this node's memory.
+            learnt: The newest on the durable tier, once another thread knows it.
+            met_others: Whether other runs may have saved since the last call.
+        """
+        self._clock = clock
+        self._log = log
+        self._held = held
+        self._learnt = learnt
+        self._met_others = met_others
+        self._run_id: str | None = None
+        self._counter = 0
+        self.seen: str | None = None
+
+    @property
+    def newest(self) -> str | None:
+        """The newest that this process knows of others."""
+        return max(filter(None, (self.seen, self._learnt())), default=None)
+
+    def next(self) -> str:
+        """The id of the next operation of this process."""
+        newest, own = self.newest, None
+        if self._run_id is not None:
+            own = ids.save_id(self._run_id, self._counter + 1)
+        if own is not None and own <= (newest or ""):
+            # Others have saved since this process' first save, and it has gone on from there.
+            self.restart()
+            if newest != self.seen:
+                text = (
+                    "this node's clock is behind that of the node which made save %s: what this run saved so far counts"
+                )
+                self._log.warning(text + " as older, and what it saves from now on as newer", newest)
+        elif own is not None and self._met_others():
+            # What this process saves now is newer than what they may have saved.
+            self.restart()
+        if self._run_id is None:
+            self._run_id = self.new_run([newest, own, *self._held()])
+        self._counter += 1
+        return ids.save_id(self._run_id, self._counter)
+
+    def new_run(self, seen: Iterable[str | None]) -> str:
+        """The id of a run that begins now, after all save ids that were seen."""
+        return ids.new_run_id(after=max(filter(None, seen), default=None), clock=self._clock)
+
+    def follow(self, *seen: str | None) -> None:
+        """Makes the next ids sort after those that were seen; None is none."""
+        self.seen = max(filter(None, (self.seen, *seen)), default=None)
+
+    def restart(self) -> None:
+        """Begins another run: others may save before the next id is given out, and that is then newer."""
+        self._run_id, self._counter = None, 0
