@@ -15,6 +15,7 @@ from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
+from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
 from tiered_checkpoint_io.model import ids
 
@@ -57,19 +58,20 @@ class StrategyGuard(Callback):
             io.checkpointer.session.meet_peers()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Warns on rank 0: of what a resume leaves out, and of checkpoints that ``fit`` was not to resume from."""
+        """Warns on rank 0: of what a resume leaves out, and of checkpoints that ``fit`` was not to resume from.
+
+        Raises:
+            RestoreError: It leaves out a data loader's state, and ``on_unrestored_loader`` is ``raise``; on all ranks.
+        """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
-        if io is None or not trainer.is_global_zero:
+        if io is None:
             return
-        # Lightning has restored it by now, or never will.
-        left = getattr(trainer.fit_loop, "_combined_loader_states_to_load", None)
-        if left:
-            io.checkpointer.session.log.warning(
-                "this resume does not restore the state of %d data loader%s that the checkpoint holds, so the data"
-                " starts anew: Lightning restores it only where an epoch was not finished",
-                len(left),
-                "s" if len(left) > 1 else "",
-            )
+        # Lightning has restored it by now, or never will; on all ranks alike.
+        left = getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ()
+        why = "Lightning restores it only where an epoch was not finished"
+        report_left_out(io.checkpointer.session, "the checkpoint", len(left), why, says=trainer.is_global_zero)
+        if not trainer.is_global_zero:
+            return
         # In setup, Lightning does not show ckpt_path yet.
         if trainer.ckpt_path is not None:
             return

@@ -21,6 +21,7 @@ from tiered_checkpoint_io.adapters.groups import told_to_dcp
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector, Tier
+from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards
@@ -146,7 +147,15 @@ class TieredStorageReader(OverTiers, StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Changes nothing."""
+        """Changes nothing; called on the coordinator, which sees what all ranks load.
+
+        Raises:
+            RestoreError: A data loader's state is left out, and ``on_unrestored_loader`` is ``raise``.
+        """
+        if self._metadata is not None and self.opened is not None:
+            held = [fqn.split(".") for fqn in self._metadata.state_dict_metadata]
+            wanted = [item.storage_index.fqn.split(".") for plan in plans for item in plan.items]
+            warn_of_left_out(self.session, self.opened.name, held, wanted)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -58,6 +58,7 @@ class TieredCheckpointIO(CheckpointIO):
         max_pending: int = 2,
         on_pending: Literal["wait", "skip"] = "wait",
         on_save_error: Literal["warn", "raise"] = "warn",
+        on_unrestored_loader: Literal["warn", "raise"] = "warn",
         replication_factor: int = 1,
         replication_jump: int = 1,
         verify: bool = True,
@@ -85,9 +86,8 @@ class TieredCheckpointIO(CheckpointIO):
         """Validates the configuration; opens nothing.
 
         Args:
-            dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory. Or a
-                :class:`TieredCheckpointConfig`: then each further argument that is not its default replaces
-                the configuration's.
+            dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory. Or a :class:`TieredCheckpointConfig`:
+                then each further argument that is not its default replaces the configuration's.
             logger: Where to log, in place of the package's own logger.
             namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``; ``auto`` for one
                 made from dirpath.
@@ -107,6 +107,7 @@ class TieredCheckpointIO(CheckpointIO):
             max_pending: Checkpoints that may wait for the durable tier at once.
             on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
             on_save_error: ``warn`` and train on, or ``raise``.
+            on_unrestored_loader: ``warn``, or ``raise``, where a training resumes without the state of a data loader.
             replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
             replication_jump: Distance between the nodes that keep each other's parts, in nodes.
             verify: Must be true: nothing is restored unverified.
@@ -234,8 +235,7 @@ class TieredCheckpointIO(CheckpointIO):
         Args:
             path: ``tiered:latest``, ``tiered:last``, a name, or a path or URL.
             map_location: As ``torch.load`` takes it.
-            weights_only: As ``torch.load`` takes it. Lightning before 2.6 never passes it; the
-                configuration's ``weights_only`` holds where it is None.
+            weights_only: As ``torch.load`` takes it; None, as of Lightning before 2.6, for the configuration's.
 
         Returns:
             The state. Where ``tiered:latest`` or ``tiered:last`` finds nothing, a falsy :class:`FreshStart`: a Trainer

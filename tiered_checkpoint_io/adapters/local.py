@@ -9,8 +9,9 @@ from tiered_checkpoint_io.adapters.async_saves import show_failures
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import place_of
-from tiered_checkpoint_io.adapters.state import fill, local_part
+from tiered_checkpoint_io.adapters.state import fill, local_part, paths
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
+from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
@@ -87,6 +88,8 @@ def load_local_state(
     with LocalRestorer(tiers_of(session, config), place, peers).restore(reader.selector) as found:
         where = {"tier": found.tier, "key": found.name, "rank": place.shard, "step": found.step}
         loaded = Trust.of(config).read(found.path, found.name, where, map_location="cpu", mmap=True)
+        held, wanted = paths(loaded), paths(local_part(state_dict))
+        warn_of_left_out(session, found.name, held, wanted, says=place.shard == 0 and place.writes)
         fill(state_dict, loaded, where=f"{found.name}, shard {place.shard}")
     content = found.content
     assert content is not None

@@ -30,6 +30,7 @@ Concurrency = int | Literal["auto"]
 _CHOICES: dict[str, tuple[str, ...]] = {
     "on_pending": ("wait", "skip"),
     "on_save_error": ("warn", "raise"),
+    "on_unrestored_loader": ("warn", "raise"),
     "drain": ("process", "thread"),
     "preflight": ("error", "warn", "off"),
     "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
@@ -104,6 +105,8 @@ class TieredCheckpointConfig:
         max_pending: Checkpoints that may wait for the durable tier at once.
         on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
         on_save_error: ``warn`` and train on, or ``raise``.
+        on_unrestored_loader: ``warn``, or ``raise``, where a training resumes without the state of a data loader that
+            its checkpoint holds.
         replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
         replication_jump: Distance between the nodes that keep each other's parts, in nodes.
         verify: Must be true: nothing is restored unverified.
@@ -150,6 +153,7 @@ class TieredCheckpointConfig:
     max_pending: int = 2
     on_pending: Literal["wait", "skip"] = "wait"
     on_save_error: Literal["warn", "raise"] = "warn"
+    on_unrestored_loader: Literal["warn", "raise"] = "warn"
     replication_factor: int = 1
     replication_jump: int = 1
     verify: bool = True
