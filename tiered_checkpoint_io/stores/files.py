@@ -78,6 +78,8 @@ class FileStore(ABC):
         self._clock = clock
         self._retry = Retry(self.metrics, clock)
         self._cleaned = False
+        #: What makes the calls, where that has credentials.
+        self._fs: Any = None
         #: Held during each call, where one connection serves all.
         self._turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -141,7 +143,7 @@ class FileStore(ABC):
                     self._cleaned = True
                 self._write(key, path, data, tell)
 
-        self._retry(once, cancelled=cancelled)
+        self._retry(lambda: self._or_renewed(once), cancelled=cancelled)
         self.metrics.add("bytes.up", len(data))
         if journal is not None:
             # We note nothing there; others may have.
@@ -198,7 +200,21 @@ class FileStore(ABC):
             with self._guarded(request, key):
                 return call()
 
-        return self._retry(once)
+        return self._retry(lambda: self._or_renewed(once))
+
+    def _or_renewed(self, once: Callable[[], _T]) -> _T:
+        """What ``once`` gives; where its credentials are refused, once more with those that there are by now."""
+        refused = self._fs
+        try:
+            return once()
+        except StoreAccessError:
+            if not self._renewed(refused):
+                raise
+            return once()
+
+    def _renewed(self, refused: Any) -> bool:  # noqa: ARG002
+        """Whether ``_fs`` is another one by now than that which was refused."""
+        return False
 
     @contextlib.contextmanager
     def _guarded(self, operation: str, key: str) -> Iterator[None]:

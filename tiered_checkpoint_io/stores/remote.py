@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -47,16 +48,30 @@ class RemoteStore(FileStore):
         shown = without_secrets(url.rstrip("/") if not url.endswith("://") else url)
         try:
             # A file system of our own: its caches and sessions end with this store.
-            self._fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
+            self._open = functools.partial(fsspec.core.url_to_fs, url, skip_instance_cache=True, **options)
+            opened, root = self._open()
         except ValueError as error:
             raise StoreConfigError(
                 "fsspec cannot open this URL", operation="connect", key=shown, hint="check dirpath"
             ) from error
         super().__init__(shown, str(root).rstrip("/"), clock)
+        self._fs, self._opening = opened, threading.Lock()
+        self._opened_at = clock.monotonic()
         scheme = ids.url_scheme(url) or ""
         self._is_object_store = scheme in _OBJECT_STORES
         if scheme in _ONE_AT_A_TIME:
             self._turn = threading.RLock()
+
+    def _renewed(self, refused: Any) -> bool:
+        # File systems look for credentials when they are made; of most, these can't be compared.
+        with self._opening:
+            now = self._clock.monotonic()
+            if self._fs is refused and now - self._opened_at >= self._clock.timing.credentials_again_s:
+                self._opened_at = now
+                # Where there are none just now, the refusal tells more.
+                with contextlib.suppress(Exception):
+                    self._fs, _ = self._open()
+            return self._fs is not refused
 
     def _files(self, folder: str) -> Iterator[tuple[str, int, float]]:
         found = self._find(folder)
