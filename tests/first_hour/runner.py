@@ -4,7 +4,6 @@ The story's own folder stands in place of ``/dev/shm``: other tests, and other p
 """
 
 import atexit
-import inspect
 import json
 import os
 import runpy
@@ -32,10 +31,17 @@ def main(job):
 
     # A command may leave so by itself.
     os._exit = end
-    from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
+    from tiered_checkpoint_io import TieredCheckpointConfig
 
-    for kind in (TieredCheckpointConfig, TieredCheckpointIO):
-        inspect.unwrap(kind.__init__).__kwdefaults__["memory_dir"] = job["memory_dir"]
+    check = TieredCheckpointConfig.__post_init__
+
+    def here(config):
+        # The default, and what a file of configuration says by its name.
+        if config.memory_dir == SHM:
+            object.__setattr__(config, "memory_dir", job["memory_dir"])
+        check(config)
+
+    TieredCheckpointConfig.__post_init__ = here
     program, *arguments = job["command"]
     try:
         if program == "tiered-ckpt":

@@ -91,6 +91,8 @@ def test_a_block_of_python(block, story):
     output, status = story.python("block.py", prelude=PRELUDES[block])
     assert status == 0, output[-3000:]
     assert "Traceback" not in output
+    if TRAINING in PRELUDES[block]:
+        assert [root.name for root in story.roots()] == ["gpt-1"], "not in the machine's own memory"
 
 
 def test_the_blocks_of_yaml(story):
