@@ -113,6 +113,8 @@ class Timing:
     drain_rest_s: float = 0.1
     #: Who asks whether a drain runs holds its lock for a moment; so long a new drain tries.
     drain_lock_s: float = 0.1
+    #: A drain that was asked to leave and moves nothing for so long hangs: each of its requests fails well before that.
+    drain_handover_s: float = 600.0
     #: How long a drain without trainers tries on without any success.
     drain_give_up_s: float = 900.0
     #: What keeps the drain from its queue for longer is published to those who wait.

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.drain import environment
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.environment import announcement, differs, elsewhere
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.errors import StoreAccessError, StoreError
+from tiered_checkpoint_io.errors import DrainError, StoreAccessError, StoreError
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 LOG = logging.getLogger("test")
@@ -235,3 +235,18 @@ def test_a_drain_that_a_person_starts_serves_any_trainer(node):
     node.queue.announce(announcement("of a trainer's drain before"))
     Drain(node.root).run(once=True)
     assert node.queue.announced() == {}
+
+
+def test_a_drain_that_was_asked_to_leave_and_hangs_is_not_waited_for_for_ever(node, monkeypatch):
+    node.queue.announce(announcement("of a drain that hangs"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+    worker = Drain(node.root, for_trainer=True, clock=quick(drain_handover_s=0.5))
+    assert worker.follows(), "at first, it is waited for"
+    assert node.queue.is_asked_to_leave(node.queue.announced())
+    end = time.monotonic() + PATIENCE_S
+    with pytest.raises(
+        DrainError, match=r"was asked to leave, and has moved nothing .*checkpoints stay in node memory"
+    ):
+        while worker.follows():
+            assert time.monotonic() < end
+            time.sleep(0.01)

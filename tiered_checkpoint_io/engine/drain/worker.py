@@ -20,8 +20,9 @@ from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import next_operation, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
+from tiered_checkpoint_io.engine.drain.standstill import Standstill
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.errors import ConfigError, MemoryFullError
+from tiered_checkpoint_io.errors import ConfigError, DrainError, MemoryFullError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -72,6 +73,7 @@ class Drain:
         self._report = Reporter(self._queue, self._stores, clock)
         self._executor = Executor(self._tier, self._queue, self._stores, self._report, self._log, self._stop, clock)
         self._trainers: int | None = None
+        self._waits: Standstill | None = None
 
     def run(self, *, once: bool = False) -> bool:
         """Works until there is nothing to do, and no trainer lives that could give more.
@@ -99,11 +101,26 @@ class Drain:
         return True
 
     def follows(self) -> bool:
-        """Whether to wait for the drain that holds the lock: its environment is not ours. It is asked to leave."""
+        """Whether to wait for the drain that holds the lock: its environment is not ours. It is asked to leave.
+
+        Raises:
+            DrainError: It was, and moves nothing for ``drain_handover_s``.
+        """
         said = self._queue.announced()
         is_other = self._for_trainer and differs(said, os.environ)
         if is_other:
             self._queue.ask_to_leave(said)
+            seconds = self._clock.timing.drain_handover_s
+            self._waits = self._waits or Standstill(self._queue.progress, self._clock)
+            if self._waits.lasts(seconds):
+                raise DrainError(
+                    f"the drain of an earlier trainer, process {self._queue.progress().pid}, was asked to leave,"
+                    f" and has moved nothing for {seconds:.0f} s",
+                    operation="drain",
+                    tier="memory",
+                    key=str(self._root),
+                    hint="checkpoints stay in node memory, queued; end that process, and the next one goes on",
+                )
         return is_other
 
     @property
