@@ -1,0 +1,208 @@
+"""The memory tier: safe folders, and death at any moment."""
+
+# ruff: noqa: F811 - a fixture of another module is an argument here
+
+import mmap
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tiered_checkpoint_io.errors import (
+    MemoryTierError,
+    MemoryUnsafeError,
+)
+from tiered_checkpoint_io.memory import node
+from tiered_checkpoint_io.memory.parts import reading
+from tiered_checkpoint_io.memory.tier import MemoryTier
+
+from .test_memory import MIB, RUN, content_of, files_in, mapped_by_others, save, tier  # noqa: F401 - fixtures
+
+
+def test_folders_that_are_not_ours_alone_are_refused_and_left(memory_dir, tmp_path):
+    base = Path(memory_dir)
+    ours = base / f"tiered-{os.getuid()}"
+    ours.symlink_to(tmp_path)
+    with pytest.raises(MemoryUnsafeError, match="symbolic link"):
+        MemoryTier.open(memory_dir, "test")
+    assert list(tmp_path.iterdir()) == []
+    ours.unlink()
+
+    ours.mkdir(mode=0o700)
+    ours.chmod(0o770)
+    with pytest.raises(MemoryUnsafeError, match="open to others"):
+        MemoryTier.open(memory_dir, "test")
+    assert stat.S_IMODE(ours.stat().st_mode) == 0o770
+    ours.chmod(0o700)
+
+    (ours / "test").mkdir(mode=0o700)
+    (ours / "test" / "slots").symlink_to(tmp_path)
+    with pytest.raises(MemoryUnsafeError, match="symbolic link"):
+        MemoryTier.open(memory_dir, "test")
+    (ours / "test" / "slots").unlink()
+
+    (ours / "test" / "slots").write_text("")
+    with pytest.raises(MemoryUnsafeError, match="not a folder"):
+        MemoryTier.open(memory_dir, "test")
+    (ours / "test" / "slots").unlink()
+
+    if os.getuid() == 0:
+        os.chown(ours / "test", 12345, -1)
+        with pytest.raises(MemoryUnsafeError, match="belongs to user 12345"):
+            MemoryTier.open(memory_dir, "test")
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(tier, tmp_path):
+    stored = save(tier, b"x", 1)
+    (tmp_path / "secret").write_bytes(b"y")
+    stored.file("step=1.ckpt").unlink()
+    stored.file("step=1.ckpt").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="symbolic links"), reading(stored):
+        pass
+
+
+def test_a_missing_memory_dir_and_one_on_disk(tmp_path):
+    with pytest.raises(MemoryTierError, match="does not exist"):
+        MemoryTier.open(str(tmp_path / "none"), "test")
+    if node.is_tmpfs(tmp_path):
+        pytest.skip("the temporary folder is on tmpfs")
+    with pytest.warns(UserWarning, match="not on tmpfs"):
+        tier = MemoryTier.open(str(tmp_path), "test")
+    assert content_of(tier, save(tier, b"x" * 5000, 1)) == b"x" * 5000, "but it works"
+    tier.close()
+
+
+# ------------------------------------------------------------------------------------------ death
+def test_the_slots_of_the_living_stay_and_those_of_the_dead_go(tier, memory_dir):
+    held = tier.acquire(MIB)
+    tier.prepare(MIB)
+    script = f"""
+        import os, signal
+        from tiered_checkpoint_io.memory.tier import MemoryTier
+        tier = MemoryTier.open({memory_dir!r}, "test")
+        tier.acquire({MIB})
+        tier.prepare({MIB})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert python(script).returncode == -signal.SIGKILL
+    assert len(files_in(tier.root / "slots")) == 4
+    MemoryTier.open(memory_dir, "test").close()
+    assert len(files_in(tier.root / "slots")) == 2
+    assert os.path.exists(held.path)
+    tier.give_back(held)
+
+
+def python(script):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
+    """A child is killed at its n-th call that changes the file system, for every n."""
+    script = f"""
+        import os, signal, sys
+        from tiered_checkpoint_io.model import ids
+        from tiered_checkpoint_io.model.hashing import hash_bytes
+        from tiered_checkpoint_io.model.manifest import (Content, FileEntry, Part)
+        from tiered_checkpoint_io.memory.parts import reading
+        from tiered_checkpoint_io.memory.tier import MemoryTier
+
+        RUN = {RUN!r}
+        CALLS = ("rename", "open", "ftruncate", "posix_fallocate", "mkdir", "rmdir", "unlink")
+
+        def save(tier, number):
+            data = bytes([number]) * (100_000 + number)
+            entry = FileEntry("x.ckpt", len(data), 16 << 20, (hash_bytes(data),))
+            content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {{}}, (entry,))
+            slot = tier.acquire(len(data))
+            with slot.view as view:
+                view[: len(data)] = data
+            return tier.commit(Part("x.ckpt", 0, content, "d", False), {{"x.ckpt": slot}})
+
+        def life(committed, deadly):
+            calls = 0
+            def counted(real):
+                def call(*args, **kwargs):
+                    nonlocal calls
+                    calls += 1
+                    if calls == deadly:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real(*args, **kwargs)
+                return call
+            tier = MemoryTier.open({memory_dir!r}, "test")
+            for name in CALLS:
+                setattr(os, name, counted(getattr(os, name)))
+            stored = []
+            for number in range(1, 5):
+                stored.append(save(tier, number))
+                os.write(committed, bytes([number]))
+                while len(stored) > 2:
+                    tier.remove(stored.pop(0))
+            tier.close()
+
+        deadly = 0
+        while True:
+            deadly += 1
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                life(write, deadly)
+                os._exit(0)
+            os.close(write)
+            _, status = os.waitpid(pid, 0)
+            told = os.read(read, 100)
+            os.close(read)
+            tier = MemoryTier.open({memory_dir!r}, "test")
+            parts = tier.parts()
+            newest = parts[-1].part.content.step if parts else 0
+            assert newest - (told[-1] if told else 0) in (0, 1), (deadly, told, newest)
+            assert len(parts) >= min(2, newest), (deadly, parts)
+            for stored in parts:
+                with reading(stored) as views:
+                    stored.part.content.files[0].check_chunk(0, views["x.ckpt"], tier="memory", where="x")
+            assert tier.damaged() == [], deadly
+            assert os.listdir(tier.root / "slots") == os.listdir(tier.root / "trash") == [], deadly
+            for stored in parts:
+                tier.remove(stored)
+            tier.close()
+            if os.WIFEXITED(status):
+                break
+        print(deadly)
+    """
+    result = python(script)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 40
+
+
+def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, memory_dir, monkeypatch):
+    stored = save(tier, b"old" * 1000, 1)
+    with reading(stored, keep=True):
+        kept = mapped_by_others(stored)
+    real = os.rename
+
+    def cleared_right_after(source, target, **options):
+        real(source, target, **options)
+        if "trash" in str(target) and "clean." not in str(target):
+            with monkeypatch.context() as patch:
+                # As far as the marker that tells the remover not to reuse the file.
+                patch.setattr(shutil, "rmtree", lambda folder, **_: (Path(folder) / "pinned").unlink())
+                MemoryTier.open(memory_dir, "test").close()
+
+    monkeypatch.setattr(os, "rename", cleared_right_after)
+    tier.remove(stored)
+    save(tier, b"new" * 1000, 2)
+    save(tier, b"new" * 1000, 3)
+    assert kept[:] == b"old" * 1000
+
+
+def test_the_mapping_is_the_file_that_torch_and_others_read(tier):
+    stored = save(tier, b"abc" * 5000, 1)
+    with open(stored.file("step=1.ckpt"), "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+        assert mapping[:] == b"abc" * 5000
