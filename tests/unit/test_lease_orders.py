@@ -1,0 +1,225 @@
+"""Two runs, one place, by all orders of events in a virtual time: who is refused, who goes on, and when."""
+
+import logging
+import random
+import threading
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+from support.clocks import VirtualClock
+
+from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
+from tiered_checkpoint_io.engine.leasing.leases import Lease
+from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
+from tiered_checkpoint_io.stores.base import ObjectInfo
+
+
+class World:
+    """A store and a clock for several keepers; each request to it is a turn, and the order of turns is drawn.
+
+    Simulated, because no real store lets a test choose in which order the requests of two machines arrive.
+    """
+
+    def __init__(self, seed):
+        self.chooser = random.Random(seed)
+        self.clock = VirtualClock()
+        self.objects = {}
+        self.puts = 0
+        self.away = False
+
+    def store_for(self, player):
+        return _Requests(self, player)
+
+
+@dataclass
+class _Requests:
+    world: World
+    player: "Player"
+    url: str = "sim://place"
+
+    def _turn(self):
+        self.player.pause()
+        if self.world.away:
+            raise StoreUnavailableError("away", operation="test")
+
+    def put(self, key, data):
+        self._turn()
+        self.world.puts += 1
+        self.world.objects[key] = (data, self.world.clock.now)
+
+    def get(self, key):
+        self._turn()
+        if key not in self.world.objects:
+            raise StoreNotFoundError("gone", operation="get", key=key)
+        return self.world.objects[key][0]
+
+    def list(self, prefix):
+        self._turn()
+        return [ObjectInfo(key, len(data), at) for key, (data, at) in self.world.objects.items() if prefix in key]
+
+    def delete(self, key):
+        self._turn()
+        self.world.objects.pop(key, None)
+
+
+class _Dead(Exception):
+    pass
+
+
+def test_the_whole_story_of_a_lease_takes_no_time():
+    """Claimed, kept for a day, a newcomer refused, expired, taken over, given back: by a clock that only this moves."""
+    world, silent, threads = World(0), set(), []
+
+    def keeper_of(name):
+        def pause():
+            if name in silent:
+                raise StoreUnavailableError("no answer", operation="test")
+
+        store = _Requests(world, SimpleNamespace(pause=pause))
+        made = LeaseKeeper(lambda: store, "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock)
+        made._lease = replace(made._lease, boot_id=name)
+        made.start()
+        threads.append(made._thread)
+        made.check(world.clock.timing.lease_first_look_s)
+        return made
+
+    def held():
+        return [lease.owner for data, _ in world.objects.values() if (lease := Lease.from_json(data)).held]
+
+    first = keeper_of("first")
+    assert held() == ["first"]
+    world.clock.advance(24 * 3600, *threads)
+    ((_, beat),) = world.objects.values()
+    assert world.clock.now - beat <= world.clock.timing.lease_rest_s
+    assert world.puts <= 27, "each is a version in a bucket that keeps versions"
+    newcomer = keeper_of("newcomer")
+    world.clock.advance(20, *threads)
+    with pytest.raises(UsageError, match="another run writes to the same dirpath: .* is running"):
+        newcomer.check()
+    assert len(world.objects) == 1, "a refused run leaves nothing behind"
+    silent.add("first")
+    heir = keeper_of("heir")
+    world.clock.advance(world.clock.timing.lease_ttl_s - 1, *threads)
+    assert held() == ["first"]
+    world.clock.advance(10, *threads)
+    assert held() == ["heir"]
+    heir.check()
+    silent.clear()
+    world.clock.advance(20, *threads)
+    with pytest.raises(UsageError, match="took over"):
+        first.check()
+    heir.close(5.0)
+    assert not world.objects
+
+
+class Player:
+    """A keeper on a machine of its own, one request at a time."""
+
+    def __init__(self, world, name):
+        self.world = world
+        self.keeper = LeaseKeeper(
+            lambda: world.store_for(self), "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock
+        )
+        self.keeper._lease = replace(self.keeper._lease, boot_id=name, owner=name)
+        self.due = world.clock.now
+        self.is_dead = False
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._in_step = False
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def _live(self):
+        while True:
+            self._go.acquire()
+            if self.is_dead:
+                return
+            self._in_step = True
+            try:
+                pause = self.keeper.step()
+            except _Dead:
+                return
+            except StoreUnavailableError:
+                self.keeper._watched.clear()
+                pause = self.world.clock.timing.lease_beat_s
+            if self.is_refused:
+                self.world.objects.pop(self.keeper._key, None)
+            self._in_step = False
+            self.due = self.world.clock.now + pause
+            self._done.release()
+
+    def pause(self):
+        """Before a request: lets others have their turns."""
+        self._done.release()
+        self._go.acquire()
+        if self.is_dead:
+            raise _Dead
+
+    def turn(self):
+        self._go.release()
+        assert self._done.acquire(timeout=10)
+
+    def die(self):
+        self.is_dead = True
+        self._go.release()
+
+    @property
+    def is_refused(self):
+        return self.keeper._refusal is not None
+
+    @property
+    def plays(self):
+        return not (self.is_dead or (self.is_refused and not self._in_step))
+
+    @property
+    def holds(self):
+        return self.plays and self.keeper._lease.held and not self.is_refused
+
+
+def play(world, players, until, *, asleep=(), is_alone=True):
+    """Turns, in a drawn order, until the clock says so; at each moment at most one may hold the place."""
+    while world.clock.now < until:
+        awake = [each for each in players if each.plays and each not in asleep]
+        ready = [each for each in awake if each._in_step or each.due <= world.clock.now]
+        if ready and world.chooser.random() < 0.9:
+            world.chooser.choice(ready).turn()
+        else:
+            world.clock.advance(world.chooser.choice([0.01, 0.1, 1.0]) if ready else 1.0)
+        if is_alone:
+            assert sum(each.holds for each in players) <= 1, "two hold the place"
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.matrix) for block in range(1, 8))])
+def test_in_any_order_of_requests_one_run_goes_on_and_the_first_is_never_driven_out(block):
+    for seed in range(block * 25, block * 25 + 25):
+        world = World(seed)
+        names = [f"{world.chooser.randrange(100):02}-{number}" for number in range(world.chooser.choice([2, 3]))]
+        is_there = world.chooser.random() < 0.5
+        players = [Player(world, names[0])]
+        if is_there:
+            play(world, players, 20)
+            assert players[0].holds
+        players += [Player(world, name) for name in names[1:]]
+        play(world, players, world.clock.now + 4 * world.clock.timing.lease_ttl_s)
+        assert [each.holds for each in players].count(True) == 1, seed
+        assert all(each.holds or each.is_refused for each in players), seed
+        if is_there:
+            assert players[0].holds, seed
+        # It dies, or is silent for a while; whoever comes next takes over, and is never refused.
+        (holder,) = [each for each in players if each.holds]
+        fate = world.chooser.choice(["dies", "sleeps", "all lose the store"])
+        if fate == "dies":
+            holder.die()
+        elif fate == "all lose the store":
+            world.away = True
+            play(world, players, world.clock.now + world.chooser.choice([10, 100, 1000]))
+        heir = Player(world, f"{world.chooser.randrange(100):02}-heir")
+        players.append(heir)
+        asleep = (holder,) if fate == "sleeps" else ()
+        play(world, players, world.clock.now + 3 * world.clock.timing.lease_ttl_s, asleep=asleep, is_alone=not asleep)
+        world.away = False
+        # Whoever wakes has to look before it knows.
+        play(world, players, world.clock.now + 3 * world.clock.timing.lease_ttl_s, is_alone=not asleep)
+        survivor = holder if fate == "all lose the store" else heir
+        assert [each for each in players if each.holds] == [survivor], (seed, fate)
+        for each in players:
+            each.die()
