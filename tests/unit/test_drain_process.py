@@ -1,0 +1,167 @@
+"""The drain as the process that a trainer starts, and as a thread of it."""
+
+# ruff: noqa: F811 - a fixture of another module is an argument here
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import pytest
+from support.draining import Node, names, readable
+from support.story import op_id
+
+from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
+from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
+from tiered_checkpoint_io.errors import DrainError
+
+from .test_drain import drain, handle_of, node, store, until  # noqa: F401 - fixtures
+
+
+def test_the_drain_is_light():
+    """It imports neither torch nor Lightning, boto3 only for S3, and starts quickly."""
+    code = (
+        "import sys, tiered_checkpoint_io.cli, tiered_checkpoint_io.engine.drain.worker\n"
+        "heavy = {'torch', 'lightning', 'omegaconf', 'hydra', 'boto3', 'fsspec', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    # The time that it takes the processor, which other work on this machine does not change much.
+    before = os.times()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    after = os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    assert spent < 1.0
+
+
+def test_a_trainer_starts_it_waits_for_it_and_leaves_it(node, store, handle_of):
+    handle = handle_of(node)
+    first = node.save("a.ckpt", b"A" * 100_000)
+    handle.start()
+    outcome = handle.wait(first, 60)
+    assert (outcome.state, outcome.step, outcome.bytes) == ("committed", 1, 100_000)
+    assert readable(store, "a.ckpt") == b"A" * 100_000
+    handle.submit(request := next_request(node, "delete", "a.ckpt"))
+    handle.flush(60)
+    assert names(store) == []
+    # What was waited for is not told again.
+    assert [outcome.op_id for outcome in handle.new_outcomes()] == [request.op_id]
+    assert handle.new_outcomes() == []
+    pid = handle.progress().pid
+    assert pid != os.getpid()
+    assert os.getsid(pid) == pid
+    handle.close(timeout_s=30)
+    until(lambda: not is_locked(node.root / LOCK_FILE), "the drain leaves with its trainer")
+
+
+def next_request(node, action, name):
+    node.number += 1
+    return Request(op_id(node.number), action, name, node.dirpath)
+
+
+def test_a_drain_of_a_release_without_a_log_ends_its_work_and_is_followed(node, handle_of):
+    """It is alive at an upgrade: it cannot read the log, but uploads parts, and says so in a file."""
+    earlier = try_lock(node.root / LOCK_FILE)
+    op, last = node.save("a.ckpt", b"A"), node.delete("none.ckpt")
+    handle = handle_of(node)
+    handle.start()
+    its_leave = try_lock(node.root / EARLIER_TRAINERS_FILE)
+    assert its_leave is not None, "no trainer of ours keeps it"
+    outcome = Outcome(op, "save", "a.ckpt", 1, "committed")
+    (node.root / "status" / f"{op}.json").write_text(json.dumps(asdict(outcome)))
+    (stored,) = node.tier.parts()
+    node.tier.mark_drained(stored)
+    assert handle.wait(op, 30) == outcome
+    release(its_leave)
+    release(earlier)
+    handle.flush(60)
+    assert node.states() == {op: "committed", last: "committed"}
+
+
+def test_a_killed_drain_is_started_again(node, store, handle_of):
+    handle = handle_of(node, clock=Clock(Timing(respawn_s=0.05)))
+    handle.start()
+    handle.wait(node.save("a.ckpt", b"A"), 60)
+    pid = handle.progress().pid
+    os.kill(pid, signal.SIGKILL)
+    assert handle.wait(node.save("b.ckpt", b"B"), 60).state == "committed"
+    assert handle.progress().pid != pid
+
+
+def test_told_to_stop_it_leaves_the_rest_resumable(node, store):
+    node.save("a.ckpt", b"A")
+    trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
+    command = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--root", str(node.root)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: readable(store, "a.ckpt") == b"A", "it works")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    node.save("b.ckpt", b"B")
+    release(trainer)
+    assert drain(node).run()
+    assert readable(store, "b.ckpt") == b"B"
+
+
+def test_as_a_thread_it_does_the_same(memory_dir, store, handle_of):
+    node = Node(memory_dir, store.url, drain="thread")
+    handle = handle_of(node)
+    handle.start()
+    assert handle.wait(node.save("a.ckpt", b"A"), 30).state == "committed"
+    assert handle.progress().pid == os.getpid()
+    last = node.alias("last.ckpt", "a.ckpt")
+    handle.close(timeout_s=30)
+    assert node.queue.outcome(last).state == "committed"
+    assert not is_locked(node.root / LOCK_FILE)
+
+
+def test_waiting_for_what_never_comes_ends_and_names_the_progress(memory_dir, tmp_path, handle_of):
+    node = Node(memory_dir, str(tmp_path / "durable"))
+    handle = handle_of(node)
+    lock = try_lock(node.root / LOCK_FILE)
+    save_id = node.save("a.ckpt", b"A")
+    with pytest.raises(DrainError, match=r"not durable after 0 s .no upload in progress"):
+        handle.wait(save_id, 0.1)
+    with pytest.raises(DrainError, match="1 operations not durable"):
+        handle.flush(0.1)
+    release(lock)
+
+
+@pytest.mark.parametrize("policy", ["wait", "skip"])
+def test_backpressure_is_bounded(memory_dir, tmp_path, handle_of, policy):
+    """With no drain at work, saves queue up to the bound, and training goes on behind it."""
+    node = Node(memory_dir, str(tmp_path / "durable"), max_pending=2, on_pending=policy, wait_timeout_s=1)
+    handle = handle_of(node)
+    lock = try_lock(node.root / LOCK_FILE)
+    node.save("a.ckpt", b"A")
+    assert handle.has_room(op_id(90))
+    node.save("b.ckpt", b"B")
+    started = time.monotonic()
+    assert not handle.has_room(op_id(91))
+    assert (time.monotonic() - started >= 1) == (policy == "wait")
+    # A save that fails is given up for a new one, but the drain may be held up, and the bound holds.
+    for number in (1, 2):
+        node.queue.finish(Outcome(op_id(number), "save", "x", number, "failed", "no"), final=False)
+    for number in (3, 4):
+        assert handle.has_room(op_id(90 + number))
+        assert [request.target for request in node.queue.requests()][-1] == op_id(number - 2)
+        node.save(f"{number}.ckpt", b"C")
+    assert not handle.has_room(op_id(95))
+    assert len(handle.pending_saves()) == 4
+    release(lock)
+
+
+def test_a_forked_child_neither_drains_nor_queues(node, handle_of):
+    handle = handle_of(node)
+    child = os.fork()
+    if child == 0:
+        handle.start()
+        handle.submit(next_request(node, "delete", "a.ckpt"))
+        handle.close(timeout_s=1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not node.queue.requests()
+    assert not is_locked(node.root / LOCK_FILE)
