@@ -1,0 +1,113 @@
+"""Restore on several nodes, with ranks as threads: what is taken, and what is told."""
+
+# ruff: noqa: F811 - a fixture of another module is an argument here
+
+from pathlib import Path
+
+import pytest
+from support.restoring import (
+    flip,
+    in_ranks,
+    into_durable,
+    into_memory,
+    save_id,
+)
+
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.errors import (
+    RestoreError,
+)
+from tiered_checkpoint_io.model.ids import manifest_key
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+from tiered_checkpoint_io.testing.faulty import FaultyStore
+
+from .test_restore import NEW, OLD, read, world  # noqa: F401 - fixtures
+
+
+def test_two_nodes_fetch_once_each_and_all_ranks_have_it(world):
+    into_durable(world.store, "a.ckpt", NEW, 1)
+    before = world.store.metrics.snapshot()
+    got = world.restore_all(["n", "n", "m", "m"])
+    after = world.store.metrics.snapshot()
+    assert got == [(save_id(1), "durable", NEW)] * 4
+    small = len(world.store.get(manifest_key("a.ckpt")))
+    assert after["requests.list"] - before.get("requests.list", 0) == 1
+    assert after["bytes.down"] - before.get("bytes.down", 0) == 2 * len(NEW) + small
+    assert world.restore_all(["n", "n", "m", "m"]) == [(save_id(1), "memory", NEW)] * 4
+
+
+def test_a_corrupt_copy_on_one_node_sends_that_node_to_its_peer(world):
+    into_durable(world.store, "a.ckpt", NEW, 2)
+    into_memory(world.tier("n"), world.store.url, "a.ckpt", NEW, 2)
+    flip(into_memory(world.tier("m"), world.store.url, "a.ckpt", NEW, 2))
+    got = world.restore_all(["n", "m", "m"])
+    assert got == [(save_id(2), tier, NEW) for tier in ("memory", "peer", "peer")]
+
+
+def test_corrupt_copies_and_no_other_send_all_to_the_older_one(world):
+    into_durable(world.store, "old.ckpt", OLD, 1)
+    flip(into_memory(world.tier("n"), world.store.url, "m.ckpt", NEW, 2))
+    flip(into_memory(world.tier("m"), world.store.url, "m.ckpt", NEW, 2))
+    assert world.restore_all(["n", "m", "m"]) == [(save_id(1), "durable", OLD)] * 3
+
+
+def test_a_checkpoint_of_others_is_read_once_per_node(world):
+    class Remote(DirectoryStore):
+        """Not to be opened as a local file."""
+
+    Path(world.store.url).mkdir()
+    Path(world.store.url, "plain.ckpt").write_bytes(NEW)
+    remote = Remote(world.store.url)
+    for node in ("n", "m"):
+        world.tier(node)
+
+    def work(group):
+        restorer = world.restorer(group.node, remote, "gs://bucket/run")
+        restored = restorer(Selector("name", "plain.ckpt"), group)
+        group.all_gather(None)
+        data = restored.path.read_bytes()
+        group.all_gather(None)
+        restored.release()
+        return data, restored.path
+
+    got = in_ranks(["n", "n", "m", "m"], work)
+    assert [data for data, _ in got] == [NEW] * 4
+    assert got[0][1] == got[1][1] != got[2][1] == got[3][1]
+    assert remote.metrics.snapshot()["bytes.down"] == 2 * len(NEW)
+    assert not any(path.exists() for _, path in got)
+
+
+@pytest.mark.parametrize("broken", ["list", "read"])
+def test_an_error_on_one_rank_reaches_all(world, broken):
+    into_durable(world.store, "a.ckpt", NEW, 1)
+    into_durable(world.store, "b.ckpt", NEW, 2)
+
+    class Broken(FaultyStore):
+        def list(self, prefix):
+            if broken == "list":
+                raise RuntimeError("out of order")
+            return super().list(prefix)
+
+        def read_into(self, key, offset, buffer):
+            raise RuntimeError("out of order")
+
+    rank = {"list": 0, "read": 2}[broken]
+    got = world.restore_all(["n", "n", "m", "m"], stores={rank: Broken(world.store)})
+    assert {type(error) for error in got} == {RestoreError}
+    assert len({str(error) for error in got}) == 1
+    assert "RuntimeError: out of order" in str(got[0])
+
+
+def test_an_unreadable_memory_on_one_rank_reaches_all(world, monkeypatch):
+    into_durable(world.store, "a.ckpt", NEW, 1)
+    world.tier("n")
+    once, parts = iter([OSError(5, "I/O error")]), world.tier("m").parts
+
+    def fail_once():
+        if (error := next(once, None)) is not None:
+            raise error
+        return parts()
+
+    monkeypatch.setattr(world.tier("m"), "parts", fail_once)
+    got = world.restore_all(["n", "m", "n"])
+    assert {str(error) for error in got} == {"OSError: [Errno 5] I/O error [operation=load, rank=1]"}
