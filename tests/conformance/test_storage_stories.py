@@ -1,0 +1,168 @@
+"""Stories of nodes and storage, over each kind of checkpoint; see :mod:`test_stories`, which has the table."""
+
+# ruff: noqa: F811 - a fixture of another module is an argument here
+
+import warnings
+from pathlib import Path
+
+import pytest
+from support.clocks import hurried
+from support.fault_proxy import FaultProxy, refuse
+from support.tenants import mounted_tmpfs
+
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    StoreUnavailableError,
+)
+
+from .kinds import KINDS, lose_memory
+from .test_stories import LARGE, LATEST, can, dirpath, kind, on_a_directory, on_s3, start  # noqa: F401 - fixtures
+
+
+def test_a_run_that_goes_back_is_newer_than_the_one_before_it(start, memory_dir):
+    """A run on one node, a second one on another node that goes back, and a third one on the first node."""
+    other = Path(memory_dir, "other")
+    other.mkdir()
+    start().save(5)
+    job = start(memory_dir=str(other))
+    assert job.load(LATEST) == 5
+    job.save(3)
+    assert start().load(LATEST) == 3
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A node's memory of 4 MiB, of which the operation log takes 2."""
+    with mounted_tmpfs(tmp_path / "small", 4 << 20) as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the memory tier can't hold")
+        yield str(folder)
+
+
+@pytest.mark.parametrize("spill", ["auto", "named", None])
+def test_a_durable_save_that_memory_has_no_room_for(small, start, memory_dir, tmp_path, spill):
+    (tmp_path / "named").mkdir()
+    options = {"memory_dir": small, "spill_dir": str(tmp_path / "named") if spill == "named" else spill}
+    job = start(**options)
+    job.save(1, wait=False, size=LARGE)
+    save = job.last_save()
+    assert (save.tiers, save.queued, save.spilled) == (
+        ({"durable"}, False, False) if spill is None else ({"memory", "durable"}, True, True)
+    )
+    job.wait()
+    job.save(2, size=LARGE)
+    job.close()
+    assert start(**options).load(LATEST, LARGE) == 2
+    # The node is lost, and all that it had.
+    job = start(memory_dir=memory_dir)
+    assert [job.load(which, LARGE) for which in (LATEST, "step_1.ckpt")] == [2, 1]
+
+
+def test_a_spilled_save_that_waits_is_found_by_the_next_start_even_after_a_reboot(small, start, memory_dir):
+    hasty = {"memory_dir": small, "on_save_error": "warn", "wait_timeout_s": 1}
+    job = start(**hasty)
+    with job.without_drain():
+        for number in (1, 2):
+            job.save(number, wait=False, size=LARGE)
+        job = start(**hasty)
+        assert job.load(LATEST, LARGE) == 2
+        job.close()
+    # Memory is gone, and the log with it.
+    with mounted_tmpfs(small, 4 << 20):
+        job = start(memory_dir=small)
+        assert job.load(LATEST, LARGE) == 2
+        job.wait()
+        job.close()
+    job = start(memory_dir=memory_dir)
+    assert [job.load(which, LARGE) for which in (LATEST, "step_1.ckpt")] == [2, 1]
+
+
+@on_a_directory
+def test_a_step_of_memory_alone_that_does_not_fit_is_skipped_unless_a_folder_is_named(small, start, tmp_path):
+    job = start(memory_dir=small)
+    job.save(1, durable=False)
+    with pytest.warns(UserWarning, match="steps of memory alone are skipped") as said:
+        for number in (2, 3):
+            job.save(number, durable=False, size=LARGE)
+    assert len(said) == 1
+    assert job.engine.session.counts["skipped"] == 2
+    assert start(memory_dir=small).load(LATEST) == 1
+    (tmp_path / "named").mkdir()
+    job = start(memory_dir=small, spill_dir=str(tmp_path / "named"))
+    job.save(4, durable=False, size=LARGE)
+    assert start(memory_dir=small, spill_dir=str(tmp_path / "named")).load(LATEST, LARGE) == 4
+
+
+@pytest.fixture
+def proxy(s3_server):
+    """S3 that may be away, and clients that find that out soon."""
+    quick = hurried(
+        retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2, redo_first_s=0.05, redo_max_s=0.2
+    )
+    with quick, FaultProxy(s3_server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.mark.matrix
+@on_s3
+def test_while_s3_is_away_memory_serves_and_what_waits_gets_there_later(start, proxy, memory_dir):
+    away = {"endpoint_url": proxy.endpoint_url}
+    start(**away).save(1)
+    proxy.plan = lambda *_: refuse(503, "SlowDown")
+    job = start(**away)
+    assert job.load(LATEST) == 1
+    job.save(2, wait=False)
+    assert job.load(LATEST) == 2
+    proxy.plan = lambda *_: None
+    job.wait()
+    job.close()
+    lose_memory(memory_dir)
+    assert start().load(LATEST) == 2
+
+
+@on_s3
+def test_while_s3_is_away_an_empty_memory_is_no_start_from_scratch(start, proxy, memory_dir):
+    away = {"endpoint_url": proxy.endpoint_url}
+    start(**away).save(1)
+    start().close()
+    lose_memory(memory_dir)
+    proxy.plan = lambda *_: refuse(503, "SlowDown")
+    with pytest.raises(StoreUnavailableError):
+        start(**away).load(LATEST)
+
+
+# --------------------------------------------------------------------------------------- what is said
+@on_a_directory
+def test_a_queued_upload_that_has_ended_is_told_where_the_job_logs(start, dirpath):
+    job = start(drain="process")
+    job.save(1, wait=False)
+    job.wait()
+    job.engine.poll()
+    (said,) = [each for each in job.messages.said if "is durable" in each]
+    assert f"step_1.ckpt is durable on {dirpath}: " in said
+
+
+@on_a_directory
+def test_a_save_is_not_called_durable_before_it_is(start):
+    job = start()
+    with job.without_drain():
+        job.save(1, wait=False)
+        said = [each for each in job.messages.said if "saved" in each]
+        assert said
+        assert not [each for each in said if "to durable" in each]
+        assert "upload" in said[-1]
+        assert "queued" in said[-1]
+    job.wait()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"], indirect=True)
+def test_another_job_below_one_base_path_does_not_resume_from_this_one(kind, s3_url, memory_dir):
+    options = {"s3_tier_base_path": s3_url, "memory_dir": memory_dir, "drain": "thread"}
+    job = KINDS[kind](**{**options, "namespace": "one"})
+    job.save(1)
+    job.close()
+    other = KINDS[kind](**{**options, "namespace": "two"})
+    try:
+        with pytest.raises(CheckpointNotFoundError):
+            other.load(LATEST)
+    finally:
+        other.close()
