@@ -56,11 +56,12 @@ class SaveIds:
         if own is not None and own <= (newest or ""):
             # Others have saved since this process' first save, and it has gone on from there.
             self.restart()
-            if newest != self.seen:
-                text = (
+            if newest and newest != self.seen and ids.new_run_id(clock=self._clock) < newest:
+                self._log.warning(
                     "this node's clock is behind that of the node which made save %s: what this run saved so far counts"
+                    " as older, and what it saves from now on as newer",
+                    newest,
                 )
-                self._log.warning(text + " as older, and what it saves from now on as newer", newest)
         elif own is not None and self._met_others():
             # What this process saves now is newer than what they may have saved.
             self.restart()
