@@ -207,7 +207,7 @@ class TieredModelCheckpoint(DurableEnd):
         if stage == "fit":
             check_places(self._siblings(trainer), root)
             # Before anything is trained: whether another run writes there.
-            on_rank_0(trainer, io.checkpointer.session.claims.claim)
+            on_rank_0(trainer, lambda: io.checkpointer.session.claims.claim(saves=False))
             self._begin_fit(trainer)
         self._io = io
         self._ask_exists = True

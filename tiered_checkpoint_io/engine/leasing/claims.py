@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class Claims:
     """The lease and the namespace lock of one process, each taken when it is first needed.
 
     Attributes:
-        newest: The newest save id on the durable tier, as the first look at the leases found it beside them.
+        newest: The newest save id on the durable tier, once a look before the first save there has found it.
     """
 
     def __init__(
@@ -54,12 +55,13 @@ class Claims:
         self._in_time = in_time
         self._follows = follows
         self.newest: str | None = None
-        self._has_looked = self._has_failed = False
+        #: The look for it; None before it begins, and once all was given back.
+        self._looking: object | None = None
         self._lease: LeaseKeeper | None = None
         self._met = 0
         self._namespace: NamespaceLock | None = None
 
-    def claim(self, wait_s: float | None = None) -> None:
+    def claim(self, wait_s: float | None = None, *, saves: bool = True) -> None:
         """Claims the dirpath for this launch, in the background; repeated, looks how that went.
 
         A rank other than 0 that torch.distributed does not know yet claims nothing.
@@ -67,11 +69,16 @@ class Claims:
         Args:
             wait_s: How long to wait the first time, seconds, for the first look, which tells nearly all;
                 ``lease_first_look_s`` by default, and ``durable_timeout_s`` at most.
+            saves: Whether a save comes next, which has to sort after those that are there.
 
         Raises:
             UsageError: Another live run writes there.
         """
         self.check()
+        began = self._clock.monotonic()
+        first_look_s = min(self._clock.timing.lease_first_look_s, self._config.durable_timeout_s)
+        patience_s = self._in_time(first_look_s if wait_s is None else wait_s)
+        is_new = self._lease is None
         if self._lease is None:
             if current_world_size() == 1 and launch_rank() > 0:
                 return
@@ -79,23 +86,29 @@ class Claims:
             # A job of an earlier release that named none looks there.
             namespace = self._config.namespace if self._config.is_named else ids.UNNAMED
             self._lease = LeaseKeeper(self._store, namespace, self._log, owner=owner, clock=self._clock)
-            self._lease.start(self._look_for_newest)
-            first_look_s = min(self._clock.timing.lease_first_look_s, self._config.durable_timeout_s)
-            self._lease.check(self._in_time(first_look_s if wait_s is None else wait_s))
-        self._lease.check()
+            self._lease.start()
+        looking = self._look_for_newest() if saves else None
+        self._lease.check(patience_s if is_new else 0.0)
+        if looking is not None:
+            self._clock.join(looking, max(0.0, began + patience_s - self._clock.monotonic()))
 
-    def _look_for_newest(self) -> None:
-        """Called by the lease's thread: of a clock that is behind, a new run's saves would count as the older ones."""
-        if self._has_looked or self._follows():
-            return
+    def _look_for_newest(self) -> threading.Thread | None:
+        """Begins the look, where it is not known what is there: of a clock that is behind, new saves would be older."""
+        if self._looking is not None or self._follows():
+            return None
+        self._looking = look = object()
+        return self._clock.start(lambda: self._ask_for_newest(look), "tiered-newest")
+
+    def _ask_for_newest(self, look: object) -> None:
         try:
-            self.newest = newest_save_id(self._store())
-            self._has_looked = True
-        except TieredCheckpointError as error:
-            if not self._has_failed:
-                text = "could not ask which checkpoint is the newest, so those of a late clock may count as older"
-                self._log.warning("%s; asking again: %s", text, error)
-            self._has_failed = True
+            newest = newest_save_id(self._store())
+        except Exception as error:
+            if self._looking is look:
+                text = "could not ask which checkpoint is the newest, so those of a late clock may count as older: %s"
+                self._log.warning(text, error)
+            return
+        if self._looking is look:
+            self.newest = newest
 
     def check(self) -> None:
         """Looks how the claim went, where one was made; and, once, whose the memory of this namespace is.
@@ -128,6 +141,8 @@ class Claims:
 
     def close(self) -> None:
         """Gives everything back."""
+        # Others may save before the next one of this process.
+        self._looking, self.newest = None, None
         self.release_lease()
         if self._namespace is not None:
             self._namespace.close()

@@ -8,7 +8,6 @@ run which has just crashed; it is watched, while training goes on, until it beat
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import Callable
@@ -98,9 +97,9 @@ class LeaseKeeper:
         self._was_shown = False
 
     # ------------------------------------------------------------------------------------- life
-    def start(self, beside: Callable[[], None] = lambda: None) -> None:
-        """Begins to claim, and to beat; ``beside`` asks the store for something else at each look."""
-        self._thread = self._clock.start(functools.partial(self._run, beside), "tiered-lease")
+    def start(self) -> None:
+        """Begins to claim, and to beat."""
+        self._thread = self._clock.start(self._run, "tiered-lease")
 
     def check(self, wait_s: float = 0.0) -> None:
         """Waits for the first look, at most ``wait_s`` seconds.
@@ -126,14 +125,12 @@ class LeaseKeeper:
         self._clock.join(self._thread, timeout_s if self._is_answered else 0.0)
         self._thread = None
 
-    def _run(self, beside: Callable[[], None]) -> None:
+    def _run(self) -> None:
         while not self._stop.is_set():
             pause = self._timing.lease_beat_s
             try:
                 pause = self.step()
                 self._is_answered = True
-                if self._refusal is None:
-                    beside()
             except Exception as error:
                 # No reason to stop training: a store that does not answer takes no writes either. Other runs may
                 # be cut off as well, so their silence so far proves nothing.
