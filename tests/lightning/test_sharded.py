@@ -1,5 +1,6 @@
 """Sharded strategies through the tiers: real ranks, as Lightning launches them, on the CPU over gloo."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,24 @@ def test_weights_that_no_step_changes_are_said_once_for_the_job(fit, tmp_path, s
     logs = "".join((tmp_path / f"log-{rank}.txt").read_text() for rank in range(2))
     assert logs.count("the model's state has not changed by a bit since step 2") == 1
     assert logs.count("not changed by a bit") == 1, "the optimizer's state changes"
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_a_full_checkpoint_that_would_run_code_is_refused(fit, tmp_path, strategy):
+    dirpath, ran = tmp_path / "durable", tmp_path / "ran"
+    dirpath.mkdir()
+    torch.save({"state_dict": {}, "global_step": 1, "evil": Evil(str(ran))}, dirpath / "evil.ckpt")
+    answers = fit(2, strategy=strategy, ckpt_path=str(dirpath / "evil.ckpt"), fails=True)
+    assert not ran.exists()
+    for answer in answers:
+        assert "refused evil.ckpt" in answer["error"]
+        assert "os.mkdir" in answer["error"] or "posix.mkdir" in answer["error"]

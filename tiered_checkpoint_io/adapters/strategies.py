@@ -28,6 +28,7 @@ from tiered_checkpoint_io.adapters.lightning import (
     TieredCheckpointIO,
     require_tiered_io,
 )
+from tiered_checkpoint_io.adapters.read_already import read_already
 from tiered_checkpoint_io.adapters.state import SHARDED, make_again, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.restore.choice import Selector
@@ -243,13 +244,16 @@ class TieredSharding(_Base):
         return rest
 
     def _load_full(self, path: str, weights_only: bool | None) -> dict[str, Any]:
-        def read(file: Path, _: Restored) -> Any:
+        trust = Trust.of(self._tiered_io.config, weights_only)
+
+        def read(file: Path, found: Restored) -> Any:
+            # What others wrote may be in torch's old format, which can't be mapped.
+            mmap, where = found.content is not None, {"tier": found.tier, "key": found.name, "step": found.step}
+            state = trust.read(file, found.name, where, map_location="cpu", mmap=mmap)
             self._local_file = file
             try:
-                # Lightning before 2.6 has no such argument.
-                options = {} if weights_only is None else {"weights_only": weights_only}
-                with Trust.of(self._tiered_io.config, weights_only).allowing():
-                    return super(TieredSharding, self).load_checkpoint(file, **options)
+                with read_already(file, state):
+                    return super(TieredSharding, self).load_checkpoint(file)
             finally:
                 self._local_file = None
 
