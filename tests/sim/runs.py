@@ -69,6 +69,8 @@ class Run:
     leaving_since: float | None = None
     #: Whether it has asked for the dirpath: a run that saves to memory alone does not, and leaves no trace elsewhere.
     has_claimed: bool = False
+    #: Whether it has loaded the latest; one that loads by name looks at no other, and goes by its machine's clock.
+    has_looked: bool = False
     began: float = 0.0
     ended: float | None = None
     refused: float | None = None
@@ -214,6 +216,7 @@ class Trainer:
             state = self.timed(f"load {what}", lambda: run.checkpointer.load(what))
         except (CheckpointNotFoundError, RestoreError, StoreError) as caught:
             error = caught
+        run.has_looked |= what == "tiered:latest" and error is None
         number = None if error is not None or isinstance(state, NoCheckpoint) else judge.number_in(state)
         self.world.note(f"{run.process.name} has loaded {number if error is None else repr(error)}")
         judge.loaded(run, what, number, error, before, excused=run.process.faults != faults)
@@ -339,7 +342,7 @@ class Life:
 
 
 CALM = Fates(killed=0.0, failed=0.0, stopped=0.0, skew=0.0), Odds()
-FATAL = Fates(killed=0.01, failed=0.0, stopped=0.0, skew=20.0), Odds(killed=0.002, stopped=0.005)
+FATAL = Fates(killed=0.01, failed=0.0, stopped=0.0, skew=150.0), Odds(killed=0.002, stopped=0.005)
 ROUGH = Fates(killed=0.005, failed=0.02, stopped=0.0, skew=20.0), Odds(killed=0.002, stopped=0.005)
 
 KINDS = CALM, FATAL, ROUGH

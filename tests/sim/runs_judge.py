@@ -21,8 +21,8 @@ BOTH_HOLD_S = 75.0
 #: A run may be refused for one that ended so long before.
 REFUSED_LATE_S = 180.0
 
-#: Runs that meet notice it within a look, and their clocks may be off.
-MET_S = 80.0
+#: Runs that meet notice it within some looks. Besides, their clocks may be off.
+MET_S = 40.0
 #: A run that was stopped saves as before until it has looked.
 WOKEN_S = 20.0
 
@@ -70,6 +70,8 @@ class Judge:
     def __init__(self, world, life):
         self._world, self._life = world, life
         self._number = 0
+        self._skew = world.fates.skew
+        self._met_s = MET_S + 2 * self._skew
         #: All operations by name, and the saves among them by number.
         self.operations = {}
         self.saves = {}
@@ -201,14 +203,15 @@ class Judge:
         if not any(self._is_meant(what, name) for name in names):
             self._blame(f"{who} got {number}, which was saved as {saved.name}")
 
-    @staticmethod
-    def _met(one, other):
+    def _met(self, one, other):
         """Whether two runs made them at about the same time, so that either may pass for the newer one."""
+        if not other.run.has_looked and other.run.began - one.at < 2 * self._skew:
+            return True
         runs = one.run, other.run
         overlap = runs[0].process.ended_at > runs[1].began and runs[1].process.ended_at > runs[0].began
         has_just_woken = 0 <= other.at - other.run.process.stopped_until < WOKEN_S
         is_unseen = has_just_woken or not one.run.has_claimed
-        return runs[0] is not runs[1] and overlap and (abs(one.at - other.at) < MET_S or is_unseen)
+        return runs[0] is not runs[1] and overlap and (abs(one.at - other.at) < self._met_s or is_unseen)
 
     def _aliases_of(self, name):
         aliases = (each for named in self.operations.values() for each in named if each.kind == "alias")
