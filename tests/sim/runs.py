@@ -318,6 +318,9 @@ class Life:
             grace = rng.choice([3.0, 30.0, 120.0])
             self.world.note(f"{run.process.name} has to leave within {grace:.0f} s")
             run.leave_by = self.world.now + grace
+            for each in run.machine.processes:
+                if each.is_alive and each.name.startswith("drain") and rng.random() < 0.5:
+                    each.stop(1000.0)
             clock.sleep(grace + LATE_S)
             if run.is_alive:
                 self.judge.late(run)
