@@ -74,7 +74,7 @@ def try_story(told, folder, *, seed=0, sample=1.0):
         if chooser.random() >= sample:
             return
         done = frozenset(op for op, state in node.states().items() if state == "committed")
-        for tree in crash_states.states(recorder.top, chooser):
+        for tree in crash_states.states(recorder, chooser):
             key = hash((done, tuple(sorted(tree.items(), key=lambda item: item[0]))))
             if key not in seen:
                 seen.add(key)
@@ -82,7 +82,7 @@ def try_story(told, folder, *, seed=0, sample=1.0):
 
     with crash_states.recording(durable, after) as recorder:
         drain(node)
-    assert crash_states.present(recorder.top) == _real(durable), "the model does not follow what is there"
+    assert crash_states.present(recorder.top) == crash_states.read(durable), "the model does not follow what is there"
     told.finished(DirectoryStore(durable), node)
     node.tier.close()
     for number, (done, tree) in enumerate(pending):
@@ -123,13 +123,6 @@ def _save_anew(told, before, store, folder):
     store.delete("anew.ckpt")
     store.delete(".tiered/manifests/anew.ckpt.json")
     told.moment(store, before)
-
-
-def _real(root):
-    found = {}
-    for path in Path(root).rglob("*"):
-        found[str(path.relative_to(root))] = path.read_bytes() if path.is_file() else None
-    return found
 
 
 STORIES = (Full, Sharded, Local)

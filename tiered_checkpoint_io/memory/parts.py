@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ManifestError
-from tiered_checkpoint_io.memory.private import write_private
+from tiered_checkpoint_io.memory.private import sync_folder, write_private
+from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
@@ -130,8 +131,8 @@ def prepare_markers(folder: Path, *, drained: bool) -> None:
         write_private(folder / (name if drained and name == DRAINED else f".{name}"), b"")
 
 
-def mark(folder: Path, name: str) -> None:
-    """Shows a marker of a part.
+def mark(folder: Path, name: str, *, synced: bool = False) -> None:
+    """Shows a marker of a part; ``synced``: for a part on a disk, also behind a power loss.
 
     Raises:
         FileNotFoundError: The part is gone.
@@ -142,6 +143,13 @@ def mark(folder: Path, name: str) -> None:
     except FileNotFoundError:
         if not (folder / name).exists():
             write_private(folder / name, b"")
+    if synced:
+        try:
+            sync_folder(folder)
+        except OSError as error:
+            # The mark itself takes no descriptor, and is there.
+            if not is_scarcity(error):
+                raise
 
 
 @contextlib.contextmanager

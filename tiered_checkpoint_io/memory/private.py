@@ -14,10 +14,10 @@ from tiered_checkpoint_io.memory.space import needs_space
 
 
 def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
-    """Writes a small private file so that a reader sees the old content or the new one."""
+    """Writes a small private file so that a reader sees the old content or the new one, behind a power loss too."""
     temporary = scratch_beside(path, clock)
     try:
-        write_private(temporary, data)
+        write_private(temporary, data, synced=True)
     except MemoryFullError:
         temporary.unlink(missing_ok=True)
         raise
@@ -70,8 +70,20 @@ def make_folders(root: Path, names: Iterable[str]) -> None:
         private_folder(folder)
 
 
-def write_private(path: Path, data: bytes) -> None:
+def sync_folder(folder: Path) -> None:
+    """Returns once a power loss can no longer undo a change of the folder's names. On tmpfs, at once."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_private(path: Path, data: bytes, *, synced: bool = False) -> None:
     with needs_space("no space for a small file", operation="write", key=str(path)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
+            if synced:
+                file.flush()
+                os.fsync(descriptor)

@@ -332,9 +332,9 @@ class MemoryTier:
         return StoredPart(copy.part, folder, drained, copy.replicated)
 
     def mark_drained(self, stored: StoredPart) -> None:
-        """Notes that the durable tier needs nothing more of a part."""
+        """Notes that the durable tier needs nothing more of a part, also behind a power loss."""
         with contextlib.suppress(FileNotFoundError):
-            mark(stored.folder, DRAINED)
+            mark(stored.folder, DRAINED, synced=True)
 
     def mark_replicated(self, stored: StoredPart) -> None:
         """Notes that all parts of this part's save are in the memory of other nodes as well."""
@@ -366,11 +366,11 @@ class MemoryTier:
         """Takes a corrupt part's folder out of use, without deleting it."""
         mark = f"{REPLICAS}." if folder.parent.parent.name == REPLICAS else ""
         target = self._home(folder).root / "quarantine" / f"{mark}{folder.parent.name}.{folder.name}"
-        if target.exists():
-            shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)
+        # Maybe cleared away; a corrupt part that stays would be tried for ever.
+        target.parent.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError, MemoryFullError):
             os.rename(folder, target)
-            # For who looks at it later; the log has it too.
             write_private(target / "reason.txt", reason.encode())
         with contextlib.suppress(OSError):
             os.rmdir(folder.parent)

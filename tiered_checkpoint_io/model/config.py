@@ -295,8 +295,13 @@ class TieredCheckpointConfig:
 
     @classmethod
     def from_json(cls, text: str) -> TieredCheckpointConfig:
-        """The inverse of :meth:`to_json`."""
-        return cls.from_any(json.loads(text))
+        """The inverse of :meth:`to_json`; raises ConfigError where it is not valid."""
+        try:
+            block = json.loads(text)
+        except ValueError as error:
+            hint = "start a trainer, which writes it again"
+            raise ConfigError(f"the stored configuration is damaged: {error}", hint=hint) from error
+        return cls.from_any(block)
 
     def write_concurrency(self, writers: int = 1) -> int:
         """Parts in flight for each of ``writers`` nodes that write at once."""

@@ -24,8 +24,9 @@ from tiered_checkpoint_io.engine.drain.standstill import Standstill
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.errors import ConfigError, DrainError, MemoryFullError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.private import make_folders
 from tiered_checkpoint_io.memory.space import is_scarcity
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
 
@@ -153,7 +154,9 @@ class Drain:
                 clock.wait(self._stop, clock.timing.drain_rest_s)
 
     def _prepare(self) -> None:
-        """Makes the log where it is missing, and takes over what an earlier release left."""
+        """Makes folders and log where they are missing, and takes over what an earlier release left."""
+        # Of a root on a disk, a power loss may have left some.
+        make_folders(self._root, FOLDERS)
         try:
             self._queue.open()
             self._queue.take_over()
