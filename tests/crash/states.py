@@ -18,7 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.node_states import NODES, try_node
 from support.swept_states import STORIES, try_story
+
+#: States of a node's disk that are tried behind each operation: what is there is never synced, so they are without number.
+DRAWS = 10
 
 
 def main():
@@ -27,12 +31,15 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     tried, found = 0, []
-    for kind in STORIES:
+    for kind in (*STORIES, *NODES):
         if options.only in kind.title:
             with contextlib.ExitStack() as stack:
                 folder = tempfile.mkdtemp(prefix="tiered-states-", dir="/dev/shm")
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
-                count, bad = try_story(kind(), folder, seed=options.seed)
+                if kind in STORIES:
+                    count, bad = try_story(kind(), folder, seed=options.seed)
+                else:
+                    count, bad = try_node(kind, folder, seed=options.seed, draws=DRAWS)
             print(f"{kind.title}: {count} states", *bad[:20], sep="\n  ", flush=True)
             tried += count
             found += bad
