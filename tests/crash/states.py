@@ -1,12 +1,15 @@
-"""Crash states of a durable tier in a directory: every one that a file system may leave must be readable.
+"""Crash states of a durable tier in a directory, and of a node's disk: what a file system may leave must be readable.
 
-    make test-crash-states                       all states of all stories
+    make test-crash-states                       all stories
     python tests/crash/states.py --only local    stories whose title holds a text
 
 A drain carries out a story on a directory whose file operations are recorded. Behind each of them, all states are made
 that a crash of the machine may leave then (``support/crash_states.py``), and in each a reader must see what the
 operations that are done have left, or a step into the next one. A new run, on a node with empty memory, then saves over
-it, and everything must be readable still. Last line: ``crash_states=N losses=0 mixtures=0``.
+it, and everything must be readable still.
+
+The same with what lies on the disk of a node: the spill, and a ``memory_dir`` with its slots and operation log
+(``support/node_states.py``). There a sample of the states is tried. Last line: ``crash_states=N losses=0 mixtures=0``.
 """
 
 import argparse
