@@ -69,8 +69,10 @@ def settle(job):
             break
         time.sleep(0.02)
     dist.barrier()
-    # The copies of others on this node are marked by its ranks within a look.
-    time.sleep(0.6)
+    # The copies of others on this node are marked by its ranks within a look, those of whole saves.
+    deadline = time.monotonic() + 0.6
+    while time.monotonic() < deadline and not all(stored.replicated for stored in session.open().tier.replicas.parts()):
+        time.sleep(0.02)
     dist.barrier()
     return held(job)
 
@@ -105,11 +107,11 @@ def save_local(job, seed):
 
 
 def load_local(job, name=None, late=None, absent=None):
-    """Each rank by itself; one may begin some seconds later, or not at all."""
+    """Each rank by itself; one may begin later, after some seconds or once there is a mark, or not at all."""
     if dist.get_rank() == absent:
         return None
     if late is not None and dist.get_rank() == late[0]:
-        time.sleep(late[1])
+        await_mark(job, *late) if isinstance(late[1], str) else time.sleep(late[1])
     state, began = {"w": torch.zeros(1000)}, time.monotonic()
     try:
         reader = ours.load(state, checkpoint_id=name, kind="local", **base.reading(job))
@@ -356,6 +358,7 @@ for each in [name for name in globals() if not name.startswith("_")]:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
+    hurry_clock(offer_poll_s=0.05, local_poll_s=0.02)
     if "netns" in json.loads(sys.argv[1]):
         enter_namespace(json.loads(sys.argv[1]))
     base.main()

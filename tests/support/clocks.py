@@ -8,6 +8,9 @@ from dataclasses import replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock, Timing
 
+#: How often a thread that waits by a virtual clock looks, beside being woken up.
+_LOOK_S = 0.001
+
 
 def quick(**seconds):
     """Real time with these bounds and intervals."""
@@ -36,8 +39,9 @@ class VirtualClock(Clock):
     def __init__(self, **seconds):
         super().__init__(Timing(**seconds), random.Random(0))
         self.__dict__["now"] = 0.0
-        #: Until when each thread waits.
+        #: Until when each thread waits, and for what.
         self.__dict__["_due"] = {}
+        self.__dict__["_changed"] = threading.Condition()
 
     def wall(self):
         return self.now
@@ -49,12 +53,13 @@ class VirtualClock(Clock):
 
     def wait(self, event, seconds):
         me, due = threading.current_thread(), self.now + seconds
-        self._due[me] = due
+        self._note(me, (due, event))
         try:
-            while not (came := event.wait(0.001)) and self.now < due:
+            # Woken by the event, or by whoever moves the time; looked at in any case, for a wake-up between two looks.
+            while not (came := event.wait(_LOOK_S)) and self.now < due:
                 pass
         finally:
-            del self._due[me]
+            self._note(me, None)
         return came
 
     def wait_for(self, condition, is_so, seconds):
@@ -66,19 +71,33 @@ class VirtualClock(Clock):
     def join(self, thread, seconds):
         end = self.now + seconds
         while thread.is_alive() and self.now < end:
-            thread.join(0.001)
+            thread.join(_LOOK_S)
 
     def advance(self, seconds, *threads):
         """Moves the time, waking who is due on the way; returns once these threads wait again, or have ended."""
         end = self.now + seconds
         self._await_idle(threads)
-        while self._due and (due := min(list(self._due.values()))) <= end:
+        while self._due and (due := min(due for due, _ in list(self._due.values()))) <= end:
             self.__dict__["now"] = max(self.now, due)
+            for until, event in list(self._due.values()):
+                if until <= self.now and isinstance(event, threading.Event):
+                    # Wakes it up without setting it.
+                    with event._cond:
+                        event._cond.notify_all()
             self._await_idle(threads)
         self.__dict__["now"] = end
 
+    def _note(self, thread, what):
+        with self._changed:
+            if what is None:
+                del self._due[thread]
+            else:
+                self._due[thread] = what
+            self._changed.notify_all()
+
     def _await_idle(self, threads):
         deadline = time.monotonic() + 10
-        while any(each.is_alive() and self._due.get(each, -1.0) <= self.now for each in threads):
+        while any(each.is_alive() and self._due.get(each, (-1.0,))[0] <= self.now for each in threads):
             assert time.monotonic() < deadline, "a thread neither waits nor ends"
-            time.sleep(0.001)
+            with self._changed:
+                self._changed.wait(_LOOK_S)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 WORKER = Path(__file__).with_name("lease_worker.py")
 ANSWER_S = 60.0
-QUICK = {"lease_beat_s": 0.3, "lease_ttl_s": 1.5, "lease_poll_s": 0.1}
+QUICK = {"lease_beat_s": 0.3, "lease_ttl_s": 1.5, "lease_poll_s": 0.1, "namespace_wait_s": 0.5}
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """Starts ranks by forking: importing torch takes longer than all else that most of them do.
 
-Imports the modules that it is told of as well. Reads one request a line from its input (see ``launch.py``), forks a process for each job, which runs
-the worker as its main module, and tells the processes' ids, and how each ended, a line each.
+Imports the modules that it is told of as well. Reads one request a line from its input (see ``launch.py``), forks a
+process for each job, which runs the worker as its main module, and tells the processes' ids, and how each ended, a line
+each.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -19,6 +21,11 @@ import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
+
+import tiered_checkpoint_io.callbacks
+import tiered_checkpoint_io.dcp
+import tiered_checkpoint_io.stores.s3
+import tiered_checkpoint_io.strategies  # noqa: F401
 
 
 def become(job):
@@ -48,6 +55,8 @@ def main():
         warnings.simplefilter("ignore")
         for name in sys.argv[1:]:
             importlib.import_module(name)
+    # What is here already is no garbage: no rank looks through it again.
+    gc.freeze()
     for line in sys.stdin:
         ranks = {}
         for rank, job in enumerate(json.loads(line)):
