@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from tiered_checkpoint_io.engine import checkpointer, session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.memory.parts import reading
@@ -191,3 +193,17 @@ def test_weights_and_optimizers_that_nothing_changes_are_warned_of_once(opened, 
     (line,) = said(50, trains=[moments[0]])
     assert "the model's state has not changed by a bit since step 40: is the learning rate 0" in line
     assert [said(60), said(70)] == [[], []], "once"
+
+
+def test_another_thread_may_wait_at_the_moment_that_the_end_of_a_save_begins(monkeypatch):
+    """As the one that waits for the upload of the save before."""
+    task, start, waited = BackgroundTask(5.0), threading.Thread.start, []
+
+    def late(thread):
+        if thread.name == "tiered-seal":
+            waited.append(task.wait())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    assert task.run("step_1", lambda: "sealed").result(5.0) == "sealed"
+    assert waited == [None]

@@ -42,8 +42,10 @@ class BackgroundTask:
                 future.set_exception(error)
 
         self._name, self._future = name, future
-        self._thread = threading.Thread(target=run, name="tiered-seal")
-        self._thread.start()
+        thread = threading.Thread(target=run, name="tiered-seal")
+        thread.start()
+        # Not before: who waits on another thread could not wait for one that has not begun.
+        self._thread = thread
         return future
 
     def wait(self) -> None:
@@ -52,10 +54,11 @@ class BackgroundTask:
         Raises:
             DrainError: It has not ended in time.
         """
-        if self._thread is None or threading.current_thread() is self._thread:
+        thread = self._thread
+        if thread is None or threading.current_thread() is thread:
             return
-        self._thread.join(self._timeout_s)
-        if self._thread.is_alive():
+        thread.join(self._timeout_s)
+        if thread.is_alive():
             raise DrainError(
                 f"{self._name} is not complete in memory after {self._timeout_s:.0f} s",
                 operation="save",
