@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from support.bad_input import Kept
+from support.clocks import LOOKS, hurry
 from support.launch import zygote_pids
+from support.warm import warm_up
 
 from tiered_checkpoint_io.testing.servers import RcloneServer, S3Server
 
@@ -24,6 +26,11 @@ LAUNCHED = ("GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK
 # On a busy machine any example may take long, and says nothing about the code.
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
+hurry(**LOOKS)
+
+
+def pytest_collection_finish():
+    warm_up()
 
 
 def pytest_collection_modifyitems(items):

@@ -81,12 +81,13 @@ def test_s3_is_away_for_a_whole_run_and_comes_back(io_of, options, proxy, caplog
     io = io_of(logger=logging.getLogger("job"))
     made = io.checkpointer
     slowest, most = 0.0, 0
-    for step in range(1, 9):
-        started = time.monotonic()
-        tiers = {"memory", "durable"} if step % 2 == 0 else {"memory"}
-        assert made.save(state(step), f"{step}.ckpt", tiers=tiers, wait=False), "the memory step stands"
-        slowest = max(slowest, time.monotonic() - started)
-        most = max(most, len(made.session.open().drain.pending_saves()))
+    with hurried(retry_deadline_s=0.5):
+        for step in range(1, 9):
+            started = time.monotonic()
+            tiers = {"memory", "durable"} if step % 2 == 0 else {"memory"}
+            assert made.save(state(step), f"{step}.ckpt", tiers=tiers, wait=False), "the memory step stands"
+            slowest = max(slowest, time.monotonic() - started)
+            most = max(most, len(made.session.open().drain.pending_saves()))
     assert slowest < 15, "no save waits longer than a few failures take"
     # Those that are waited for, and as many that were given up for them and not yet put aside.
     assert most <= 2 * 2 + 1
@@ -163,7 +164,8 @@ def test_a_sharded_save_gets_through_and_is_caught_up(fault, options, proxy, s3_
     dcp.save({"w": state(1, LARGE)["w"]}, checkpoint_id="step_1", storage_writer=writer)
     # Then away, for longer than anybody tries again.
     proxy.plan = where(SLOW_DOWN)
-    with pytest.raises(SaveError, match="is in memory, but not on the durable tier: .*SlowDown"):
+    error = pytest.raises(SaveError, match="is in memory, but not on the durable tier: .*SlowDown")
+    with hurried(retry_deadline_s=0.5), error:
         dcp.save({"w": state(2, LARGE)["w"]}, checkpoint_id="step_2", storage_writer=writer)
     proxy.plan = lambda *_: None
     dcp.save({"w": state(3, LARGE)["w"]}, checkpoint_id="step_3", storage_writer=writer)

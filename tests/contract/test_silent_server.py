@@ -268,7 +268,7 @@ def test_each_answer_begins_a_new_silence():
 
     def ask():
         retry = Retry(Metrics(), clock)
-        for _ in range(6):
+        for _ in range(5):
             retry(lambda: time.sleep(0.5))
         return "listed"
 

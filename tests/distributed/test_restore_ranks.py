@@ -161,7 +161,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_not_a_hang(durable, nodes, r
 
 
 def test_a_rank_that_never_comes_is_named_within_the_bound(durable, nodes, run):
-    ranks = jobs(durable.url, nodes, rendezvous_s=3.0)
+    ranks = jobs(durable.url, nodes, rendezvous_s=1.0)
     ranks[1]["late"] = True
     answers = run(ranks)
     assert answers[1] == {"late": True}

@@ -19,6 +19,8 @@ class Kept:
 
     def __init__(self, dirpath, memory_dir):
         self.options = {"dirpath": str(dirpath), "memory_dir": str(memory_dir), "wait_timeout_s": 60}
+        # A process of its own, where a test says so: to start it takes longer than most of what is tested here.
+        self.options |= {"drain": "thread"}
         self.made = []
         io = self.io()
         io.save_checkpoint(state(1), KEPT)

@@ -8,13 +8,16 @@ from dataclasses import replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock, Timing
 
+#: How often tests look: bounds stay as they are, and what is there is seen sooner.
+LOOKS = {"drain_rest_s": 0.01, "wait_poll_s": 0.005, "lock_poll_s": 0.005, "namespace_poll_s": 0.01}
+LOOKS |= {"full_look_s": 0.1, "accept_poll_s": 0.01}
 #: How often a thread that waits by a virtual clock looks, beside being woken up.
 _LOOK_S = 0.001
 
 
 def quick(**seconds):
     """Real time with these bounds and intervals."""
-    return Clock(Timing(**seconds))
+    return Clock(Timing(**{**LOOKS, **seconds}))
 
 
 def hurry(**seconds):

@@ -5,7 +5,6 @@ process for each job, which runs the worker as its main module, and tells the pr
 each.
 """
 
-import gc
 import importlib
 import json
 import os
@@ -21,6 +20,7 @@ import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
+from warm import warm_up
 
 import tiered_checkpoint_io.callbacks
 import tiered_checkpoint_io.dcp
@@ -55,8 +55,7 @@ def main():
         warnings.simplefilter("ignore")
         for name in sys.argv[1:]:
             importlib.import_module(name)
-    # What is here already is no garbage: no rank looks through it again.
-    gc.freeze()
+    warm_up()
     for line in sys.stdin:
         ranks = {}
         for rank, job in enumerate(json.loads(line)):

@@ -59,7 +59,7 @@ def test_no_credentials(kept_on_s3, monkeypatch):
         # Neither in the environment, nor in files, nor from a metadata service, which the server's own rule out.
         for key in KEYS:
             env.delenv(key)
-        refused(kept_on_s3.io(), StoreAccessError, "NoCredentialsError.*environment, profile or role")
+        refused(kept_on_s3.io(drain="process"), StoreAccessError, "NoCredentialsError.*environment, profile or role")
     kept_on_s3.mended(2)
 
 
@@ -217,7 +217,7 @@ def unreachable(monkeypatch):
     """Nobody listens there, and patience, of two minutes by default, is short."""
     for key in KEYS:
         monkeypatch.setenv(key, "x")
-    with hurried(retry_deadline_s=0.5):
+    with hurried(retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2):
         yield {"dirpath": "s3://bucket/run", "namespace": "away", "endpoint_url": "http://127.0.0.1:9"}
 
 

@@ -101,7 +101,7 @@ space = pytest.mark.parametrize("tight", ["space", pytest.param("files", marks=p
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("worker", ["process", pytest.param("thread", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("worker", [pytest.param("process", marks=pytest.mark.matrix), "thread"])
 @spilling
 @space
 def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(spill, worker, tight, tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_local_save(spill, behind, wo
 def test_what_fails_is_told_while_memory_is_full(tight, tmp_path):
     folder, fill, tenant = tight
     kept = Kept(tmp_path / "durable", folder)
-    io = kept.io(wait_timeout_s=60)
+    io = kept.io(wait_timeout_s=60, drain="process")
     io.save_checkpoint(state(2), "2.ckpt", storage_options=MEMORY_ONLY)
     away = Path(kept.options["dirpath"]).rename(tmp_path / "away")
     Path(kept.options["dirpath"]).write_text("no folder")
@@ -258,7 +258,7 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
     refused = []
     for spare in range(16):
         io = kept.io(drain="thread", wait_timeout_s=600, memory_keep_last=100)
-        io.checkpointer.session.clock = Clock(Timing(drain_trouble_s=0.5, redo_first_s=0.1))
+        io.checkpointer.session.clock = Clock(Timing(drain_trouble_s=0.1, redo_first_s=0.1))
         with descriptors_to_spare(spare):
             try:
                 io.save_checkpoint(state(spare + 2), f"{spare + 2}.ckpt")
@@ -290,7 +290,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", ["remove", *(pytest.param(each, marks=pytest.mark.matrix) for each in [*ASKED][1:])])
 def test_what_a_callback_asks_out_of_descriptors_stops_no_training(asked, kept, monkeypatch):
     made = kept.io(on_save_error="warn").checkpointer
     made.save(state(2), "2.ckpt")
