@@ -58,7 +58,14 @@ def book():
 
 @pytest.fixture(autouse=True)
 def soon():
-    with hurried(silence_line_s=1.0, retry_first_wait_s=0.05, retry_max_wait_s=0.2, redo_first_s=0.05, redo_max_s=0.2):
+    with hurried(
+        silence_line_s=1.0,
+        lease_first_look_s=0.2,
+        retry_first_wait_s=0.05,
+        retry_max_wait_s=0.2,
+        redo_first_s=0.05,
+        redo_max_s=0.2,
+    ):
         yield
 
 
