@@ -94,8 +94,11 @@ test-rgw: venv
 test-peers: venv
 	TIERED_TEST_ALL_LOSSES=1 timeout -k 10 900 $(BIN)/python -m pytest -v -n 2 tests/peers
 
+# Of the further cases, those of strategies and ranks: what the others vary is ours, and not Lightning's.
+RANKS := $(addprefix tests/lightning/test_,sharded.py ranks.py preemption.py versions.py)
 test-lightning-min: $(MIN_STAMP)
-	$(MIN_VENV)/bin/python -m pytest -n 2 tests/lightning
+	$(MIN_VENV)/bin/python -m pytest -n 2 -m 'not matrix' tests/lightning
+	$(MIN_VENV)/bin/python -m pytest -n 2 -m matrix $(RANKS)
 
 # NeMo takes long to import, hence one process for all tests.
 test-nemo: $(NEMO_STAMP)
