@@ -63,8 +63,10 @@ def test_a_spilled_save_that_waits_is_found_by_the_next_start_even_after_a_reboo
     with job.without_drain():
         for number in (1, 2):
             job.save(number, wait=False, size=LARGE)
+        job.has_to_end()
         job = start(**hasty)
         assert job.load(LATEST, LARGE) == 2
+        job.has_to_end()
         job.close()
     # Memory is gone, and the log with it.
     with mounted_tmpfs(small, 4 << 20):

@@ -31,7 +31,7 @@ def make(memory_dir):
     made = []
 
     def make(dirpath, **options):
-        options = {"on_save_error": "raise", "wait_timeout_s": 60, **options}
+        options = {"on_save_error": "raise", "wait_timeout_s": 60, "drain": "thread", **options}
         io = TieredCheckpointIO(dirpath=dirpath, memory_dir=memory_dir, **options)
         made.append(io)
         return io
