@@ -126,7 +126,10 @@ def slurm(tmp_path, monkeypatch):
     return tmp_path / "asked"
 
 
-@pytest.mark.parametrize("saves", ["as ever", "fails", "elsewhere", "to dirpath"])
+@pytest.mark.parametrize(
+    "saves",
+    ["as ever", "fails", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("elsewhere", "to dirpath"))],
+)
 def test_slurms_requeue_resumes_without_a_callback_of_ours(runs, slurm, tmp_path, saves):
     """The checkpoint goes to the tiers, the requeue is asked for, and a fit without ``ckpt_path`` resumes from it."""
     root = {"elsewhere": "memory://logs", "to dirpath": runs.dirpath}.get(saves, runs.root)

@@ -140,7 +140,7 @@ def said(output, durable, memory_dir):
 @pytest.mark.parametrize(
     ("setting", "also"),
     [
-        pytest.param("", [], id="nothing configured"),
+        pytest.param("", [], id="nothing configured", marks=pytest.mark.matrix),
         pytest.param(HYDRA, [], id="Hydra"),
         pytest.param(BASIC % "INFO", [], id="basicConfig", marks=pytest.mark.matrix),
         pytest.param(CUSTOM, [], id="a custom logger", marks=pytest.mark.matrix),
