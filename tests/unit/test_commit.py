@@ -8,89 +8,29 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from support.committing import (
+    KINDS,
+    RUN,
+    alias,
+    check_story,
+    delete,
+    deleted_under_alias,
+    full_part,
+    part_only,
+    save,
+)
 from support.restoring import of_a_newer_release
-from support.sharded import FlatStore, bytes_of, entry_of, make_part, named, objects, readable, views_of
+from support.sharded import FlatStore, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.durable import aliases, commit
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
-from tiered_checkpoint_io.engine.durable.garbage import collect
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Part
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
-
-RUN = "20260101T000000.000000-00000000"
-#: Made of one part and listed in the manifest, or beside it; of several parts; of several without a switch.
-KINDS = ["full", "full, indexed", "sharded", "sharded, one rank", "local"]
-
-
-class Journals:
-    """The journals of one story, by what they belong to."""
-
-    def __init__(self):
-        self._all = {}
-
-    def of(self, *what):
-        return self._all.setdefault(what, MemoryJournal())
-
-    def left(self):
-        return [what for what, journal in self._all.items() if journal.read() is not None]
-
-
-def full_part(name, number):
-    data = bytes_of(number, 0, "full")
-    content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry_of(name, data),))
-    return Part(name, 0, content, "d", True), {name.rpartition("/")[2]: data}
-
-
-def save(store, name, number, journals=None, *, kind="full", world_size=2):
-    """All ranks' drains, one after the other, that of the coordinator last, and last of all what is left of others."""
-    journals = journals or Journals()
-    if kind.startswith("full"):
-        part, files = full_part(name, number)
-        return commit.commit(store, part, views_of(files), journal=journals.of(name, number))
-    payload, _, alone = kind.partition(", ")
-    ranks = 1 if alone else world_size
-    for rank in reversed(range(ranks)):
-        part, files = make_part(name, number, rank, world_size=ranks, kind=payload, suffix=f"-{number:08d}")
-        journal = journals.of(name, number, rank)
-        fate = commit.put_part(store, part, views_of(files), journal=journal) if ranks > 1 else "sent"
-        if part.commits and fate != "replaced":
-            arrivals = Arrivals(part)
-            if fate == "sent" and ranks > 1:
-                arrivals.look(store)
-                assert not arrivals.missing
-            fate = commit.commit(store, part, views_of(files), arrivals.rows, journal=journal)
-            if ranks > 1:
-                collect(store, part, patience_s=3600)
-        elif fate == "committed":
-            # Its drain ends here: the part is marked.
-            journal.clear()
-    return fate
-
-
-def part_only(store, name, number, rank):
-    part, files = make_part(name, number, rank, suffix=f"-{number:08d}")
-    assert commit.put_part(store, part, views_of(files)) == "sent"
-
-
-def alias(store, name, target, journals=None):
-    aliases.put_alias(store, name, target, journal=(journals or Journals()).of("alias", name, target))
-
-
-def delete(store, name, journals=None):
-    aliases.delete(store, name, journal=(journals or Journals()).of("delete", name))
-
-
-def deleted_under_alias(store, kind):
-    save(store, "a", 1, kind=kind)
-    alias(store, "last", "a")
-    delete(store, "a")
-
 
 #: What was there, what is done, and which saves a reader may find under which name before and after.
 STORIES = {
@@ -175,32 +115,6 @@ MIXED = {
     )
     for before, after in itertools.permutations(KINDS, 2)
 }
-
-
-def check_story(story, kind, when, folder):
-    prepare, act, name, (old, new) = story
-    for n in itertools.count(1):
-        store = FlatStore(f"{folder}/{n}")
-        prepare(store, kind)
-        assert readable(store, name) == old
-        journals = Journals()
-        faulty = FaultyStore(store, fail_at=n, when=when)
-        try:
-            act(faulty, kind, journals)
-        except Injected:
-            assert readable(store, name) in (old, new)
-            act(store, kind, journals)
-        else:
-            assert n > 2
-            assert faulty.operations < n
-            break
-        finally:
-            assert readable(store, name) in (old, new)
-        assert readable(store, name) == new
-        assert objects(store) == named(store)
-    assert readable(store, name) == new
-    assert objects(store) == named(store)
-    assert all(what[-1] == 1 for what in journals.left()), "but for those of parts that their drain has marked"
 
 
 def once(cases, *seldom):

@@ -49,7 +49,7 @@ def read_all(store: Store) -> list[Found]:
 
 
 def checkpoints(store: Store) -> list[Found]:
-    """All checkpoints of a tier: the latest save first, aliases behind what they stand for, what can't be read last.
+    """All checkpoints of a tier: the latest save first, aliases and copies behind it, what can't be read last.
 
     Raises:
         CheckpointNotFoundError: The directory does not exist, or there is nothing at all below the URL.
@@ -62,14 +62,14 @@ def checkpoints(store: Store) -> list[Found]:
         )
     manifests = {each.name: each.manifest for each in found if each.manifest is not None}
 
-    def save_id(each: Found) -> str:
+    def order(each: Found) -> tuple[str, bool]:
         if each.manifest is None:
-            return ""
+            return "", False
         # An alias follows its target, which may have been overwritten.
-        return manifests.get(each.manifest.alias_of or "", each.manifest).content.save_id
+        return manifests.get(each.manifest.alias_of or "", each.manifest).content.order
 
     found.sort(key=lambda each: each.manifest is not None and each.manifest.alias_of is not None)
-    return sorted(found, key=save_id, reverse=True)
+    return sorted(found, key=order, reverse=True)
 
 
 def newer(found: Sequence[Found]) -> FormatVersionError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
@@ -63,9 +64,10 @@ def list_durable(
     found = ask(config, checkpoints)
     # What a newer release wrote may be the latest: then a restart is refused, and nothing is marked.
     meant = latest(found) if newer(found) is None else None
+    names = {each.manifest.content.save_id: each.name for each in found if each.manifest and not each.manifest.alias_of}
     show(
         config.dirpath,
-        [_row(each, meant.name if meant else None) for each in found],
+        [_row(each, meant.name if meant else None, names) for each in found],
         "name",
         "step",
         "size",
@@ -126,14 +128,16 @@ def export_durable(
         say(f"{printable(str(file))}: {size_text(file.stat().st_size)}")
 
 
-def _row(each: Found, latest: str | None) -> tuple[str, ...]:
+def _row(each: Found, latest: str | None, names: Mapping[str, str]) -> tuple[str, ...]:
     if each.manifest is None:
         what = "of a newer release" if isinstance(each.error, FormatVersionError) else "damaged"
         return (each.name, "?", "?", "?", "?", f"{what}: {each.error}")
     content = each.manifest.content
     step = str(content.step) if content.step >= 0 else ""
     kind = content.kind if content.resumable else f"{content.kind}, not resumable"
-    note = f"alias of {each.manifest.alias_of}" if each.manifest.alias_of else "latest" if each.name == latest else ""
+    origin = names.get(content.copy_of, "a deleted checkpoint") if content.copy_of else ""
+    note = f"alias of {each.manifest.alias_of}" if each.manifest.alias_of else f"copy of {origin}" if origin else ""
+    note = "latest" if each.name == latest else note
     return (each.name, step, size_text(content.size), _time(content.created), kind, note)
 
 

@@ -146,11 +146,18 @@ class Checkpointer:
         part.retain(held, self.config.memory_keep_last, evidence)
 
     # --------------------------------------------------------------------------- alias and remove
-    def alias(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-        """Makes ``path`` name the files of ``target``, once that is durable; uploads nothing."""
+    def alias(self, path: str | os.PathLike[str], target: str | os.PathLike[str], *, copy: bool = False) -> None:
+        """Makes ``path`` name the files of ``target``, once that is durable; uploads nothing.
+
+        Args:
+            path: A path below dirpath, or a name relative to it.
+            target: A checkpoint, by the same.
+            copy: Whether it is to be an object of its own there, which anything can load: the durable tier copies it by
+                itself. Of a sharded checkpoint it is an alias all the same.
+        """
         name, session = ids.name_in(self.dirpath, path), self.session
         with session.turn.taken(name):
-            session.submit("alias", name, ids.name_in(self.dirpath, target))
+            session.submit("copy" if copy else "alias", name, ids.name_in(self.dirpath, target))
             session.known.note(name, exists=True)
 
     def remove(self, path: str | os.PathLike[str]) -> None:

@@ -15,7 +15,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.messages import Standing, look_at, not_done, not_uploaded, say_outcome
-from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
+from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.leasing.claims import Claims
@@ -236,7 +236,7 @@ class Session:
 
     def _queued_names(self) -> set[str]:
         tier, _, drain = self.open()
-        return {each.name for each in drain.queue.look(tier) if each.action in ("alias", *SAVES)}
+        return {each.name for each in drain.queue.look(tier) if each.action in (*NAMING, *SAVES)}
 
     def poll(self) -> list[Outcome]:
         """Background operations that ended since the last call, each once."""
@@ -335,8 +335,8 @@ class Session:
     def _is_leaving(self) -> bool:
         return self._leave_by is not None and self.clock.monotonic() >= self._leave_by
 
-    def submit(self, action: Literal["alias", "delete"], name: str, target: str = "") -> None:
-        """Queues an alias or a delete after what was saved before it.
+    def submit(self, action: Literal["alias", "copy", "delete"], name: str, target: str = "") -> None:
+        """Queues an alias, a copy or a delete after what was saved before it.
 
         Raises:
             SaveError: Node memory has no room for it, or can't be used, and ``on_save_error`` is ``raise``.

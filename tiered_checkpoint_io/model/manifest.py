@@ -130,6 +130,8 @@ class Content:
     resumable: bool = True
     #: The namespace that saved it; empty where that is not known.
     namespace: str = ""
+    #: Of a copy of another checkpoint, the id of the save that made its bytes.
+    copy_of: str = ""
     #: In a manifest: the object that lists the files in place of it; see ``engine/durable/files.py``.
     index: IndexRef | None = None
 
@@ -145,6 +147,11 @@ class Content:
             object.__setattr__(self, "coordinator", 0)
 
     @property
+    def order(self) -> tuple[str, bool]:
+        """Sorts contents in the order of their saves: a copy comes right before the save that made its bytes."""
+        return (self.copy_of or self.save_id, not self.copy_of)
+
+    @property
     def size(self) -> int:
         """Bytes of all files."""
         return self.index.total if self.index is not None else sum(entry.size for entry in self.files)
@@ -152,6 +159,8 @@ class Content:
     def to_json(self) -> dict[str, Any]:
         document = fields_of(self)
         del document["files" if self.index is not None else "index"]
+        if not self.copy_of:
+            del document["copy_of"]
         return document
 
     @classmethod
@@ -176,6 +185,7 @@ class Content:
             switch=value_of(raw, "switch", str) if has_switch else None,
             resumable=value_of(raw, "resumable", bool, True),
             namespace=value_of(raw, "namespace", str, ""),
+            copy_of=ids.validate_save_id(value_of(raw, "copy_of", str)) if raw.get("copy_of") else "",
             index=IndexRef.from_json(value_of(raw, "index", dict)) if is_indexed else None,
         )
 
@@ -316,4 +326,4 @@ def newest_first(contents: Iterable[Content]) -> list[Content]:
     The order is that of the saves, not of the steps: who went back to step 100 and trained on
     wants step 110, not the step 500 of the abandoned branch.
     """
-    return sorted(contents, key=lambda content: content.save_id, reverse=True)
+    return sorted(contents, key=lambda content: content.order, reverse=True)

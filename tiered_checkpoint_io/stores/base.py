@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError, StoreError, StoreNotFoundError
 
 
 def validate_key(key: str) -> str:
@@ -112,6 +112,50 @@ class Content(Protocol):
     def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ServerCopy:
+    """Bytes that the store has under another key, to be copied there without being sent.
+
+    Attributes:
+        source: Their key.
+        size: How many they are.
+        check: Called once it is settled which bytes are copied, and before the target changes. What it raises ends the
+            copy: the object may have been replaced by another of its size.
+    """
+
+    source: str
+    size: int
+    check: Callable[[], None]
+
+    def to(
+        self,
+        store: Store,
+        key: str,
+        *,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Has the store copy them over what may be at ``key``; atomic, and with a journal as :meth:`Store.upload`.
+
+        Raises:
+            CopyRefusedError: The store can't copy, or refuses to. The old object is as it was.
+            StoreNotFoundError: There is no source.
+        """
+        copy = getattr(store, "copy", None)
+        if copy is None:
+            raise CopyRefusedError("this kind of store can't copy", operation="copy", key=key)
+        try:
+            copy(self.source, key, self.size, check=self.check, journal=journal, progress=progress)
+        except StoreError as error:
+            if error.retryable or isinstance(error, StoreNotFoundError | CopyRefusedError):
+                raise
+            raise CopyRefusedError(error.message, operation="copy", key=key, hint=error.hint) from error
+
+
+class CopyRefusedError(StoreError):
+    """A store can't copy an object by itself, or refuses to."""
+
+
 @runtime_checkable
 class Store(Protocol):
     """A durable tier rooted at one URL or directory."""
@@ -135,7 +179,8 @@ class Store(Protocol):
         ...
 
     # A store may also have ``folders(prefix)``: the names of the folders that a listing by a delimiter finds below a
-    # prefix. See :func:`folders_of`. And ``try_multipart(key)``, where large objects need rights of their own.
+    # prefix. See :func:`folders_of`. And ``try_multipart(key)``, where large objects need rights of their own. And
+    # ``copy(source, target, size, ...)``, which sends no bytes. See :class:`ServerCopy`.
 
     def get(self, key: str) -> bytes:
         """The content of a small object.

@@ -149,6 +149,39 @@ class FileStore(ABC):
             # We note nothing there; others may have.
             journal.clear()
 
+    def copy(
+        self,
+        source: str,
+        target: str,
+        size: int,
+        *,
+        check: Callable[[], None],
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Copies an object of ``size`` bytes without reading it here, where the file system can; see ServerCopy."""
+        origin, path, cancelled = self._path(source), self._path(target), threading.Event()
+
+        def checked() -> None:
+            try:
+                check()
+            except BaseException:
+                # The caller's own error ends the copy, whatever it is.
+                cancelled.set()
+                raise
+
+        def once() -> None:
+            self.metrics.add("requests.copy")
+            with self._turn:
+                self._copy(target, origin, path, size, checked)
+
+        self._retry(once, cancelled=cancelled)
+        self.metrics.add("bytes.copied", size)
+        if progress is not None:
+            progress(size)
+        if journal is not None:
+            journal.clear()
+
     def abandon(self, key: str, journal: UploadJournal) -> None:  # noqa: ARG002 - nothing is kept
         journal.clear()
 
@@ -180,6 +213,10 @@ class FileStore(ABC):
         """See :meth:`Store.upload`; guards its own calls, as errors of ``data`` and ``report`` are the caller's."""
 
     @abstractmethod
+    def _copy(self, key: str, source: str, path: str, size: int, check: Callable[[], None]) -> None:
+        """See :meth:`copy`; guards its own calls, as errors of ``check`` are the caller's."""
+
+    @abstractmethod
     def _delete(self, path: str) -> None: ...
 
     @abstractmethod
@@ -187,6 +224,12 @@ class FileStore(ABC):
         """Removes what writers that died left in the scratch folder."""
 
     # --------------------------------------------------------------------------------------- helpers
+    @staticmethod
+    def _check_size(key: str, found: int, size: int) -> None:
+        """Refuses to copy what has another size than it should have."""
+        if found != size:
+            raise StoreError(f"{found} bytes are there, in place of {size}", operation="copy", key=key)
+
     def _path(self, key: str) -> str:
         if f"{validate_key(key)}/".startswith(_SCRATCH + "/"):
             raise InvalidNameError(f"key {key!r} lies in the store's own folder {_SCRATCH!r}")

@@ -15,6 +15,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreConfigError, StoreError, StoreUnavailableError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.redaction import without_secrets
 from tiered_checkpoint_io.stores.base import Content, too_short
 from tiered_checkpoint_io.stores.files import FileStore, kind_of
@@ -139,16 +140,40 @@ class RemoteStore(FileStore):
         try:
             self._send(key, source, data, report)
             with self._guarded("put", key):
-                try:
-                    self._move(source, target)
-                except FileExistsError:
-                    self._fs.rm_file(target)
-                    self._move(source, target)
+                self._move_over(source, target)
         except BaseException:
             # Nothing to add to the error that is on its way: what stays is dropped by its age.
             with contextlib.suppress(Exception):
                 self._fs.rm_file(source)
             raise
+
+    def _copy(self, key: str, source: str, path: str, size: int, check: Callable[[], None]) -> None:
+        # By way of another name, so that the target changes at once, and only to what was checked. One for each target:
+        # what a crash leaves in a bucket, where nothing is cleared up, is replaced by the next copy.
+        scratch = f"{self._scratch}/copy-{hash_bytes(path.encode())}"
+        try:
+            with self._guarded("copy", key):
+                if not self._is_object_store:
+                    for folder in (self._scratch, path.rpartition("/")[0]):
+                        self._fs.makedirs(folder, exist_ok=True)
+                self._fs.cp_file(source, scratch)
+                found = self._size(scratch)
+            self._check_size(key, found, size)
+            check()
+            with self._guarded("copy", key):
+                self._move_over(scratch, path)
+        except BaseException:
+            # As in _send_and_move.
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(scratch)
+            raise
+
+    def _move_over(self, source: str, target: str) -> None:
+        try:
+            self._move(source, target)
+        except FileExistsError:
+            self._fs.rm_file(target)
+            self._move(source, target)
 
     def _move(self, source: str, target: str) -> None:
         if type(self._fs).mv is AbstractFileSystem.mv:

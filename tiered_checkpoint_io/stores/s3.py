@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.base import Content, ObjectInfo, UploadJournal, too_short
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import S3Client
-from tiered_checkpoint_io.stores.s3_uploads import MIB, MultipartUploads, part_size_for
+from tiered_checkpoint_io.stores.s3_errors import is_changed
+from tiered_checkpoint_io.stores.s3_uploads import MARK, MIB, Copied, MultipartUploads, part_size_for
 
 __all__ = ["MIB", "S3Store"]
 
 _RECEIVE_SIZE = 1 * MIB
+#: Up to this size an object is copied by one request (S3 allows 5 GiB), and beyond it in parts of the other.
+_COPY_WHOLE, _COPY_PART = 1024 * MIB, 256 * MIB
 
 
 class S3Store:
@@ -49,6 +52,7 @@ class S3Store:
         self.url, self.metrics = self._client.url, self._client.metrics
         self._part_size = part_size
         self._write_options = dict(write_options or {})
+        self._copy_whole, self._copy_part = _COPY_WHOLE, _COPY_PART
         self._clock = clock
         self._uploads = MultipartUploads(self._client, self._write_options, workers=write_concurrency, clock=clock)
 
@@ -134,6 +138,50 @@ class S3Store:
         if progress is not None:
             progress(len(data))
 
+    def copy(
+        self,
+        source: str,
+        target: str,
+        size: int,
+        *,
+        check: Callable[[], None],
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Has the server copy an object of ``size`` bytes; see :class:`ServerCopy`.
+
+        A server answers once it has copied, so that large objects are copied in parts: in parallel, and with no answer
+        that takes longer than a request may.
+        """
+        with _as_changed(source):
+            found = self._client.ask("head_object", source)
+            if found["ContentLength"] != size:
+                text = f"{found['ContentLength']} bytes are there, in place of {size}"
+                raise StoreError(text, operation="copy", key=source)
+            check()
+            copied = Copied(self._client.copy_source(source, found["ETag"]), found["ETag"], size, check)
+            if size > self._copy_whole:
+                part_size = part_size_for(size, self._copy_part)
+                self._uploads.send(target, copied, part_size, journal, Progress(progress))
+            else:
+                self._copy_at_once(target, copied, journal)
+                if progress is not None:
+                    progress(size)
+        self.metrics.add("bytes.copied", size)
+
+    def _copy_at_once(self, target: str, copied: Copied, journal: UploadJournal | None) -> None:
+        if journal is not None:
+            self._uploads.abandon(target, journal)
+        mark = self._clock.token(8)
+        # Its own metadata and no tags: to read those of the source needs a right that nothing else here needs.
+        ours = {"MetadataDirective": "REPLACE", "Metadata": {MARK: mark}, "TaggingDirective": "REPLACE"}
+        self._client.ask("copy_object", target, {**self._write_options, **copied.arguments, **ours})
+        made = self._client.ask("head_object", target)
+        marks = {name.lower(): value for name, value in made.get("Metadata", {}).items()}
+        if made["ContentLength"] != copied.size or marks.get(MARK, mark) != mark:
+            raise StoreUnavailableError("what the server copied is not there", operation="copy", key=target)
+        copied.check()
+
     def abandon(self, key: str, journal: UploadJournal) -> None:
         self._uploads.abandon(key, journal)
 
@@ -161,6 +209,17 @@ class S3Store:
     def _put(self, key: str, data: memoryview) -> None:
         self._client.ask("put_object", key, self._write_options, body=data)
         self.metrics.add("bytes.up", len(data))
+
+
+@contextlib.contextmanager
+def _as_changed(key: str) -> Iterator[None]:
+    """Copies an object, whose change meanwhile is a reason to begin again."""
+    try:
+        yield
+    except StoreError as error:
+        if not is_changed(error.__cause__):
+            raise
+        raise StoreUnavailableError("it was replaced while it was copied", operation="copy", key=key) from error
 
 
 def _content(answer: Mapping[str, Any]) -> bytes:

@@ -215,6 +215,16 @@ class S3Client:
                     hint="this is a defect of the server",
                 )
 
+    def copy_source(self, key: str, etag: str) -> dict[str, Any]:
+        """The arguments of a request that copies an object, for as long as that has this ETag."""
+        source = {"Bucket": self._bucket, "Key": self.prefix + validate_key(key)}
+        owner = self._always.get("ExpectedBucketOwner")
+        return {
+            "CopySource": source,
+            "CopySourceIfMatch": etag,
+            **({"ExpectedSourceBucketOwner": owner} if owner else {}),
+        }
+
     def close(self) -> None:
         self._connection.close()
 

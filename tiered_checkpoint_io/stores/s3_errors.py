@@ -99,6 +99,12 @@ def is_just_busy(error: BaseException | None) -> bool:
     return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") != 500)
 
 
+def is_changed(error: BaseException | None) -> bool:
+    """Whether the server refused because an object is not the one that the request was about."""
+    answer: Any = getattr(error, "response", None) or {}
+    return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412)
+
+
 def may_be_credentials(error: StoreError) -> bool:
     """Whether one of our errors may be for credentials that others have taken the place of."""
     answer: Any = getattr(error.__cause__, "response", None)

@@ -25,7 +25,7 @@ _MAX_PART = 5 << 30
 _MAX_OBJECT = 5 << 40
 #: The user metadata of an object by which an upload knows it again. An ETag tells nothing of the content where the
 #: bucket encrypts by KMS, in directory buckets (S3 Express), and on some servers.
-_MARK = "tiered-upload"
+MARK = "tiered-upload"
 _log = logging.getLogger("tiered_checkpoint_io.s3")
 
 
@@ -49,7 +49,8 @@ def part_size_for(size: int, wanted: int) -> int:
 class Upload:
     """An upload in progress, as its journal has it: parts of ``part_size`` bytes, the last one maybe smaller.
 
-    The object that it makes bears its ``mark``; "" where an earlier release began it.
+    The object that it makes bears its ``mark``; "" where an earlier release began it. Of a copy, ``origin`` is the
+    source's ETag.
     """
 
     url: str
@@ -58,6 +59,7 @@ class Upload:
     size: int
     part_size: int
     mark: str = ""
+    origin: str = ""
 
     @classmethod
     def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
@@ -67,7 +69,9 @@ class Upload:
             case {"url": u, "key": k, "upload_id": str(upload_id), "size": int(size), "part_size": int(part_size)} if (
                 (u, k) == (url, key) and size >= 0 and part_size >= 1
             ):
-                return cls(url, key, upload_id, size, part_size, str(state.get("mark", "")))
+                return cls(
+                    url, key, upload_id, size, part_size, str(state.get("mark", "")), str(state.get("origin", ""))
+                )
         return None
 
     @property
@@ -84,6 +88,26 @@ class Upload:
         return len(range(self.size)[self.range_of(number)])
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Bytes that the server has under another key, for an upload whose parts it copies from there.
+
+    Attributes:
+        arguments: Which object, for requests that copy: they fail where its ETag has changed.
+        etag: Its ETag.
+        size: Its bytes.
+        check: Called before the upload is completed: some servers ignore the ETag.
+    """
+
+    arguments: Mapping[str, Any]
+    etag: str
+    size: int
+    check: Callable[[], None]
+
+    def __len__(self) -> int:
+        return self.size
+
+
 class MultipartUploads:
     """The multipart uploads of one store, with the threads that send parts: one bounded set for all uploads."""
 
@@ -97,8 +121,10 @@ class MultipartUploads:
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def send(self, key: str, data: Content, part_size: int, journal: UploadJournal | None, report: Progress) -> None:
-        """Uploads ``data``; see :meth:`Store.upload`."""
+    def send(
+        self, key: str, data: Content | Copied, part_size: int, journal: UploadJournal | None, report: Progress
+    ) -> None:
+        """Uploads ``data``, or has it copied; see :meth:`Store.upload`."""
         for _ in range(2):
             report.restart()
             if self._send(key, data, part_size, journal, report):
@@ -136,9 +162,12 @@ class MultipartUploads:
                             count += 1
         return count
 
-    def _send(self, key: str, data: Content, part_size: int, journal: UploadJournal | None, report: Progress) -> bool:
+    def _send(
+        self, key: str, data: Content | Copied, part_size: int, journal: UploadJournal | None, report: Progress
+    ) -> bool:
         """Whether the object is complete; False where the upload vanished (a lifecycle rule, for one)."""
-        upload, arrived = self._begin(key, len(data), part_size, journal)
+        origin = data.etag if isinstance(data, Copied) else ""
+        upload, arrived = self._begin(key, len(data), part_size, journal, origin)
         upload_id = {"UploadId": upload.upload_id}
         checksum = {"ChecksumAlgorithm": self._checksum} if self._checksum else {}
         report.add(sum(upload.size_of(number) for number in arrived))
@@ -149,7 +178,20 @@ class MultipartUploads:
             with contextlib.suppress(StoreUnavailableError):
                 self._client.once("list_parts", key, {**upload_id, "MaxParts": 1})
 
+        def copy_part(number: int, cancelled: threading.Event) -> None:
+            assert isinstance(data, Copied)
+            span = upload.range_of(number)
+            given = {**data.arguments, "CopySourceRange": f"bytes={span.start}-{span.stop - 1}"}
+            part = {**upload_id, "PartNumber": number, **given}
+            answer = self._client.ask("upload_part_copy", key, part, cancelled=cancelled, doubt=is_gone)
+            if not answer.get("CopyPartResult", {}).get("ETag"):
+                # Such a server has taken it for the upload of an empty part.
+                raise StoreError("the server does not copy parts", operation="copy", key=key)
+            arrived[number] = self._part(number, answer["CopyPartResult"])
+            report.add(upload.size_of(number))
+
         def send_part(number: int, cancelled: threading.Event) -> None:
+            assert not isinstance(data, Copied)
             with data[upload.range_of(number)] as piece:
                 part = {**upload_id, "PartNumber": number, **checksum}
                 answer = self._client.ask("upload_part", key, part, body=piece, cancelled=cancelled, doubt=is_gone)
@@ -158,7 +200,12 @@ class MultipartUploads:
             report.add(upload.size_of(number))
 
         try:
-            self._run([number for number in upload.numbers if number not in arrived], send_part)
+            missing = [number for number in upload.numbers if number not in arrived]
+            self._run(missing, copy_part if isinstance(data, Copied) else send_part)
+            if isinstance(data, Copied):
+                data.check()
+                if len(self._arrived(upload) or ()) != len(upload.numbers):
+                    raise StoreError("the server did not copy the parts as asked", operation="copy", key=key)
             whole = {"MultipartUpload": {"Parts": [arrived[number] for number in upload.numbers]}}
             self._client.ask("complete_multipart_upload", key, {**upload_id, **whole}, doubt=is_gone)
         except StoreNotFoundError:
@@ -174,18 +221,19 @@ class MultipartUploads:
         return True
 
     def _begin(
-        self, key: str, size: int, part_size: int, journal: UploadJournal | None
+        self, key: str, size: int, part_size: int, journal: UploadJournal | None, origin: str
     ) -> tuple[Upload, dict[int, dict[str, Any]]]:
         """The upload to write to, and its parts that have arrived already."""
         upload = Upload.journaled(journal, self._client.url, key)
         if upload is not None:
-            arrived = self._arrived(upload) if upload.size == size else None
+            is_same = (upload.size, upload.origin) == (size, origin)
+            arrived = self._arrived(upload) if is_same else None
             if arrived is not None:
                 return upload, arrived
             self._abort(key, upload.upload_id)
         mark = self._clock.token(8)
-        answer = self._client.ask("create_multipart_upload", key, {**self._write_options, "Metadata": {_MARK: mark}})
-        upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark)
+        answer = self._client.ask("create_multipart_upload", key, {**self._write_options, "Metadata": {MARK: mark}})
+        upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark, origin)
         if journal is not None:
             journal.write(asdict(upload))
         return upload, {}
@@ -241,7 +289,7 @@ class MultipartUploads:
             found = self._client.ask("head_object", upload.key)
         except StoreNotFoundError:
             return False
-        is_marked = upload.mark and found.get("Metadata", {}).get(_MARK) == upload.mark
+        is_marked = upload.mark and found.get("Metadata", {}).get(MARK) == upload.mark
         return bool(is_marked and found["ContentLength"] == upload.size)
 
     def _abort(self, key: str, upload_id: str, cancelled: threading.Event | None = None) -> None:

@@ -89,6 +89,19 @@ class FaultyStore:
         if due:
             self._fail("upload", key)
 
+    def copy(
+        self,
+        source: str,
+        target: str,
+        size: int,
+        *,
+        check: Callable[[], None],
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        options = {"journal": journal, "progress": progress}
+        self._do("copy", target, lambda: self._store.copy(source, target, size, check=check, **options))  # type: ignore[attr-defined]
+
     def abandon(self, key: str, journal: UploadJournal) -> None:
         self._do("abandon", key, lambda: self._store.abandon(key, journal))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.engine.durable import aliases, commit
+from tiered_checkpoint_io.engine.durable import aliases, commit, copies
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.garbage import Seen, clear_up
 from tiered_checkpoint_io.errors import (
@@ -37,6 +37,7 @@ from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store
+from tiered_checkpoint_io.stores.base import UploadJournal
 
 #: So many ranks are named in an error.
 _NAMED = 16
@@ -83,6 +84,7 @@ class Executor:
         begun: Those, by their ids.
         queued: The ids of all that was queued at the last look.
         found: What earlier looks for garbage found, by durable tier.
+        refused: Durable tiers that do not copy objects, of which this was said.
     """
 
     tier: MemoryTier
@@ -95,6 +97,7 @@ class Executor:
     begun: dict[str, Begun] = field(default_factory=dict)
     queued: Collection[str] = ()
     found: dict[Place, Seen] = field(default_factory=dict)
+    refused: set[Place] = field(default_factory=set)
 
     def waiting(self, queued: Collection[str]) -> dict[str, float]:
         """Those of the operations in the queue whose turn has not come again, and when it does."""
@@ -123,7 +126,9 @@ class Executor:
                 raise ManifestError(text, operation="drain", tier="memory", key=operation.op_id)
             else:
                 store, journal = self.stores.get(operation.place), self.queue.journal(operation.op_id)
-                if operation.action == "alias":
+                if operation.action == "copy":
+                    self._copy(operation, store, journal)
+                elif operation.action == "alias":
                     aliases.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
                 else:
                     aliases.delete(store, operation.name, before=operation.op_id, journal=journal)
@@ -170,6 +175,41 @@ class Executor:
             found = self.found.setdefault(part.place, Seen())
             clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, seen=found)
         return fate
+
+    def _copy(self, operation: Request, store: Store, journal: UploadJournal) -> None:
+        """Makes a name a copy of another; says once for each durable tier why that can't do so."""
+
+        @contextlib.contextmanager
+        def in_memory(save_id: str) -> Iterator[memoryview | None]:
+            held = [each for each in self.tier.parts() if each.save_id == save_id and not each.is_replica]
+            with contextlib.ExitStack() as stack:
+                view: memoryview | None = None
+                # Retention may take it away meanwhile.
+                with contextlib.suppress(CheckpointNotFoundError):
+                    for stored in held[:1]:
+                        (view,) = stack.enter_context(reading(stored)).values()
+                        stack.enter_context(self.report.uploading(operation.name, stored.part.content.size))
+                yield view
+
+        refused = copies.put_copy(
+            store,
+            operation.name,
+            operation.target,
+            save_id=operation.op_id,
+            dirpath=operation.dirpath,
+            in_memory=in_memory,
+            journal=journal,
+            progress=self._progress,
+            clock=self.clock,
+        )
+        if refused is not None and operation.place not in self.refused:
+            self.refused.add(operation.place)
+            self.log.warning(
+                "the durable tier does not copy by itself, so %s is uploaded from node memory, or an alias where"
+                " that has it no more; save_last='link' always makes an alias: %s",
+                operation.name,
+                refused,
+            )
 
     def _gather(self, store: Store, part: Part, timeout_s: float) -> dict[int, IndexRow] | None:
         """Looks for the other parts of a save, by one list for each thousand; None where it is not its turn yet.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
-from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request
+from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import SaveReport, told_as
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
@@ -42,7 +42,7 @@ def say_outcome(
     if outcome.state == "committed" and outcome.action == "save":
         where, amount = told_as(outcome.dirpath or config.dirpath), rate(outcome.bytes, outcome.seconds)
         log.info("%s is durable on %s: %s", outcome.name, where, amount)
-    elif outcome.state == "skipped" and outcome.action in ("alias", *SAVES):
+    elif outcome.state == "skipped" and outcome.action in (*NAMING, *SAVES):
         (log.warning if leads else log.debug)("%s will not be durable: %s", outcome.name, outcome.error)
     elif outcome.state == "failed" and outcome.action != "cancel":
         failure = failure_of(outcome, config)

@@ -12,9 +12,11 @@ from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 if TYPE_CHECKING:
     from tiered_checkpoint_io.memory.parts import StoredPart
 
-Action = Literal["save", "part", "alias", "delete", "cancel", "unknown"]
+Action = Literal["save", "part", "alias", "copy", "delete", "cancel", "unknown"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
 SAVES: tuple[Action, ...] = ("save", "part")
+#: What gives the content of one name to another: the same object, or one of its own.
+NAMING: tuple[Action, ...] = ("alias", "copy")
 State = Literal["committed", "failed", "skipped"]
 
 
@@ -27,7 +29,7 @@ class Request(AtPlace):
         action: What to do.
         name: The checkpoint (or alias) that it is about.
         dirpath: The durable tier.
-        target: An alias' target's name; the save id that a cancel is about.
+        target: The target's name of an alias or a copy; the save id that a cancel is about.
         stored: The part in node memory that a save uploads.
         server: Of the durable tier, see :class:`Place`.
     """
@@ -85,7 +87,7 @@ def next_operation(
     Operations go in the order in which they were made, with these exceptions. A cancel goes first.
     A save that waits for its next attempt does not hold up later saves. A delete waits for all
     saves before it, and where one of them came to nothing, for a later one: what was good stays
-    until what replaces it is good. An alias waits for the saves of its target and of its own name.
+    until what replaces it is good. An alias, or a copy, waits for the saves of its target and of its own name.
     What concerns the same name stays in order.
 
     ``waiting`` has the ids of operations that were begun and whose next attempt is not due.
@@ -109,7 +111,7 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
         is_blocked = False
         if operation.action == "delete":
             is_blocked = bool(names & busy) or any(place == operation.place for place, _ in saving)
-        elif operation.action == "alias":
+        elif operation.action in NAMING:
             # Of a save of the alias' own name as well: it would come later, and replace what is newer.
             is_blocked = bool(names & (busy | saving))
         yield operation, is_blocked

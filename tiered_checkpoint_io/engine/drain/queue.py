@@ -16,7 +16,15 @@ from typing import Any, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
-from tiered_checkpoint_io.engine.drain.operations import Action, Outcome, Request, held_back, in_order, unreplaced
+from tiered_checkpoint_io.engine.drain.operations import (
+    NAMING,
+    Action,
+    Outcome,
+    Request,
+    held_back,
+    in_order,
+    unreplaced,
+)
 from tiered_checkpoint_io.errors import InvalidNameError, ManifestError, MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -24,7 +32,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import server_in
 
 LOG_FILE = "operations.log"
-_ACTIONS = ("alias", "delete", "cancel")
+_ACTIONS = (*NAMING, "delete", "cancel")
 #: A server is an entry of its own: a drain of an earlier release refuses requests with more than it knows.
 _REQUEST, _OUTCOME, _NOTE, _SERVER = "request/", "outcome/", "note/", "server/"
 _DRAIN, _LEAVE = "drain", "leave"
@@ -92,7 +100,7 @@ class Queue:
 
     # ---------------------------------------------------------------------------------- requests
     def submit(self, request: Request) -> None:
-        """Queues an alias, delete or cancel.
+        """Queues an alias, copy, delete or cancel.
 
         Raises:
             MemoryFullError: There is no space for the log.

@@ -39,15 +39,7 @@ def put_alias(
         FormatVersionError: A newer release owns one of the names.
     """
     note = Section(journal, REMOVAL)
-    manifest = current(store, target)
-    if manifest is None or manifest.alias_of is not None:
-        raise CheckpointNotFoundError(
-            f"an alias needs a checkpoint to point to, and {target!r} is none",
-            operation="alias",
-            tier="durable",
-            key=alias,
-            hint="its own save did not reach the durable tier",
-        )
+    manifest = target_of(store, target, alias)
     old = current(store, alias)
     if alias == target or (before is not None and old is not None and old.content.save_id > before):
         return
@@ -68,6 +60,24 @@ def put_alias(
     for name in moving:
         store.put(ids.manifest_key(name), replace(known, name=name, alias_of=target).to_json())
     removal.finish(store, note)
+
+
+def target_of(store: Store, target: str, alias: str) -> Manifest:
+    """The manifest of what another name is to stand for.
+
+    Raises:
+        CheckpointNotFoundError: There is none, or it is an alias itself.
+    """
+    manifest = current(store, target)
+    if manifest is None or manifest.alias_of is not None:
+        raise CheckpointNotFoundError(
+            f"an alias needs a checkpoint to point to, and {target!r} is none",
+            operation="alias",
+            tier="durable",
+            key=alias,
+            hint="its own save did not reach the durable tier",
+        )
+    return manifest
 
 
 def delete(store: Store, name: str, *, before: str | None = None, journal: UploadJournal) -> None:

@@ -19,6 +19,9 @@ W1 and W2 are :func:`put_part`, the others :func:`commit`, by the drain that hol
 checkpoint of one part, :func:`commit` does all of it, and while its manifest is small, that lists the files itself:
 W2 and W3 are then left out. Without a switch, W4 and W5 are.
 
+The bytes of a file come from node memory (an upload), or from another checkpoint of the tier, by a copy that the store
+makes (``copies``): all the same to the rest.
+
 It is safe because no file of committed content is written to but the switch: other files have names of their own, and
 a part that does not is refused. While the switch may be the old or the new one, the manifest has both contents.
 """
@@ -40,7 +43,7 @@ from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores.base import Content as Bytes
-from tiered_checkpoint_io.stores.base import Store, UploadJournal
+from tiered_checkpoint_io.stores.base import ServerCopy, Store, UploadJournal
 
 #: ``sent``: the part is there; ``committed``: its save is; ``replaced``: a later save has taken its name.
 Fate = Literal["sent", "committed", "replaced"]
@@ -118,7 +121,7 @@ def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
 def commit(
     store: Store,
     part: Part,
-    files: Mapping[str, Bytes],
+    files: Mapping[str, Bytes | ServerCopy],
     rows: Mapping[int, IndexRow] | None = None,
     *,
     journal: UploadJournal | None = None,
@@ -146,6 +149,7 @@ def commit(
         UsageError: As :func:`put_part`.
         FormatVersionError: A newer release owns this name. Nothing was written.
         StoreError: A file is not there as its part says. Or else: repeat the call to finish.
+        CopyRefusedError: The store can't copy a file. What the name was is as it was; call again with the bytes.
     """
     note, key, switch = Section(journal, REMOVAL), ids.manifest_key(part.name), _switch(part)
     old = current(store, part.name)
@@ -174,7 +178,7 @@ def commit(
         if switch is not None:
             if any(content.switch == part.content.switch for content in others):
                 store.put(key, replace(new, previous=tuple(others)).to_json())
-            store.upload(switch.path, files[switch.basename], journal=Section(journal, _UPLOAD), progress=progress)
+            _bring(store, switch, files, journal, progress)
         stays = [path for path, _ in index.paths]
         removal = removal_of(store, old) if old is not None and not is_own else Removal.of(part.name, others, but=stays)
         removal.note(note)
@@ -233,11 +237,13 @@ def _uploaded(part: Part) -> list[FileEntry]:
     return [entry for entry in part.content.files if entry.basename != part.content.switch]
 
 
-def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, Bytes]) -> None:
+def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, Bytes | ServerCopy]) -> None:
     for entry in entries:
         data = files[entry.basename]
-        # Of a live state the hashes were made just now.
-        for index, (offset, length) in enumerate(entry.chunks if isinstance(data, memoryview) else ()):
+        # Of a live state the hashes were made just now; a copy is of what was verified when it was uploaded.
+        if not isinstance(data, memoryview):
+            continue
+        for index, (offset, length) in enumerate(entry.chunks):
             with data[offset : offset + length] as chunk:
                 entry.check_chunk(index, chunk, tier="memory", where=f"{part.name}, rank {part.rank}")
 
@@ -245,7 +251,7 @@ def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, Byte
 def _put_files(
     store: Store,
     part: Part,
-    files: Mapping[str, Bytes],
+    files: Mapping[str, Bytes | ServerCopy],
     old: Manifest | None,
     journal: UploadJournal | None,
     progress: Callable[[int], None] | None,
@@ -255,9 +261,23 @@ def _put_files(
     _verify(part, part.content.files, files)
     for entry in _uploaded(part):
         if entry.basename not in _sent(journal):
-            upload = Section(journal, _UPLOAD)
-            store.upload(entry.path, files[entry.basename], journal=upload, progress=progress)
+            _bring(store, entry, files, journal, progress)
             _note_sent(journal, entry.basename)
+
+
+def _bring(
+    store: Store,
+    entry: FileEntry,
+    files: Mapping[str, Bytes | ServerCopy],
+    journal: UploadJournal | None,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Puts a file's bytes where they belong."""
+    data, upload = files[entry.basename], Section(journal, _UPLOAD)
+    if isinstance(data, ServerCopy):
+        data.to(store, entry.path, journal=upload, progress=progress)
+    else:
+        store.upload(entry.path, data, journal=upload, progress=progress)
 
 
 def _check_names(store: Store, part: Part, old: Manifest | None) -> None:

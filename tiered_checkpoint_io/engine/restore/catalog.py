@@ -10,6 +10,7 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.chunks import unverified
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Held, Selector
@@ -274,7 +275,7 @@ def look(tiers: Tiers, rank: int) -> NodeCatalog:
     for other in sorted(map(str, others)):
         tiers.log.warning("memory holds checkpoints of %s: they are another job's, and are not restored", other)
     for request in Queue(tier.root).requests():
-        if request.action == "alias" and request.place.known(tier.place) == place:
+        if request.action in NAMING and request.place.known(tier.place) == place:
             here.aliases[request.name] = request.target
     return here
 

@@ -63,7 +63,8 @@ class Selector:
         latest = newest_first(each for each in wanted if self.step in (None, each.step))
         if self.kind != "best":
             return latest
-        earliest = reversed(latest)
+        # Here, too, what was saved comes before its copies.
+        earliest = sorted(latest, key=lambda each: (each.order[0], bool(each.copy_of)))
         rated = [(each.metric.value, each) for each in earliest if each.metric and each.metric.monitor == self.monitor]
         # Of equals the earliest, as ModelCheckpoint has it: the sort is stable. What is not a number is the worst.
         sign = 1 if self.mode == "min" else -1
@@ -162,11 +163,13 @@ def choose(
         content.save_id: (name, content) for name, content in _durable_contents(catalog.manifests, selector, wanted)
     }
     parts: dict[str, list[tuple[str, Held]]] = {}
+    # A copy stands for what it is a copy of, wherever that is: it may be in memory.
+    copied = {content.copy_of for _, content in on_durable.values() if content.copy_of}
     meant = set(on_durable)
     for node, held in catalog.memory.items():
         for part in held:
             parts.setdefault(part.content.save_id, []).append((node, part))
-            if selector.wants(part.name) or part.name in wanted:
+            if selector.wants(part.name) or part.name in wanted or part.content.save_id in copied:
                 meant.add(part.content.save_id)
     made = {save_id: _candidate(parts.get(save_id, []), on_durable.get(save_id)) for save_id in meant}
     ordered = [made[content.save_id] for content in selector.in_order(each.content for each in made.values())]

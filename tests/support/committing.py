@@ -1,0 +1,121 @@
+"""Commits, aliases, copies and deletes as drains do them, and stories of them that are stopped at any request."""
+
+import contextlib
+import itertools
+
+from support.sharded import FlatStore, bytes_of, entry_of, make_part, named, objects, readable, views_of
+
+from tiered_checkpoint_io.engine.durable import aliases, commit, copies
+from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.garbage import collect
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Content, Part
+from tiered_checkpoint_io.testing.contract import MemoryJournal
+from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
+
+RUN = "20260101T000000.000000-00000000"
+#: Made of one part and listed in the manifest, or beside it; of several parts; of several without a switch.
+KINDS = ["full", "full, indexed", "sharded", "sharded, one rank", "local"]
+
+
+class Journals:
+    """The journals of one story, by what they belong to."""
+
+    def __init__(self):
+        self._all = {}
+
+    def of(self, *what):
+        return self._all.setdefault(what, MemoryJournal())
+
+    def left(self):
+        return [what for what, journal in self._all.items() if journal.read() is not None]
+
+
+def full_part(name, number):
+    data = bytes_of(number, 0, "full")
+    content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry_of(name, data),))
+    return Part(name, 0, content, "d", True), {name.rpartition("/")[2]: data}
+
+
+def save(store, name, number, journals=None, *, kind="full", world_size=2):
+    """All ranks' drains, one after the other, that of the coordinator last, and last of all what is left of others."""
+    journals = journals or Journals()
+    if kind.startswith("full"):
+        part, files = full_part(name, number)
+        return commit.commit(store, part, views_of(files), journal=journals.of(name, number))
+    payload, _, alone = kind.partition(", ")
+    ranks = 1 if alone else world_size
+    for rank in reversed(range(ranks)):
+        part, files = make_part(name, number, rank, world_size=ranks, kind=payload, suffix=f"-{number:08d}")
+        journal = journals.of(name, number, rank)
+        fate = commit.put_part(store, part, views_of(files), journal=journal) if ranks > 1 else "sent"
+        if part.commits and fate != "replaced":
+            arrivals = Arrivals(part)
+            if fate == "sent" and ranks > 1:
+                arrivals.look(store)
+                assert not arrivals.missing
+            fate = commit.commit(store, part, views_of(files), arrivals.rows, journal=journal)
+            if ranks > 1:
+                collect(store, part, patience_s=3600)
+        elif fate == "committed":
+            # Its drain ends here: the part is marked.
+            journal.clear()
+    return fate
+
+
+def part_only(store, name, number, rank):
+    part, files = make_part(name, number, rank, suffix=f"-{number:08d}")
+    assert commit.put_part(store, part, views_of(files)) == "sent"
+
+
+def alias(store, name, target, journals=None):
+    aliases.put_alias(store, name, target, journal=(journals or Journals()).of("alias", name, target))
+
+
+def copy(store, name, target, number, journals=None, data=None):
+    """As the drain does it; ``data`` is what node memory still has of the target."""
+    return copies.put_copy(
+        store,
+        name,
+        target,
+        save_id=ids.save_id(RUN, number),
+        dirpath="d",
+        in_memory=lambda _: contextlib.nullcontext(data),
+        journal=(journals or Journals()).of("copy", name, number),
+    )
+
+
+def delete(store, name, journals=None):
+    aliases.delete(store, name, journal=(journals or Journals()).of("delete", name))
+
+
+def deleted_under_alias(store, kind):
+    save(store, "a", 1, kind=kind)
+    alias(store, "last", "a")
+    delete(store, "a")
+
+
+def check_story(story, kind, when, folder):
+    prepare, act, name, (old, new) = story
+    for n in itertools.count(1):
+        store = FlatStore(f"{folder}/{n}")
+        prepare(store, kind)
+        assert readable(store, name) == old
+        journals = Journals()
+        faulty = FaultyStore(store, fail_at=n, when=when)
+        try:
+            act(faulty, kind, journals)
+        except Injected:
+            assert readable(store, name) in (old, new)
+            act(store, kind, journals)
+        else:
+            assert n > 2
+            assert faulty.operations < n
+            break
+        finally:
+            assert readable(store, name) in (old, new)
+        assert readable(store, name) == new
+        assert objects(store) == named(store)
+    assert readable(store, name) == new
+    assert objects(store) == named(store)
+    assert all(what[-1] == 1 for what in journals.left()), "but for those of parts that their drain has marked"

@@ -1,0 +1,121 @@
+"""A name that gets the content of another, as an object of its own: what ``last.ckpt`` is.
+
+A copy is an ordinary checkpoint of one part, committed as any other is. Its bytes are copied by the store in place of
+an upload; it has a save id of its own, and its content says of which save it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.aliases import put_alias, target_of
+from tiered_checkpoint_io.engine.durable.commit import commit
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StoreNotFoundError,
+    StoreUnavailableError,
+)
+from tiered_checkpoint_io.model.manifest import Manifest, Part
+from tiered_checkpoint_io.stores.base import Content as Bytes
+from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, UploadJournal
+
+#: Gives the bytes of a save's one file, while they are still in node memory.
+InMemory = Callable[[str], AbstractContextManager[Bytes | None]]
+
+
+def put_copy(
+    store: Store,
+    name: str,
+    target: str,
+    *,
+    save_id: str,
+    dirpath: str,
+    in_memory: InMemory,
+    journal: UploadJournal | None = None,
+    progress: Callable[[int], None] | None = None,
+    clock: Clock = SYSTEM,
+) -> CopyRefusedError | None:
+    """Makes ``name`` a copy of ``target``, which the store makes by itself.
+
+    A target of several files, which no store copies at once, gets an alias; and so does one that is being overwritten
+    now. Where the store can't copy, the bytes are uploaded from node memory, or else it is an alias.
+
+    Args:
+        store: Where.
+        name: The name to set. A checkpoint saved as that later than the copy was asked for is left alone.
+        target: A checkpoint that is no alias itself.
+        save_id: The copy's own: that of the request.
+        dirpath: The durable tier.
+        in_memory: Where the bytes of the target's save are, if the store refuses.
+        journal: Notes what has arrived, and what is still to be removed.
+        progress: See :meth:`Store.upload`.
+        clock: Tells how long a request of another run has waited.
+
+    Returns:
+        Why the store did not copy; None where it did, or where it was not asked to.
+
+    Raises:
+        CheckpointNotFoundError: ``target`` does not exist. What ``name`` was is as it was.
+        FormatVersionError: A newer release owns one of the names.
+        StoreError: Repeat the call to finish.
+    """
+    manifest = target_of(store, target, name)
+    old = current(store, name)
+    if name == target or _is_later(old, save_id):
+        return None
+    part = _part_of(store, manifest, name, save_id, dirpath)
+    begun = old.content if old is not None and old.previous and old.content.save_id == save_id else None
+    if part is None or (begun is not None and begun.copy_of != part.content.copy_of):
+        # Or an earlier try may have put there what the target was then: its manifest must stay until the alias'.
+        put_alias(store, name, target, before=save_id, journal=journal)
+        return None
+
+    def check() -> None:
+        # An overwrite of the target changes its manifest before it changes the object.
+        if current(store, target) != manifest:
+            raise StoreUnavailableError("it was overwritten while it was copied", operation="copy", key=target)
+
+    (entry,) = part.content.files
+    try:
+        copy = ServerCopy(target, entry.size, check)
+        commit(store, part, {entry.basename: copy}, journal=journal, progress=progress, clock=clock)
+    except StoreNotFoundError as error:
+        text = f"the object of {target!r}, which is to be copied, is missing"
+        raise CheckpointNotFoundError(text, operation="copy", tier="durable", key=name) from error
+    except CopyRefusedError as refused:
+        with in_memory(part.content.copy_of) as data:
+            if data is not None:
+                # A damaged copy in memory is the business of those who restore from it.
+                with contextlib.suppress(CorruptCheckpointError):
+                    commit(store, part, {entry.basename: data}, journal=journal, progress=progress, clock=clock)
+                    return refused
+        put_alias(store, name, target, before=save_id, journal=journal)
+        return refused
+    return None
+
+
+def _is_later(old: Manifest | None, save_id: str) -> bool:
+    """Whether an alias was made of a save that is later than the request; of other saves the commit finds out."""
+    return old is not None and old.alias_of is not None and old.content.save_id > save_id
+
+
+def _part_of(store: Store, target: Manifest, name: str, save_id: str, dirpath: str) -> Part | None:
+    """What a copy of a checkpoint is; None where that is not one object, or may be one of two."""
+    content = target.content
+    if content.parts != 1 or target.previous:
+        return None
+    files = files_of(store, content).all()
+    if [entry.path for entry in files] != [target.name]:
+        return None
+    entry = replace(files[0], path=name)
+    origin = content.copy_of or content.save_id
+    copied = replace(content, save_id=save_id, files=(entry,), switch=entry.basename, index=None, copy_of=origin)
+    rank = max(content.coordinator, 0)
+    return Part(name, rank, replace(copied, coordinator=rank), dirpath, durable=True)
