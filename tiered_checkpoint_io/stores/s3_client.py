@@ -34,7 +34,12 @@ from tiered_checkpoint_io.stores.s3_errors import (
 _SEND_SIZE = 1 << 20
 
 #: What requests are called in metrics (``requests.<name>``) and errors where it is not the method's first word.
-_REQUESTS = {"list_multipart_uploads": "list_uploads", "list_parts": "list_parts", "upload_part": "part"}
+_REQUESTS = {
+    "list_multipart_uploads": "list_uploads",
+    "list_parts": "list_parts",
+    "upload_part": "part",
+    "upload_part_copy": "copy",
+}
 
 
 def _name_of(method: str) -> str:

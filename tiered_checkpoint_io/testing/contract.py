@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError, StoreError, StoreNotFoundError
-from tiered_checkpoint_io.stores.base import Store, folders_of
+from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, folders_of
 
 ODD_KEYS = [
     "a",
@@ -262,6 +262,43 @@ class StoreContract:
             with memoryview(buffer) as view, pytest.raises(StopHere):
                 store.upload("x", view, progress=stop_here)
             buffer.extend(b"and after a failure too")
+
+    # --------------------------------------------------------------------------------- copies
+    @pytest.mark.parametrize("size", [0, 1000, 20 << 20])
+    def test_a_copy_is_an_object_of_its_own_and_sends_nothing(self, store: Store, size: int) -> None:
+        data = os.urandom(size)
+        store.upload("a/source", memoryview(data))
+        store.put("b/target", b"old")
+        before = store.metrics.snapshot()
+        seen: list[bytes] = []
+        journal = MemoryJournal()
+        copy = ServerCopy("a/source", size, lambda: seen.append(store.get("b/target")))
+        for _ in range(2):
+            copied: list[int] = []
+            copy.to(store, "b/target", journal=journal, progress=copied.append)
+            assert sum(copied) == size
+            assert journal.read() is None
+        assert seen[0] == b"old"
+        assert store.get("b/target") == data
+        counts = store.metrics.snapshot()
+        assert all(counts.get(name) == before.get(name) for name in ("bytes.up", "bytes.sent"))
+        assert sorted(entry.key for entry in store.list("")) == ["a/source", "b/target"]
+        store.put("a/source", b"another")
+        store.delete("a/source")
+        assert store.get("b/target") == data
+
+    def test_a_copy_that_is_called_off_or_impossible_leaves_the_old_object(self, store: Store) -> None:
+        store.put("source", b"12345")
+        store.put("target", b"old")
+        for source, size, check, error in (
+            ("source", 5, lambda: stop_here(0), StopHere),
+            ("source", 6, lambda: None, CopyRefusedError),
+            ("nothing", 5, lambda: None, StoreNotFoundError),
+        ):
+            with pytest.raises(error):
+                ServerCopy(source, size, check).to(store, "target")
+            assert store.get("target") == b"old"
+        assert sorted(entry.key for entry in store.list("")) == ["source", "target"]
 
     # --------------------------------------------------------------------------------- at once
     def test_many_threads(self, store: Store) -> None:

@@ -1,0 +1,178 @@
+"""Copies that a server makes of large objects, in parts, and servers that can't: moto copies parts, rclone does not."""
+
+import contextlib
+import os
+
+import pytest
+from support.fault_proxy import FaultProxy, lose_answer, refuse
+
+from tiered_checkpoint_io.errors import StoreUnavailableError
+from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store
+from tiered_checkpoint_io.stores.s3_uploads import MARK
+from tiered_checkpoint_io.testing.contract import MemoryJournal, StopHere, stop_here
+from tiered_checkpoint_io.testing.servers import S3Server
+
+SIZE = 20 * MIB + 5
+
+
+@pytest.fixture(scope="module")
+def moto():
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield S3Server(f"http://{host}:{port}", "testing", "testing")
+    server.stop()
+
+
+@pytest.fixture
+def bucket(moto):
+    name = f"copies-{os.urandom(6).hex()}"
+    moto.make_bucket(name)
+    yield name
+    moto.remove_bucket(name)
+
+
+@contextlib.contextmanager
+def opened(endpoint_url, url, **options):
+    """A store that copies in parts what is beyond 8 MiB, where S3 itself would take 5 GiB at once."""
+    store = S3Store(
+        url,
+        part_size=8 * MIB,
+        write_concurrency=4,
+        endpoint_url=endpoint_url,
+        region="us-east-1",
+        credentials={"aws_access_key_id": "testing", "aws_secret_access_key": "testing"},
+        write_options=options,
+    )
+    store._copy_whole = store._copy_part = 8 * MIB
+    with contextlib.closing(store):
+        yield store
+
+
+@pytest.fixture
+def store(moto, bucket):
+    with opened(moto.endpoint_url, f"s3://{bucket}/run") as store:
+        yield store
+
+
+def put(store, key, data=None):
+    data = data or os.urandom(SIZE)
+    store.upload(key, memoryview(data))
+    return data
+
+
+def test_a_large_object_is_copied_in_parts_and_bears_a_mark_of_its_own(store, moto, bucket):
+    data = put(store, "step_1.ckpt")
+    before, seen = store.metrics.snapshot(), []
+    ServerCopy("step_1.ckpt", SIZE, lambda: None).to(store, "last.ckpt", progress=seen.append)
+    counts = {name: count - before.get(name, 0) for name, count in store.metrics.snapshot().items()}
+    assert {name: count for name, count in counts.items() if name.startswith("requests.") and count} == {
+        "requests.head": 1,
+        "requests.create": 1,
+        "requests.copy": 3,
+        "requests.list_parts": 1,
+        "requests.complete": 1,
+    }
+    assert counts["bytes.sent"] == counts["bytes.up"] == 0
+    assert (sum(seen), counts["bytes.copied"]) == (SIZE, SIZE)
+    assert store.get("last.ckpt") == data
+    marks = {
+        moto.client.head_object(Bucket=bucket, Key=f"run/{key}.ckpt")["Metadata"][MARK] for key in ("last", "step_1")
+    }
+    assert len(marks) == 2
+
+
+@pytest.mark.parametrize("size", [1000, pytest.param(SIZE, marks=pytest.mark.matrix)])
+def test_a_copy_has_the_options_of_uploads(moto, bucket, size):
+    options = {"ServerSideEncryption": "AES256", "StorageClass": "STANDARD_IA", "ChecksumAlgorithm": "SHA256"}
+    with opened(moto.endpoint_url, f"s3://{bucket}/run", **options) as store:
+        data = put(store, "a", os.urandom(size))
+        ServerCopy("a", size, lambda: None).to(store, "b")
+        assert store.get("b") == data
+    facts = moto.client.head_object(Bucket=bucket, Key="run/b")
+    assert (facts["ServerSideEncryption"], facts["StorageClass"]) == ("AES256", "STANDARD_IA")
+
+
+def test_a_copy_in_parts_that_was_stopped_is_taken_up(store, moto, bucket):
+    data, journal = put(store, "a"), MemoryJournal()
+    copy = ServerCopy("a", SIZE, lambda: None)
+    with pytest.raises(StopHere):
+        copy.to(store, "b", journal=journal, progress=stop_here)
+    assert journal.read()
+    before = store.metrics.snapshot()
+    copy.to(store, "b", journal=journal)
+    counts = store.metrics.snapshot()
+    assert counts["requests.create"] == before["requests.create"]
+    assert store.get("b") == data
+    assert journal.read() is None
+
+
+@pytest.mark.parametrize("then", ["another source", "an upload"])
+def test_parts_of_one_source_never_get_into_another_object(store, moto, bucket, then):
+    put(store, "a")
+    journal = MemoryJournal()
+    with pytest.raises(StopHere):
+        ServerCopy("a", SIZE, lambda: None).to(store, "b", journal=journal, progress=stop_here)
+    if then == "an upload":
+        data = os.urandom(SIZE)
+        store.upload("b", memoryview(data), journal=journal)
+    else:
+        data = put(store, "a")
+        ServerCopy("a", SIZE, lambda: None).to(store, "b", journal=journal)
+    assert store.get("b") == data
+    assert moto.uploads(bucket) == []
+
+
+def test_a_source_that_changes_while_parts_are_copied_ends_the_copy(store, moto, bucket):
+    """moto ignores the ETag, as rclone does: so does this find out."""
+    put(store, "a")
+    store.put("b", b"old")
+    calls = []
+
+    def check():
+        calls.append(1)
+        if len(calls) == 2:
+            raise StoreUnavailableError("changed", operation="copy", key="a")
+
+    with pytest.raises(StoreUnavailableError):
+        ServerCopy("a", SIZE, check).to(store, "b")
+    assert store.get("b") == b"old"
+    assert moto.uploads(bucket) == []
+
+
+@pytest.mark.parametrize("size", [1000, SIZE])
+def test_a_server_that_sees_another_etag_is_asked_again_later(moto, bucket, size):
+    with FaultProxy(moto.endpoint_url) as proxy, opened(proxy.endpoint_url, f"s3://{bucket}/run") as store:
+        put(store, "a", os.urandom(size))
+        store.put("b", b"old")
+        proxy.plan = lambda request, _: refuse(412, "PreconditionFailed") if request in ("put", "part") else None
+        with pytest.raises(StoreUnavailableError, match="replaced"):
+            ServerCopy("a", size, lambda: None).to(store, "b")
+        proxy.plan = lambda *_: None
+        assert store.get("b") == b"old"
+
+
+@pytest.mark.parametrize("size", [1000, SIZE])
+def test_a_lost_answer_is_no_lost_copy(moto, bucket, size):
+    with FaultProxy(moto.endpoint_url) as proxy, opened(proxy.endpoint_url, f"s3://{bucket}/run") as store:
+        data, before = put(store, "a", os.urandom(size)), dict(proxy.counts)
+        which = "put" if size == 1000 else "part"
+        proxy.plan = lambda request, number: lose_answer if (request, number) == (which, before[which] + 1) else None
+        ServerCopy("a", size, lambda: None).to(store, "b")
+        assert store.metrics.snapshot()["retries"] == 1
+        assert store.get("b") == data
+
+
+def test_a_server_that_takes_copied_parts_for_empty_ones_is_found_out(s3_server, s3_url):
+    with contextlib.closing(S3Store(s3_url, part_size=8 * MIB, endpoint_url=s3_server.endpoint_url)) as store:
+        store._copy_whole = store._copy_part = 8 * MIB
+        put(store, "a")
+        store.put("b", b"old")
+        with pytest.raises(CopyRefusedError, match="copy parts"):
+            ServerCopy("a", SIZE, lambda: None).to(store, "b", journal=MemoryJournal())
+        assert store.get("b") == b"old"
+        bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+        assert s3_server.uploads(bucket, prefix) == []
