@@ -80,8 +80,9 @@ class TieredModelCheckpoint(DurableEnd):
             filename: The pattern of the names, as ``{epoch}-{val_loss:.2f}``; ``{epoch}-{step}`` by default.
             monitor: The logged value that tells which checkpoints are the best; None for the newest.
             verbose: Whether each decision on the best checkpoints is printed.
-            save_last: Whether ``last.ckpt`` stands for the newest durable checkpoint. It is an alias and uploads
-                nothing; ``"link"`` means the same.
+            save_last: Whether ``last.ckpt`` is a copy of the newest durable checkpoint, which the durable tier makes
+                by itself: an object that anything can load, and nothing is uploaded. ``"link"`` makes an alias, which
+                needs no room and loads through this package alone; so does ``True`` of a sharded checkpoint.
             save_top_k: How many of the best are kept; 0 for none, -1 for all.
             memory_every_n_train_steps: A checkpoint to memory alone every so many steps.
             s3_every_n_train_steps: A durable one every so many steps; None leaves that to
@@ -151,8 +152,9 @@ class TieredModelCheckpoint(DurableEnd):
 
     def _begin(self) -> None:
         """The state of a callback that has done nothing yet."""
-        if self.save_last == "link":
-            # An alias is what a link would be, on every tier.
+        #: Whether "last" is an alias, which is what a link would be, on every tier.
+        self._links_last = self.save_last == "link"
+        if self._links_last:
             self.save_last = True
         super()._begin()
         self._last_memory_step = -1
@@ -367,7 +369,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     def _alias(self, filepath: str, target: str) -> None:
         """Makes one path stand for what is saved at another."""
-        self._engine.alias(filepath, target)
+        self._engine.alias(filepath, target, copy=not self._links_last)
 
     def _look_after(self, trainer: Trainer) -> None:
         """Hears what the drain did, and passes it on to every callback of this kind."""

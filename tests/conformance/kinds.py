@@ -80,8 +80,8 @@ class Job:
     def name_of(number):
         return f"step_{number}.ckpt"
 
-    def alias(self, name, target):
-        self.engine.alias(name, target)
+    def alias(self, name, target, *, copy=False):
+        self.engine.alias(name, target, copy=copy)
 
     def delete(self, name):
         self.engine.remove(name)

@@ -37,6 +37,10 @@ LATEST, LAST = "tiered:latest", "tiered:last"
 #: For what happens in memory alone, and what is done to files of the durable tier.
 on_a_directory = pytest.mark.parametrize("dirpath", ["directory"], indirect=True)
 on_s3 = pytest.mark.parametrize("dirpath", ["s3"], indirect=True)
+#: ``save_last=True`` and ``save_last="link"``; of several files there is no copy, so that both are an alias.
+as_copy_or_alias = pytest.mark.parametrize(
+    "copy", [True, pytest.param(False, marks=pytest.mark.matrix)], ids=["copy", "alias"]
+)
 
 
 @pytest.fixture(params=KINDS)
@@ -110,14 +114,15 @@ def test_a_node_that_lost_its_memory_resumes_from_the_durable_tier(start, memory
     assert [start().load(which) for which in (LATEST, "step_1.ckpt")] == [2, 1]
 
 
+@as_copy_or_alias
 @pytest.mark.parametrize("landed", [True, False], ids=["landed", "queued"])
-def test_last_is_what_its_alias_means_though_that_is_still_queued(start, can, landed):
+def test_last_is_what_its_alias_means_though_that_is_still_queued(start, can, landed, copy):
     can(SENTINELS)
     job = start()
     with contextlib.nullcontext() if landed else job.without_drain():
         for number in (1, 2):
             job.save(number, wait=landed)
-        job.alias("last.ckpt", "step_1.ckpt")
+        job.alias("last.ckpt", "step_1.ckpt", copy=copy)
         if landed:
             job.wait()
         assert job.load(LAST) == 1
@@ -125,11 +130,12 @@ def test_last_is_what_its_alias_means_though_that_is_still_queued(start, can, la
     assert job.load("last.ckpt") == 1
 
 
-def test_an_alias_loads_by_its_name_once_it_has_landed(start, memory_dir):
+@as_copy_or_alias
+def test_an_alias_loads_by_its_name_once_it_has_landed(start, memory_dir, copy):
     job = start()
     for number in (1, 2):
         job.save(number)
-    job.alias("last.ckpt", "step_1.ckpt")
+    job.alias("last.ckpt", "step_1.ckpt", copy=copy)
     job.close()
     lose_memory(memory_dir)
     assert start().load("last.ckpt") == 1
@@ -177,11 +183,12 @@ def test_a_deleted_name_is_gone_from_each_tier(start, memory_dir):
         assert job.load(LATEST) == 1
 
 
-def test_an_alias_keeps_what_its_target_held_when_that_is_deleted(start, memory_dir):
+@as_copy_or_alias
+def test_an_alias_keeps_what_its_target_held_when_that_is_deleted(start, memory_dir, copy):
     job = start()
     for number in (1, 2):
         job.save(number)
-    job.alias("last.ckpt", "step_1.ckpt")
+    job.alias("last.ckpt", "step_1.ckpt", copy=copy)
     job.delete("step_1.ckpt")
     job.wait()
     job.close()

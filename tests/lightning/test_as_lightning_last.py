@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from support.as_lightning import Tiny, Topic
+from support.as_lightning import Tiny, Topic, number
 
 LAST = Topic("The last checkpoint")
 
@@ -104,9 +104,22 @@ def _(side):
     return saves, len(side.saves) - saves
 
 
-@LAST.different("a file of its own", lightning=True, here=False)
+@LAST.same("a file of its own")
 def _(side):
     side.train(save_last=True)
+    return os.path.exists(side.path("last.ckpt"))
+
+
+@LAST.same("`load_from_checkpoint(callback.last_model_path)` right after `fit`")
+def _(side):
+    callback = side.callback(save_last=True)
+    side.fit(callback)
+    return number(Tiny.load_from_checkpoint(callback.last_model_path).layer.weight.detach().sum())
+
+
+@LAST.different('`save_last="link"`: a file of its own', lightning=True, here=False)
+def _(side):
+    side.train(save_last="link")
     return os.path.exists(side.path("last.ckpt"))
 
 

@@ -138,7 +138,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def _alias(self, filepath: str, target: str) -> None:
         if self._io is not None and self._io.companion:
-            self._engine.alias(ids.companion_of(filepath, EMA), ids.companion_of(target, EMA))
+            super()._alias(ids.companion_of(filepath, EMA), ids.companion_of(target, EMA))
         super()._alias(filepath, target)
 
     def _save(

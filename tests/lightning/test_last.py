@@ -1,0 +1,116 @@
+"""``last.ckpt`` is a file as any other: what loads it, what it costs, and how it replaces what earlier releases left."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.training import LogBook, Model, Runs
+
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.engine.drain.queue import Queue
+
+#: In elements: so that a checkpoint is large beside manifests.
+BALLAST = 1 << 18
+
+
+def newest(**more):
+    return TieredModelCheckpoint(**{"s3_every_n_train_steps": 5, "save_top_k": 1, "save_last": True, **more})
+
+
+def weight(state):
+    return state["state_dict"]["layer.weight"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_last_model_path_loads_by_lightning_and_by_the_io_right_after_fit(runs_on_each, asynchronous):
+    runs, callback = runs_on_each, newest()
+    trainer, model = runs.fit(callback, asynchronous=asynchronous, ckpt_path=None)
+    path = trainer.checkpoint_callback.last_model_path
+    # Past our IO: by fsspec and torch.load.
+    assert torch.equal(Model.load_from_checkpoint(path).layer.weight, model.layer.weight)
+    loaded = trainer.io.load_checkpoint(path)
+    assert (loaded["global_step"], trainer.io.checkpointer.restored.tier) == (20, "memory")
+    trainer.test(model, ckpt_path=path, verbose=False)
+    trainer.test(model, ckpt_path="last", verbose=False)
+    runs.wipe()
+    loaded = trainer.io.load_checkpoint(path)
+    assert (loaded["global_step"], trainer.io.checkpointer.restored.tier) == (20, "durable")
+    assert torch.equal(weight(loaded), model.layer.weight)
+
+
+def test_last_is_an_object_that_boto3_and_torch_load_and_of_which_nothing_was_sent(
+    s3_url, s3_server, memory_dir, tmp_path
+):
+    runs = Runs(s3_url, memory_dir, tmp_path)
+    _, model = runs.fit(newest(), model=Model(ballast=BALLAST), ckpt_path=None)
+    (log,) = Path(memory_dir).glob("tiered-*/*/operations.log")
+    drain = Queue(log.parent).progress()
+    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+    s3_server.client.download_file(bucket, f"{prefix}/last.ckpt", str(tmp_path / "downloaded"))
+    # Neither this package nor Lightning has a part in it.
+    code = "import sys, torch; print(torch.load(sys.argv[1], weights_only=True)['global_step'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "downloaded"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "20", done.stderr
+    assert torch.equal(weight(torch.load(tmp_path / "downloaded", weights_only=True)), model.layer.weight)
+    size = os.path.getsize(tmp_path / "downloaded")
+    assert size > 4 * BALLAST
+    # Four steps were saved and uploaded; each became the last one.
+    assert drain.counters["bytes.copied"] >= size
+    assert 4 * size <= drain.counters["bytes.sent"] < 5 * size
+
+
+def test_a_link_is_an_alias_that_loads_through_this_package_alone(runs):
+    callback = newest(save_last="link")
+    trainer, model = runs.fit(callback, ckpt_path=None)
+    assert not os.path.exists(callback.last_model_path)
+    assert trainer.io.load_checkpoint(callback.last_model_path)["global_step"] == 20
+    assert torch.equal(model.layer.weight, weight(trainer.io.load_checkpoint("last.ckpt")))
+
+
+@pytest.mark.parametrize(("before", "after"), [("link", True), (True, "link")])
+def test_each_replaces_the_other_and_resumes_from_it(runs, before, after):
+    runs.fit(newest(save_last=before), max_steps=5, ckpt_path=None)
+    runs.wipe()
+    callback = newest(save_last=after)
+    trainer, _ = runs.fit(callback, ckpt_path="last", max_steps=20, max_epochs=9)
+    assert (trainer.io.checkpointer.restored.step, trainer.global_step) == (5, 20)
+    assert {"epoch=0-step=20.ckpt", "last.ckpt"} <= set(runs.durable())
+    assert os.path.exists(callback.last_model_path) == (after is True)
+    trainer.io.teardown()
+    runs.wipe()
+    assert runs.io().load_checkpoint("last.ckpt")["global_step"] == 20
+
+
+def test_a_restart_reads_the_checkpoint_in_memory_and_not_its_copy(runs):
+    runs.fit(newest(), ckpt_path=None)
+    for sentinel in ("last", "tiered:latest"):
+        trainer, _ = runs.fit(newest(), ckpt_path=sentinel, max_steps=20)
+        restored = trainer.io.checkpointer.restored
+        assert (restored.name, restored.tier) == ("epoch=0-step=20.ckpt", "memory")
+
+
+def test_of_a_checkpoint_and_its_copy_the_one_that_is_intact_is_resumed_from(runs, tmp_path):
+    runs.fit(newest(), ckpt_path=None)
+    runs.wipe()
+    path = os.path.join(runs.dirpath, "epoch=0-step=20.ckpt")
+    with open(path, "rb") as file:
+        data = bytearray(file.read())
+    data[len(data) // 2] ^= 1
+    # Under another inode: on this file system the copy may be a hard link.
+    (tmp_path / "damaged").write_bytes(data)
+    os.replace(tmp_path / "damaged", path)
+    trainer, _ = runs.fit(newest(), ckpt_path="tiered:latest", max_steps=20)
+    assert trainer.io.checkpointer.restored.name == "last.ckpt"
+    assert trainer.global_step == 20
+
+
+def test_loggers_see_a_last_that_is_there(runs):
+    book, callback = LogBook(runs.dirpath), newest()
+    runs.fit(callback, logger=book, ckpt_path=None)
+    assert all("last.ckpt" in names for _, last, names in book.told if last)
+    assert book.told[-1][1] == callback.last_model_path
