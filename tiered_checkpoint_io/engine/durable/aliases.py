@@ -42,6 +42,8 @@ def put_alias(
     manifest = target_of(store, target, alias)
     old = current(store, alias)
     if alias == target or (before is not None and old is not None and old.content.save_id > before):
+        # An earlier try may have set it, to a target that was saved later than the request.
+        Removal.noted(alias, note).finish(store, note)
         return
     is_own = old is not None and old.alias_of is None
     moving = [name for name in old.aliases if points_to(store, name, alias)] if old is not None and is_own else []

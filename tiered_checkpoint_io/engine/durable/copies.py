@@ -68,12 +68,11 @@ def put_copy(
     """
     manifest = target_of(store, target, name)
     old = current(store, name)
-    if name == target or _is_later(old, save_id):
-        return None
     part = _part_of(store, manifest, name, save_id, dirpath)
     begun = old.content if old is not None and old.previous and old.content.save_id == save_id else None
-    if part is None or (begun is not None and begun.copy_of != part.content.copy_of):
-        # Or an earlier try may have put there what the target was then: its manifest must stay until the alias'.
+    # An earlier try may have put there what the target was then: its manifest must stay until the alias'.
+    has_changed = begun is not None and part is not None and begun.copy_of != part.content.copy_of
+    if part is None or has_changed or name == target or _is_later(old, save_id):
         put_alias(store, name, target, before=save_id, journal=journal)
         return None
 
