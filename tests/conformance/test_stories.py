@@ -38,9 +38,7 @@ LATEST, LAST = "tiered:latest", "tiered:last"
 on_a_directory = pytest.mark.parametrize("dirpath", ["directory"], indirect=True)
 on_s3 = pytest.mark.parametrize("dirpath", ["s3"], indirect=True)
 #: ``save_last=True`` and ``save_last="link"``; of several files there is no copy, so that both are an alias.
-as_copy_or_alias = pytest.mark.parametrize(
-    "copy", [True, pytest.param(False, marks=pytest.mark.matrix)], ids=["copy", "alias"]
-)
+as_copy_or_alias = pytest.mark.parametrize("copy", [True, pytest.param(False, marks=pytest.mark.matrix)])
 
 
 @pytest.fixture(params=KINDS)
