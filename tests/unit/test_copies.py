@@ -148,14 +148,15 @@ def test_what_others_overwrite_while_it_is_copied_is_copied_once_it_stands(tmp_p
 
 
 @pytest.mark.parametrize("n", range(1, 12))
-def test_a_target_that_changes_between_two_tries_leaves_no_mixture(n, tmp_path):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_target_that_changes_between_two_tries_leaves_no_mixture(n, when, tmp_path):
     """The first try may have put the older bytes there already, and the manifest that goes with them."""
     store, journals = DirectoryStore(str(tmp_path)), Journals()
     save(store, "b", 1)
     copy(store, "last", "b", 2)
     save(store, "a", 3)
     with contextlib.suppress(Injected):
-        copy(FaultyStore(store, fail_at=n, when="after"), "last", "a", 4, journals)
+        copy(FaultyStore(store, fail_at=n, when=when), "last", "a", 4, journals)
     save(store, "a", 5)
     for m in range(1, 20):
         faulty = FaultyStore(store, fail_at=m, when="after")

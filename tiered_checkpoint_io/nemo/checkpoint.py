@@ -27,7 +27,7 @@ _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
 class TieredNeMoCheckpoint(TieredModelCheckpoint):
     """A TieredModelCheckpoint with what NeMo's callback adds.
 
-    - ``-last`` names with step and metric. Each is an alias and replaces the one before.
+    - ``-last`` names with step and metric. Each is a copy that the durable tier makes, and replaces the one before.
     - A checkpoint at the end of training, and ``.nemo`` files on the durable tier.
     - With NeMo's EMA, each checkpoint is two files, and counts only if both are there: ``x-EMA.ckpt`` is
       saved first, and ``x.ckpt`` commits both.
@@ -209,7 +209,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         engine = self._engine
         names = [ids.name_in(engine.dirpath, path) for path in self.best_k_models if self._is_ours(path)]
         by_step = sorted(names, key=lambda name: (step_of(name), name))
-        # At least one keeps them: ``-last`` is its alias, and runs resume from it.
+        # At least one keeps them: runs resume from it.
         for name in by_step[: -max(self.save_last_n_optim_states, 1)]:
             if name in self._slim or engine.is_pending(name):
                 continue
