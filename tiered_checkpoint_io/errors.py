@@ -132,6 +132,12 @@ class StoreUnavailableError(StoreError):
     retryable = True
 
 
+class StoreChangedError(StoreError):
+    """An object is not as it was read, so it was neither replaced nor removed. Look at it anew, and decide again."""
+
+    retryable = True
+
+
 class DrainError(TieredCheckpointError, RuntimeError):
     """The background drain failed, died, or did not finish in time."""
 

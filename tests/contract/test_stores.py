@@ -87,6 +87,8 @@ class TestRemoteStoreOnS3(StoreContract):
 
 
 class TestS3Store(StoreContract):
+    keeps_conditions = False
+
     @pytest.fixture
     def store(self, s3_url, s3_server):
         store = S3Store(s3_url, part_size=8 * MIB, write_concurrency=4, endpoint_url=s3_server.endpoint_url)

@@ -25,7 +25,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import (
+    CorruptCheckpointError,
+    InvalidNameError,
+    StoreChangedError,
+    StoreError,
+    StoreNotFoundError,
+)
 
 
 def validate_key(key: str) -> str:
@@ -45,6 +51,16 @@ def too_short(key: str, size: int, end: int) -> CorruptCheckpointError:
     """The error for an object of ``size`` bytes that is read up to ``end``."""
     return CorruptCheckpointError(
         f"object ends at byte {size}; {end} were expected", operation="read", tier="durable", key=key
+    )
+
+
+def changed(operation: str, key: str) -> StoreChangedError:
+    """The error for an object that is not as it was read."""
+    return StoreChangedError(
+        "it changed since it was read: another run, or another node, works on the same name",
+        operation=operation,
+        key=key,
+        hint="it is looked at anew, and decided again; no action needed",
     )
 
 
@@ -180,7 +196,8 @@ class Store(Protocol):
 
     # A store may also have ``folders(prefix)``: the names of the folders that a listing by a delimiter finds below a
     # prefix. See :func:`folders_of`. And ``try_multipart(key)``, where large objects need rights of their own. And
-    # ``copy(source, target, size, ...)``, which sends no bytes. See :class:`ServerCopy`.
+    # ``copy(source, target, size, ...)``, which sends no bytes. See :class:`ServerCopy`. And what
+    # :class:`ConditionalStore` adds.
 
     def get(self, key: str) -> bytes:
         """The content of a small object.
@@ -240,6 +257,95 @@ class Store(Protocol):
     def close(self) -> None:
         """Frees connections and threads. A closed store is not used again."""
         ...
+
+
+@runtime_checkable
+class ConditionalStore(Store, Protocol):
+    """A store that can also write on the condition that an object is as it was read; not all can.
+
+    The *tag* of an object is text that changes when its content does, such as S3's ETag. ``expected`` is the tag of
+    what is replaced; None where there must be nothing.
+    """
+
+    def tag(self, key: str) -> str | None:
+        """The tag of an object; None where there is none."""
+        ...
+
+    def get_tagged(self, key: str) -> tuple[bytes, str]:
+        """The content of a small object, and its tag.
+
+        Raises:
+            StoreNotFoundError: There is none.
+        """
+        ...
+
+    def put_if(self, key: str, data: bytes, expected: str | None) -> str:
+        """As ``put``; gives the tag of what was written.
+
+        Raises:
+            StoreChangedError: The object is another than expected, and not this one either. Nothing was written.
+        """
+        ...
+
+    def upload_if(
+        self,
+        key: str,
+        data: Content,
+        expected: str | None,
+        *,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """As ``upload``; raises as :meth:`put_if`."""
+        ...
+
+    def delete_if(self, key: str, expected: str) -> None:
+        """As ``delete``.
+
+        Raises:
+            StoreChangedError: The object is another than expected. Nothing was removed.
+        """
+        ...
+
+
+class Unconditional:
+    """The methods of a ConditionalStore by those of a store that has them not: what is expected is not looked at."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def tag(self, key: str) -> str | None:
+        try:
+            self._store.size(key)
+        except StoreNotFoundError:
+            return None
+        return ""
+
+    def get_tagged(self, key: str) -> tuple[bytes, str]:
+        return self._store.get(key), ""
+
+    def put_if(self, key: str, data: bytes, expected: str | None) -> str:  # noqa: ARG002
+        self._store.put(key, data)
+        return ""
+
+    def upload_if(
+        self,
+        key: str,
+        data: Content,
+        expected: str | None,  # noqa: ARG002
+        *,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._store.upload(key, data, journal=journal, progress=progress)
+
+    def delete_if(self, key: str, expected: str) -> None:  # noqa: ARG002
+        self._store.delete(key)
+
+
+def conditional(store: Store) -> ConditionalStore | Unconditional:
+    """The same store for writes on a condition; where it can't, they are unconditional."""
+    return store if isinstance(store, ConditionalStore) else Unconditional(store)
 
 
 def folders_of(store: Store, prefix: str) -> set[str]:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.stores.base import Content, too_short
+from tiered_checkpoint_io.errors import StoreChangedError, StoreNotFoundError
+from tiered_checkpoint_io.stores.base import Content, UploadJournal, changed, too_short
 from tiered_checkpoint_io.stores.files import FileStore
 
 _T = TypeVar("_T")
@@ -21,6 +22,8 @@ _ATTEMPTS = 100
 #: The request of linux/fs.h that has two files share their blocks, until one is written to.
 _FICLONE = 0x40049409
 _SENT_AT_ONCE = 1 << 30
+#: In the scratch folder, where what no process has locked is removed.
+_LOCK = "conditional-write"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
 
@@ -66,7 +69,101 @@ class DirectoryStore(FileStore):
                     raise too_short(key, os.fstat(file.fileno()).st_size, offset + len(buffer))
                 done += count
 
+    # ------------------------------------------------------------------------- conditional writes
+    def tag(self, key: str) -> str | None:
+        path = self._path(key)
+        return self._ask("head", key, lambda: _tag_at(path))
+
+    def get_tagged(self, key: str) -> tuple[bytes, str]:
+        path = self._path(key)
+        data, tag = self._ask("get", key, lambda: _read_tagged(path))
+        self.metrics.add("bytes.down", len(data))
+        return data, tag
+
+    def put_if(self, key: str, data: bytes, expected: str | None) -> str:
+        try:
+            return self._upload_if(key, memoryview(data), expected)
+        except StoreChangedError:
+            # A file system over a network may have lost just the answer.
+            with contextlib.suppress(StoreNotFoundError):
+                found, tag = self.get_tagged(key)
+                if found == data:
+                    return tag
+            raise
+
+    def upload_if(
+        self,
+        key: str,
+        data: Content,
+        expected: str | None,
+        *,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._upload_if(key, data, expected, journal, progress)
+
+    def _upload_if(
+        self,
+        key: str,
+        data: Content,
+        expected: str | None,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> str:
+        path, tag = self._path(key), ""
+
+        def write(report: Callable[[int], None]) -> None:
+            nonlocal tag
+            tag = self._replace(key, path, data, report, lambda: self._unchanged("put", key, path, expected))
+
+        self._upload(key, data, write, journal, progress)
+        return tag
+
+    def delete_if(self, key: str, expected: str) -> None:
+        path = self._path(key)
+
+        def delete() -> None:
+            if _tag_at(path) is not None:
+                with self._unchanged("delete", key, path, expected):
+                    self._delete(path)
+
+        with contextlib.suppress(StoreNotFoundError):
+            self._ask("delete", key, delete)
+
+    @contextlib.contextmanager
+    def _unchanged(self, operation: str, key: str, path: str, expected: str | None) -> Iterator[None]:
+        """A block that no other conditional write comes between; entered where the file is as expected."""
+        lock = os.path.join(self._scratch, _LOCK)
+        while True:
+            descriptor = _within(self._scratch, lambda: os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            try:
+                # Held for a rename. Where there are no locks, another writer may come between.
+                _lock(descriptor, fcntl.LOCK_EX)
+                if not os.fstat(descriptor).st_nlink:
+                    continue
+                try:
+                    if _tag_at(path) != expected:
+                        raise changed(operation, key)
+                    yield
+                    return
+                finally:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(lock)
+            finally:
+                os.close(descriptor)
+
     def _write(self, key: str, path: str, data: Content, report: Callable[[int], None]) -> None:
+        self._replace(key, path, data, report, contextlib.nullcontext)
+
+    def _replace(
+        self,
+        key: str,
+        path: str,
+        data: Content,
+        report: Callable[[int], None],
+        unchanged: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> str:
+        """Writes a file, and puts it into its place within ``unchanged()``; its tag."""
         folder = os.path.dirname(path)
         with self._temporary(key) as (descriptor, temporary):
             for start in range(0, len(data), _SLICE):
@@ -76,9 +173,12 @@ class DirectoryStore(FileStore):
                 report(count)
             with self._guarded("put", key):
                 os.fsync(descriptor)
-                _within(folder, lambda: os.rename(temporary, path))
+                with unchanged():
+                    _within(folder, lambda: os.rename(temporary, path))
+                tag = _tag_of(os.fstat(descriptor))
         with self._guarded("put", key):
             _sync_folder(folder)
+        return tag
 
     def _copy(self, key: str, source: str, path: str, size: int, check: Callable[[], None]) -> None:
         scratch = os.path.join(self._scratch, self._clock.token(12))
@@ -183,6 +283,23 @@ def _copy_bytes(origin: int, path: str) -> None:
         while os.sendfile(file.fileno(), origin, file.tell(), _SENT_AT_ONCE):
             pass
         os.fsync(file.fileno())
+
+
+def _tag_of(facts: os.stat_result) -> str:
+    """Each write makes a file of its own, so these tell it from the one before."""
+    return f"{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"
+
+
+def _tag_at(path: str) -> str | None:
+    try:
+        return _tag_of(os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _read_tagged(path: str) -> tuple[bytes, str]:
+    with open(path, "rb") as file:
+        return file.read(), _tag_of(os.fstat(file.fileno()))
 
 
 def _within(folder: str, action: Callable[[], _T]) -> _T:

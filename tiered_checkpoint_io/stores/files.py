@@ -123,6 +123,17 @@ class FileStore(ABC):
         progress: Callable[[int], None] | None = None,
     ) -> None:
         path = self._path(key)
+        self._upload(key, data, lambda report: self._write(key, path, data, report), journal, progress)
+
+    def _upload(
+        self,
+        key: str,
+        data: Content,
+        write: Callable[[Callable[[int], None]], None],
+        journal: UploadJournal | None,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        """What all uploads have in common around ``write``, which is called with where to report progress."""
         report, cancelled = Progress(progress), threading.Event()
 
         def tell(count: int) -> None:
@@ -141,7 +152,7 @@ class FileStore(ABC):
                     with self._guarded("put", key):
                         self._drop_abandoned()
                     self._cleaned = True
-                self._write(key, path, data, tell)
+                write(tell)
 
         self._retry(lambda: self._or_renewed(once), cancelled=cancelled)
         self.metrics.add("bytes.up", len(data))

@@ -10,7 +10,7 @@ from typing import TypeVar
 import tenacity
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.errors import StoreChangedError, StoreError
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.silence import current_question
 
@@ -45,7 +45,8 @@ class Retry:
             nonlocal last
             last = state
             error = state.outcome.exception() if state.outcome is not None else None
-            again = isinstance(error, StoreError) and error.retryable
+            # What has changed is not as it was at a second try either: who asked has to look again.
+            again = isinstance(error, StoreError) and error.retryable and not isinstance(error, StoreChangedError)
             if not again:
                 # Also that there is no such object is an answer.
                 self._metrics.add("answers")

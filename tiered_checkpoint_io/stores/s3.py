@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.base import Content, ObjectInfo, UploadJournal, too_short
 from tiered_checkpoint_io.stores.retry import Progress
@@ -119,6 +119,50 @@ class S3Store:
         self._client.ask("get_object", key, wanted, receive=lambda answer: _fill(buffer, answer, key, offset))
         self.metrics.add("bytes.down", len(buffer))
 
+    # ------------------------------------------------------------------------- conditional writes
+    def tag(self, key: str) -> str | None:
+        try:
+            return str(self._client.ask("head_object", key)["ETag"])
+        except StoreNotFoundError:
+            return None
+
+    def get_tagged(self, key: str) -> tuple[bytes, str]:
+        data, tag = self._client.ask("get_object", key, receive=lambda answer: (_content(answer), str(answer["ETag"])))
+        self.metrics.add("bytes.down", len(data))
+        return data, tag
+
+    def put_if(self, key: str, data: bytes, expected: str | None) -> str:
+        with memoryview(data) as view:
+            return self._put_if(key, view, expected)
+
+    def upload_if(
+        self,
+        key: str,
+        data: Content,
+        expected: str | None,
+        *,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._upload(key, data, lambda whole: self._put_if(key, whole, expected), journal, progress, [expected])
+
+    def delete_if(self, key: str, expected: str) -> None:
+        with contextlib.suppress(StoreNotFoundError):
+            self._client.ask_if("delete_object", key, expected)
+
+    def _put_if(self, key: str, data: memoryview, expected: str | None) -> str:
+        try:
+            answer = self._client.ask_if("put_object", key, expected, self._write_options, body=data)
+        except StoreChangedError:
+            # Its own answer may have been lost: a repetition then meets what the first attempt wrote.
+            with contextlib.suppress(StoreNotFoundError):
+                found, tag = self.get_tagged(key)
+                if found == data:
+                    return tag
+            raise
+        self.metrics.add("bytes.up", len(data))
+        return str(answer["ETag"])
+
     def upload(
         self,
         key: str,
@@ -127,14 +171,25 @@ class S3Store:
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
+        self._upload(key, data, lambda whole: self._put(key, whole), journal, progress)
+
+    def _upload(
+        self,
+        key: str,
+        data: Content,
+        put: Callable[[memoryview], object],
+        journal: UploadJournal | None,
+        progress: Callable[[int], None] | None,
+        expected: Sequence[str | None] = (),
+    ) -> None:
         part_size = part_size_for(len(data), self._part_size)
         if len(data) > part_size:
-            self._uploads.send(key, data, part_size, journal, Progress(progress))
+            self._uploads.send(key, data, part_size, journal, Progress(progress), expected)
             return
         if journal is not None:
             self._uploads.abandon(key, journal)
         with data[0 : len(data)] as whole:
-            self._put(key, whole)
+            put(whole)
         if progress is not None:
             progress(len(data))
 

@@ -18,15 +18,16 @@ import botocore
 import botocore.config
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import StoreError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.base import Metrics, validate_key
+from tiered_checkpoint_io.stores.base import Metrics, changed, validate_key
 from tiered_checkpoint_io.stores.retry import Progress, Retry
 from tiered_checkpoint_io.stores.s3_connection import Connection
 from tiered_checkpoint_io.stores.s3_errors import (
     CLIENT_ERRORS,
     is_just_busy,
     may_be_credentials,
+    may_refuse_conditions,
     may_want_checksum,
     translated,
 )
@@ -84,6 +85,8 @@ class S3Client:
         self._retry = Retry(self.metrics, clock)
         #: Whether bodies need an MD5 sum: those to a bucket with Object Lock do, which is learned from a refusal.
         self._needs_md5 = False
+        #: Whether the server takes conditions of writes, which is learned from a refusal, too.
+        self._has_conditions = True
         config = botocore.config.Config(
             # Retries are counted and bounded by Retry alone.
             retries={"total_max_attempts": 1, "mode": "standard"},
@@ -159,6 +162,39 @@ class S3Client:
             return answer
 
         return self._retry(attempt, cancelled=cancelled)
+
+    def ask_if(
+        self,
+        method: str,
+        key: str,
+        expected: str | None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        body: memoryview | None = None,
+        doubt: Callable[[], None] | None = None,
+    ) -> Any:
+        """:meth:`ask` for a write on the condition that the object has this tag; where it is None, that there is none.
+
+        From a server that refuses conditions as such, it is asked without one. Some take no notice of them.
+
+        Raises:
+            StoreChangedError: The object is another.
+        """
+        given, condition = arguments or {}, {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected}
+        if self._has_conditions:
+            try:
+                return self.ask(method, key, {**given, **condition}, body=body, doubt=doubt)
+            except StoreNotFoundError as error:
+                # Of an upload in parts that is gone as well, which its caller knows.
+                if doubt is not None or method == "delete_object":
+                    raise
+                raise changed(_name_of(method), key) from error
+            except StoreError as error:
+                if not may_refuse_conditions(error.__cause__):
+                    raise
+        answer = self.ask(method, key, given, body=body, doubt=doubt)
+        self._has_conditions = False
+        return answer
 
     def once(
         self,

@@ -12,6 +12,7 @@ import urllib3.exceptions
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     StoreAccessError,
+    StoreChangedError,
     StoreConfigError,
     StoreError,
     StoreNotFoundError,
@@ -54,6 +55,10 @@ _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintExceptio
 _BUSY = {"InternalError", "OperationAborted", "RequestTimeout", "RequestTimeoutException", "SlowDown"}
 #: How servers refuse a body without a checksum. AWS says the first of many other things as well.
 _NO_CHECKSUM = {"InvalidRequest", "MissingContentMD5"}
+#: How servers say that a condition of a write is not met; 409 says that another write came at the same moment.
+_CHANGED = {"PreconditionFailed", "ConditionalRequestConflict"}
+#: How they say that they know no conditions of writes. AWS says some of it of many other things as well.
+_NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "UnsupportedHeader"}
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
 
 
@@ -120,6 +125,17 @@ def may_want_checksum(error: BaseException | None) -> bool:
     return error.response.get("Error", {}).get("Code") in _NO_CHECKSUM
 
 
+def may_refuse_conditions(error: BaseException | None) -> bool:
+    """Whether the server may have refused a write for its condition, because it knows no such thing."""
+    if not isinstance(error, botocore.exceptions.ClientError):
+        return False
+    answer: Any = error.response
+    return (
+        answer.get("Error", {}).get("Code") in _NO_CONDITIONS
+        or answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 501
+    )
+
+
 def _meaning(code: str, status: int, bucket: str, region: str | None) -> _Meaning:
     if code == "NoSuchBucket":
         return StoreConfigError, f"bucket {bucket!r} does not exist there; check dirpath and endpoint_url"
@@ -128,6 +144,8 @@ def _meaning(code: str, status: int, bucket: str, region: str | None) -> _Meanin
     if code in _ELSEWHERE or status in (301, 307):
         where = f"is in region {region!r}" if region else "is in another region, or at another endpoint"
         return StoreConfigError, f"bucket {bucket!r} {where}; set region and endpoint_url accordingly"
+    if code in _CHANGED or status == 412:
+        return StoreChangedError, "another run, or another node, works on the same name; it is looked at anew"
     if code in _BUSY or code.startswith("Throttl") or status in _BUSY_STATUS:
         return StoreUnavailableError, None
     if code == "RequestTimeTooSkewed":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -13,8 +13,14 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import InvalidNameError, StoreError, StoreNotFoundError, StoreUnavailableError
-from tiered_checkpoint_io.stores.base import Content, UploadJournal
+from tiered_checkpoint_io.errors import (
+    InvalidNameError,
+    StoreChangedError,
+    StoreError,
+    StoreNotFoundError,
+    StoreUnavailableError,
+)
+from tiered_checkpoint_io.stores.base import Content, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import S3Client
 
@@ -122,12 +128,21 @@ class MultipartUploads:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def send(
-        self, key: str, data: Content | Copied, part_size: int, journal: UploadJournal | None, report: Progress
+        self,
+        key: str,
+        data: Content | Copied,
+        part_size: int,
+        journal: UploadJournal | None,
+        report: Progress,
+        expected: Sequence[str | None] = (),
     ) -> None:
-        """Uploads ``data``, or has it copied; see :meth:`Store.upload`."""
+        """Uploads ``data``, or has it copied; see :meth:`Store.upload`.
+
+        The tag that is ``expected``, if any, is looked at before the end.
+        """
         for _ in range(2):
             report.restart()
-            if self._send(key, data, part_size, journal, report):
+            if self._send(key, data, part_size, journal, report, expected):
                 if journal is not None:
                     journal.clear()
                 return
@@ -163,7 +178,13 @@ class MultipartUploads:
         return count
 
     def _send(
-        self, key: str, data: Content | Copied, part_size: int, journal: UploadJournal | None, report: Progress
+        self,
+        key: str,
+        data: Content | Copied,
+        part_size: int,
+        journal: UploadJournal | None,
+        report: Progress,
+        expected: Sequence[str | None],
     ) -> bool:
         """Whether the object is complete; False where the upload vanished (a lifecycle rule, for one)."""
         origin = data.etag if isinstance(data, Copied) else ""
@@ -207,7 +228,14 @@ class MultipartUploads:
                 if len(self._arrived(upload) or ()) != len(upload.numbers):
                     raise StoreError("the server did not copy the parts as asked", operation="copy", key=key)
             whole = {"MultipartUpload": {"Parts": [arrived[number] for number in upload.numbers]}}
-            self._client.ask("complete_multipart_upload", key, {**upload_id, **whole}, doubt=is_gone)
+            self._complete(key, {**upload_id, **whole}, expected, is_gone)
+        except StoreChangedError as error:
+            # So it is as well where the answer to the first of two such requests was lost.
+            if self._made(upload):
+                return True
+            if journal is None:
+                self._abort_after(error, key, upload.upload_id)
+            raise
         except StoreNotFoundError:
             # Completed, and just the answer was lost? Then the object bears the upload's mark.
             return len(arrived) == len(upload.numbers) and self._made(upload)
@@ -219,6 +247,21 @@ class MultipartUploads:
                     journal.clear()
             raise
         return True
+
+    def _complete(
+        self, key: str, given: Mapping[str, Any], expected: Sequence[str | None], doubt: Callable[[], None]
+    ) -> None:
+        if not expected:
+            self._client.ask("complete_multipart_upload", key, given, doubt=doubt)
+            return
+        (tag,) = expected
+        # Ceph takes no notice of the condition here: this leaves a moment, in place of the time of the upload.
+        with contextlib.suppress(StoreNotFoundError):
+            found = None
+            found = str(self._client.ask("head_object", key)["ETag"])
+        if found != tag:
+            raise changed("complete", key)
+        self._client.ask_if("complete_multipart_upload", key, tag, given, doubt=doubt)
 
     def _begin(
         self, key: str, size: int, part_size: int, journal: UploadJournal | None, origin: str

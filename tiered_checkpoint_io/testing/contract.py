@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError, StoreError, StoreNotFoundError
-from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, folders_of
+from tiered_checkpoint_io.errors import (
+    CorruptCheckpointError,
+    InvalidNameError,
+    StoreChangedError,
+    StoreError,
+    StoreNotFoundError,
+)
+from tiered_checkpoint_io.stores.base import ConditionalStore, CopyRefusedError, ServerCopy, Store, folders_of
 
 ODD_KEYS = [
     "a",
@@ -88,6 +94,8 @@ class StoreContract:
 
     #: Bytes of an upload that the store sends in several parts.
     large = 20 << 20
+    #: Whether what a ConditionalStore promises is tested: not where its server takes no notice of conditions.
+    keeps_conditions = True
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:
@@ -299,6 +307,72 @@ class StoreContract:
                 ServerCopy(source, size, check).to(store, "target")
             assert store.get("target") == b"old"
         assert sorted(entry.key for entry in store.list("")) == ["source", "target"]
+
+    # --------------------------------------------------------------------------------- on a condition
+    @pytest.fixture
+    def conditional_store(self, store: Store) -> ConditionalStore:
+        """The store, where it is one; conditional writes are optional."""
+        if not self.keeps_conditions or not isinstance(store, ConditionalStore):
+            pytest.skip("this store does not write on a condition")
+        return store
+
+    @pytest.mark.parametrize("key", ["x", "a/b/c"])
+    def test_what_is_as_it_was_read_goes(self, conditional_store: ConditionalStore, key: str) -> None:
+        store = conditional_store
+        assert store.tag(key) is None
+        tag = store.put_if(key, b"1", None)
+        assert store.get_tagged(key) == (b"1", tag)
+        store.upload_if(key, memoryview(b"2"), tag)
+        data, other = store.get_tagged(key)
+        assert (data, store.tag(key)) == (b"2", other)
+        assert other != tag
+        store.delete_if(key, other)
+        store.delete_if(key, other)
+        assert store.tag(key) is None
+        with pytest.raises(StoreNotFoundError):
+            store.get_tagged(key)
+        store.upload_if(key, memoryview(b"3"), None)
+        assert store.get(key) == b"3"
+
+    def test_what_changed_since_it_was_read_stays(self, conditional_store: ConditionalStore) -> None:
+        store = conditional_store
+        tag = store.put_if("x", b"1", None)
+        store.put("x", b"22")
+        for write in (
+            lambda: store.put_if("x", b"3", tag),
+            lambda: store.put_if("x", b"3", None),
+            lambda: store.upload_if("x", memoryview(b"3"), tag),
+            lambda: store.upload_if("x", memoryview(b"3"), None),
+            lambda: store.delete_if("x", tag),
+            lambda: store.put_if("gone", b"3", tag),
+        ):
+            with pytest.raises(StoreChangedError) as caught:
+                write()
+            assert caught.value.retryable
+        assert [(entry.key, entry.size) for entry in store.list("")] == [("x", 2)]
+        assert store.metrics.snapshot().get("retries", 0) == 0
+
+    def test_what_it_would_write_is_there_already(self, conditional_store: ConditionalStore) -> None:
+        store = conditional_store
+        tag = store.put_if("x", b"1", None)
+        # As where the answer to a first attempt was lost.
+        assert store.put_if("x", b"1", None) == tag
+
+    def test_of_many_who_read_the_same_one_writes(self, conditional_store: ConditionalStore) -> None:
+        store = conditional_store
+        tag = store.put_if("x", b"0", None)
+
+        def write(number: int) -> bool:
+            try:
+                store.put_if("x", str(number).encode(), tag)
+            except StoreChangedError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(8) as pool:
+            written = list(pool.map(write, range(1, 17)))
+        assert sum(written) == 1
+        assert store.get("x") == str(written.index(True) + 1).encode()
 
     # --------------------------------------------------------------------------------- at once
     def test_many_threads(self, store: Store) -> None:

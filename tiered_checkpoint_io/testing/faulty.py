@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
 from tiered_checkpoint_io.errors import StoreUnavailableError
-from tiered_checkpoint_io.stores.base import Content, ObjectInfo, Store, UploadJournal
+from tiered_checkpoint_io.stores.base import Content, ObjectInfo, Store, UploadJournal, conditional
 
 _T = TypeVar("_T")
 
@@ -76,6 +76,14 @@ class FaultyStore:
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
+        self._upload(key, lambda report: self._store.upload(key, data, journal=journal, progress=report), progress)
+
+    def _upload(
+        self,
+        key: str,
+        upload: Callable[[Callable[[int], None]], None],
+        progress: Callable[[int], None] | None,
+    ) -> None:
         def report(count: int) -> None:
             if progress is not None:
                 progress(count)
@@ -85,7 +93,7 @@ class FaultyStore:
         due = self._count("upload", key)
         if due and self._when == "before":
             self._fail("upload", key)
-        self._store.upload(key, data, journal=journal, progress=report)
+        upload(report)
         if due:
             self._fail("upload", key)
 
@@ -107,6 +115,32 @@ class FaultyStore:
 
     def delete(self, key: str) -> None:
         self._do("delete", key, lambda: self._store.delete(key))
+
+    def tag(self, key: str) -> str | None:
+        return self._do("size", key, lambda: conditional(self._store).tag(key))
+
+    def get_tagged(self, key: str) -> tuple[bytes, str]:
+        return self._do("get", key, lambda: conditional(self._store).get_tagged(key))
+
+    def put_if(self, key: str, data: bytes, expected: str | None) -> str:
+        return self._do("put", key, lambda: conditional(self._store).put_if(key, data, expected))
+
+    def upload_if(
+        self,
+        key: str,
+        data: Content,
+        expected: str | None,
+        *,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        def upload(report: Callable[[int], None]) -> None:
+            conditional(self._store).upload_if(key, data, expected, journal=journal, progress=report)
+
+        self._upload(key, upload, progress)
+
+    def delete_if(self, key: str, expected: str) -> None:
+        self._do("delete", key, lambda: conditional(self._store).delete_if(key, expected))
 
     def close(self) -> None:
         self._store.close()

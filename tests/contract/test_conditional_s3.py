@@ -1,0 +1,111 @@
+"""Conditional writes on S3: on moto, which keeps them, and against servers that refuse them, or whose answer is lost."""
+
+import os
+import secrets
+
+import pytest
+from support import clocks
+from support.fault_proxy import FaultProxy, lose_answer, refuse, where
+from support.refusing import BUCKET, ServerWithRights
+
+from tiered_checkpoint_io.errors import StoreChangedError
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store
+from tiered_checkpoint_io.testing.contract import MemoryJournal, StoreContract
+
+
+@pytest.fixture(scope="module")
+def moto():
+    with ServerWithRights() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(moto):
+    with FaultProxy(moto.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(moto, proxy, monkeypatch):
+    for name, value in moto.writer.items():
+        monkeypatch.setenv(name, value)
+    quick = clocks.quick(retry_first_wait_s=0.01, retry_max_wait_s=0.05)
+    url = f"s3://{BUCKET}/{secrets.token_hex(6)}"
+    store = S3Store(url, part_size=8 * MIB, endpoint_url=proxy.endpoint_url, clock=quick)
+    yield store
+    store.close()
+
+
+class TestConditions:
+    """The conditional part of the contract, on a server that keeps conditions; the rest of it runs elsewhere."""
+
+    keeps_conditions = True
+    conditional_store = StoreContract.conditional_store
+    test_as_read = StoreContract.test_what_is_as_it_was_read_goes
+    test_changed = StoreContract.test_what_changed_since_it_was_read_stays
+    test_there_already = StoreContract.test_what_it_would_write_is_there_already
+    test_one_writes = StoreContract.test_of_many_who_read_the_same_one_writes
+
+
+@pytest.mark.parametrize("expected", ["absent", "tag"])
+def test_a_lost_answer_is_no_change_by_others(store, proxy, expected):
+    tag = store.put_if("x", b"1", None) if expected == "tag" else None
+    proxy.plan = where(lose_answer, operation="put", key="x", calls=[1])
+    store.put_if("x", b"2", tag)
+    assert store.get("x") == b"2"
+    assert store.metrics.snapshot()["retries"] == 1
+
+
+def test_a_lost_answer_to_a_delete_is_none_either(store, proxy):
+    tag = store.put_if("x", b"1", None)
+    proxy.plan = where(lose_answer, operation="delete", key="x", calls=[1])
+    store.delete_if("x", tag)
+    assert store.tag("x") is None
+
+
+@pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidArgument")])
+def test_a_server_that_refuses_conditions_is_written_to_without(store, proxy, refusal):
+    def without_conditions(exchange):
+        if {name.lower() for name in exchange.headers} & {"if-match", "if-none-match"}:
+            refuse(*refusal)(exchange)
+        else:
+            status, headers, body = exchange.forward()
+            exchange.answer(status, body, headers)
+
+    store.put("x", b"1")
+    proxy.plan = where(without_conditions)
+    before = store.metrics.snapshot()["requests.put"]
+    store.put_if("x", b"2", "another")
+    store.put_if("x", b"3", None)
+    assert store.get("x") == b"3"
+    # Known once for the store: the first of the two was asked twice.
+    assert store.metrics.snapshot()["requests.put"] == before + 3
+    store.delete_if("x", "another")
+    assert store.tag("x") is None
+
+
+def test_an_upload_in_parts_writes_over_nothing_that_came_meanwhile(store):
+    store.put("x", b"old")
+    data, tag, journal = os.urandom(20 * MIB), store.tag("x"), MemoryJournal()
+
+    def another_comes(_):
+        store.put("x", b"another")
+
+    with pytest.raises(StoreChangedError):
+        store.upload_if("x", memoryview(data), tag, journal=journal, progress=another_comes)
+    assert store.get("x") == b"another"
+    sent = store.metrics.snapshot()["requests.part"]
+    # What has arrived is not sent again.
+    store.upload_if("x", memoryview(data), store.tag("x"), journal=journal)
+    assert store.get("x") == data
+    assert store.metrics.snapshot()["requests.part"] == sent
+
+
+def test_so_the_server_may_say_at_its_last_request(store, proxy):
+    """As AWS does; the servers that install by name take no notice of conditions there, hence a proxy's answer."""
+    proxy.plan = where(refuse(412, "PreconditionFailed"), operation="complete", key="x")
+    with pytest.raises(StoreChangedError):
+        store.upload_if("x", memoryview(bytes(20 * MIB)), None)
+    proxy.plan = where(lose_answer, operation="complete", key="x", calls=[1])
+    store.upload_if("x", memoryview(bytes(20 * MIB)), None)
+    assert store.size("x") == 20 * MIB
