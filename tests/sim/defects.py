@@ -24,14 +24,14 @@ DEFECTS = [
     (
         "an overwrite does not keep the old content beside the new while the switch changes (W4)",
         COMMIT,
-        "if any(content.switch == part.content.switch for content in others):",
-        "if False:",
+        "            if tag is not None:\n                _hold_both(",
+        "            if False:\n                _hold_both(",
     ),
     (
         "the old files go before the manifest stops naming them (W7 before W6)",
         COMMIT,
-        "        store.put(key, new.to_json())\n        removal.finish(store, note)\n",
-        "        removal.finish(store, note)\n        store.put(key, new.to_json())\n",
+        "        manifests.put(replace(new, reserved=manifests.reserved(part.name)))\n        removal.finish(store, note)\n",
+        "        removal.finish(store, note)\n        manifests.put(replace(new, reserved=manifests.reserved(part.name)))\n",
     ),
     (
         "a commit that was cut off between W4 and W5 is taken for done",
@@ -42,26 +42,26 @@ DEFECTS = [
     (
         "the manifest is written before the switch",
         COMMIT,
-        "            store.upload(switch.path, files[switch.basename],",
-        "            store.put(key, new.to_json())\n            store.upload(switch.path, files[switch.basename],",
+        "            manifests.conditional.upload_if(",
+        "            manifests.put(new)\n            manifests.conditional.upload_if(",
     ),
     (
         "a delete does not hand over to the aliases that live on",
         ALIASES,
-        "removal = Removal(name) if _hand_over(store, manifest) else removal_of(store, manifest)",
-        "removal = removal_of(store, manifest)",
+        "removal = Removal(name) if _hand_over(manifests, manifest) else removal_of(manifests, manifest)",
+        "removal = removal_of(manifests, manifest)",
     ),
     (
         "a target does not learn of its alias",
         ALIASES,
-        "store.put(ids.manifest_key(target), known.to_json())",
+        "manifests.put(known)",
         "pass",
     ),
     (
         "a removal that is tried again takes what a later save has put there",
         REMOVAL,
-        "if path not in live])",
-        "])",
+        "remove_files(store, set(self.objects).difference(live), self.tags)",
+        "remove_files(store, set(self.objects), {})",
     ),
     (
         "an alias overtakes a queued save of its own name",

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from greenlet import getcurrent, greenlet
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError
-from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo
+from tiered_checkpoint_io.errors import StoreChangedError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, changed
 
 START = 1_767_225_600.0  # 2026-01-01
 
@@ -156,7 +156,7 @@ class Process:
         if behind or not fate:
             try:
                 result = effect()
-            except StoreNotFoundError as error:
+            except (StoreNotFoundError, StoreChangedError) as error:
                 missing = error
             if changes:
                 world.judge()
@@ -198,7 +198,12 @@ class ProcessClock(Clock):
         raise AssertionError(f"a process of the simulation has a thread: {thread}, {seconds}")
 
 
-class MemoryStore:
+def tag_of(data):
+    """As S3's of a small object: the same for the same content."""
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+class PlainStore:
     """The world's objects, as one process reaches them."""
 
     url = "s3://simulated/run"
@@ -262,6 +267,51 @@ class MemoryStore:
 
     def close(self):
         """Nothing to free."""
+
+
+class MemoryStore(PlainStore):
+    """The same by a server that keeps conditions of writes."""
+
+    def _check(self, what, key, expected):
+        data, _ = self._objects.get(key, (None, 0.0))
+        if (None if data is None else tag_of(data)) != expected:
+            raise changed(what, key)
+
+    def tag(self, key):
+        return self._do("size", key, lambda: tag_of(self._objects[key][0]) if key in self._objects else None)
+
+    def get_tagged(self, key):
+        data = self.get(key)
+        return data, tag_of(data)
+
+    def put_if(self, key, data, expected):
+        self._write_if("put", key, bytes(data), expected)
+        return tag_of(data)
+
+    def upload_if(self, key, data, expected, *, journal=None, progress=None):
+        with data[0 : len(data)] as piece:
+            copied = bytes(piece)
+        self._write_if("upload", key, copied, expected)
+        if progress is not None:
+            progress(len(copied))
+        if journal is not None:
+            journal.clear()
+
+    def _write_if(self, what, key, data, expected):
+        def write():
+            if self._objects.get(key, (None, 0.0))[0] != data:
+                self._check(what, key, expected)
+            self._objects[key] = (data, self._world.now)
+
+        self._do(what, key, write, changes=True)
+
+    def delete_if(self, key, expected):
+        def delete():
+            if key in self._objects:
+                self._check("delete", key, expected)
+                del self._objects[key]
+
+        self._do("delete", key, delete, changes=True)
 
 
 class Peek(MemoryStore):

@@ -3,38 +3,17 @@
 import contextlib
 import itertools
 
-from support.sharded import FlatStore, bytes_of, entry_of, make_part, named, objects, readable, views_of
+from support.sharded import FlatStore, Journals, full_part, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.durable import aliases, commit, copies
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.garbage import collect
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Part
-from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 RUN = "20260101T000000.000000-00000000"
 #: Made of one part and listed in the manifest, or beside it; of several parts; of several without a switch.
 KINDS = ["full", "full, indexed", "sharded", "sharded, one rank", "local"]
-
-
-class Journals:
-    """The journals of one story, by what they belong to."""
-
-    def __init__(self):
-        self._all = {}
-
-    def of(self, *what):
-        return self._all.setdefault(what, MemoryJournal())
-
-    def left(self):
-        return [what for what, journal in self._all.items() if journal.read() is not None]
-
-
-def full_part(name, number):
-    data = bytes_of(number, 0, "full")
-    content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry_of(name, data),))
-    return Part(name, 0, content, "d", True), {name.rpartition("/")[2]: data}
 
 
 def save(store, name, number, journals=None, *, kind="full", world_size=2):

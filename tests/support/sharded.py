@@ -12,6 +12,7 @@ from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE, chunk_ranges, has
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
 from tiered_checkpoint_io.stores.base import ObjectInfo
 from tiered_checkpoint_io.stores.directory import DirectoryStore
+from tiered_checkpoint_io.testing.contract import MemoryJournal
 
 CHUNK = 1 << 10
 #: Above the smallest part size, so that uploads to S3 go in several parts.
@@ -41,6 +42,25 @@ def make_part(
     save_id = ids.save_id(run, number) if run else op_id(number)
     content = Content(save_id, number, 0, kind, 1.0, world_size, {}, entries)
     return Part(name, rank, content, dirpath, durable=True), files
+
+
+class Journals:
+    """The journals of one story, by what they belong to."""
+
+    def __init__(self):
+        self._all = {}
+
+    def of(self, *what):
+        return self._all.setdefault(what, MemoryJournal())
+
+    def left(self):
+        return [what for what, journal in self._all.items() if journal.read() is not None]
+
+
+def full_part(name, number):
+    data = bytes_of(number, 0, "full")
+    content = Content(op_id(number), number, 0, "full", 1.0, 1, {}, (entry_of(name, data),))
+    return Part(name, 0, content, "d", True), {name.rpartition("/")[2]: data}
 
 
 def views_of(files):

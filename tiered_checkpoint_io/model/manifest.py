@@ -146,6 +146,10 @@ class Content:
         elif self.kind == "local":
             object.__setattr__(self, "coordinator", 0)
 
+    def switch_path(self, name: str) -> str | None:
+        """The key of the switch of a checkpoint of this name; None where it has none."""
+        return name if self.kind == "full" else f"{name}/{self.switch}" if self.switch is not None else None
+
     @property
     def order(self) -> tuple[str, bool]:
         """Sorts contents in the order of their saves: a copy comes right before the save that made its bytes."""
@@ -205,6 +209,8 @@ class Manifest:
     aliases: tuple[str, ...] = ()
     #: For an alias, the name of the checkpoint whose files it names.
     alias_of: str | None = None
+    #: The mark of a reservation that this name once had, see :func:`reservation`; empty where it never had one.
+    reserved: str = ""
 
     def with_alias(self, alias: str) -> Manifest:
         """The same, with ``alias`` among its aliases."""
@@ -219,6 +225,7 @@ class Manifest:
                 "previous": [content.to_json() for content in self.previous],
                 "aliases": list(self.aliases),
                 "alias_of": self.alias_of,
+                **({"reserved": self.reserved} if self.reserved else {}),
             },
             version=INDEXED_VERSION if any(each.index for each in (self.content, *self.previous)) else INLINE_VERSION,
         )
@@ -240,7 +247,27 @@ class Manifest:
                 previous=tuple(Content.from_json(entry) for entry in list_of(raw, "previous", dict, [])),
                 aliases=tuple(ids.validate_name(alias) for alias in list_of(raw, "aliases", str, [])),
                 alias_of=ids.validate_name(value_of(raw, "alias_of", str)) if is_alias else None,
+                reserved=value_of(raw, "reserved", str, ""),
             )
+
+
+def reservation(name: str, mark: str) -> bytes:
+    """What stands in a manifest's place while an object of its name, which no manifest names, is replaced or removed.
+
+    It says that there is no checkpoint. Whoever has read the place before can't commit any more what that object was
+    to be. Once there was one, the place is never empty again: emptied, it would look as it did before.
+    """
+    return dump({"name": name, "reserved": mark})
+
+
+def reservation_in(data: bytes) -> str:
+    """The mark of a reservation; empty for any other document."""
+    try:
+        raw = load(data, "")
+    except ManifestError:
+        return ""
+    mark = raw.get("reserved")
+    return mark if isinstance(mark, str) and "save_id" not in raw else ""
 
 
 # ------------------------------------------------------------------------------------------- part

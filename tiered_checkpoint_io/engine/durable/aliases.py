@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tiered_checkpoint_io.engine.durable.manifests import contents_of, current, exists, heirs, points_to
-from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, repeated
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, remove_unnamed
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
 
+@repeated
 def put_alias(
     store: Store, alias: str, target: str, *, before: str | None = None, journal: UploadJournal | None = None
 ) -> None:
@@ -38,39 +38,39 @@ def put_alias(
         CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
         FormatVersionError: A newer release owns one of the names.
     """
-    note = Section(journal, REMOVAL)
-    manifest = target_of(store, target, alias)
-    old = current(store, alias)
+    note, manifests = Section(journal, REMOVAL), Manifests(store, before or alias)
+    manifest = target_of(manifests, target, alias)
+    old = manifests.current(alias)
     if alias == target or (before is not None and old is not None and old.content.save_id > before):
         # An earlier try may have set it, to a target that was saved later than the request.
         Removal.noted(alias, note).finish(store, note)
         return
     is_own = old is not None and old.alias_of is None
-    moving = [name for name in old.aliases if points_to(store, name, alias)] if old is not None and is_own else []
+    moving = [name for name in old.aliases if manifests.points_to(name, alias)] if old is not None and is_own else []
     moving.append(alias)
     # The target learns of its aliases first: a delete that comes between must find them.
     known = manifest
     for name in moving:
         known = known.with_alias(name)
     if known is not manifest:
-        store.put(ids.manifest_key(target), known.to_json())
+        manifests.put(known)
     if old is not None and old.alias_of != target:
-        removal = removal_of(store, old)
+        removal = removal_of(manifests, old)
         removal.note(note)
     else:
         removal = Removal.noted(alias, note)
     for name in moving:
-        store.put(ids.manifest_key(name), replace(known, name=name, alias_of=target).to_json())
+        manifests.put(replace(known, name=name, alias_of=target, reserved=manifests.reserved(name)))
     removal.finish(store, note)
 
 
-def target_of(store: Store, target: str, alias: str) -> Manifest:
+def target_of(manifests: Manifests, target: str, alias: str) -> Manifest:
     """The manifest of what another name is to stand for.
 
     Raises:
         CheckpointNotFoundError: There is none, or it is an alias itself.
     """
-    manifest = current(store, target)
+    manifest = manifests.current(target)
     if manifest is None or manifest.alias_of is not None:
         raise CheckpointNotFoundError(
             f"an alias needs a checkpoint to point to, and {target!r} is none",
@@ -82,6 +82,7 @@ def target_of(store: Store, target: str, alias: str) -> Manifest:
     return manifest
 
 
+@repeated
 def delete(store: Store, name: str, *, before: str | None = None, journal: UploadJournal) -> None:
     """Makes a checkpoint, or an alias, cease to exist.
 
@@ -95,36 +96,40 @@ def delete(store: Store, name: str, *, before: str | None = None, journal: Uploa
         FormatVersionError: A newer release owns this name. Nothing was removed.
     """
     note = Section(journal, REMOVAL)
-    removal = Removal.noted(name, note)
-    manifest = current(store, name)
+    removal, manifests = Removal.noted(name, note), Manifests(store, before or name)
+    manifest = manifests.current(name)
     if manifest is None:
+        is_left = manifests.conditional.tag(name) is not None if removal.is_empty else True
+        if is_left and manifests.heirs(name):
+            # What was noted before another run's delete is theirs by now.
+            removal = Removal(name)
+        elif is_left and removal.is_empty:
+            remove_unnamed(manifests, name, name)
         # One that cannot be read stands for no checkpoint either.
-        store.delete(ids.manifest_key(name))
-        if removal.is_empty and exists(store, name) and not heirs(store, name):
-            removal = Removal(name, (name,))
+        manifests.delete(name)
     elif before is None or manifest.content.save_id <= before:
-        removal = Removal(name) if _hand_over(store, manifest) else removal_of(store, manifest)
+        removal = Removal(name) if _hand_over(manifests, manifest) else removal_of(manifests, manifest)
         removal.note(note)
-        store.delete(ids.manifest_key(name))
+        manifests.delete(name)
     removal.finish(store, note)
 
 
-def removal_of(store: Store, manifest: Manifest) -> Removal:
+def removal_of(manifests: Manifests, manifest: Manifest) -> Removal:
     """What nothing names once a manifest is gone: its files; of an alias, those of a target that has no other name."""
     target = manifest.alias_of
-    if target is None:
-        return Removal.of(manifest.name, contents_of([manifest]))
-    others = [other for other in manifest.aliases if other != manifest.name]
-    if current(store, target) is not None or any(points_to(store, other, target) for other in others):
-        return Removal(target)
-    return Removal.of(target, contents_of([manifest]))
+    if target is not None:
+        others = [other for other in manifest.aliases if other != manifest.name]
+        if manifests.current(target) is not None or any(manifests.points_to(other, target) for other in others):
+            return Removal(target)
+    return Removal.of(manifests.store, target or manifest.name, contents_of([manifest]))
 
 
-def _hand_over(store: Store, target: Manifest) -> bool:
+def _hand_over(manifests: Manifests, target: Manifest) -> bool:
     """Tells the live aliases of a target that goes what they stand for from now on, if there are any."""
-    live = [alias for alias in target.aliases if points_to(store, alias, target.name)] if not target.alias_of else []
+    is_alias = target.alias_of is not None
+    live = [] if is_alias else [alias for alias in target.aliases if manifests.points_to(alias, target.name)]
     for alias in live:
         # The target may have been overwritten, and aliases added, since the alias was made.
-        heir = replace(target, name=alias, alias_of=target.name, aliases=tuple(live))
-        store.put(ids.manifest_key(alias), heir.to_json())
+        reserved = manifests.reserved(alias)
+        manifests.put(replace(target, name=alias, alias_of=target.name, aliases=tuple(live), reserved=reserved))
     return bool(live)

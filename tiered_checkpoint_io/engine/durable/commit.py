@@ -28,14 +28,14 @@ a part that does not is refused. While the switch may be the old or the new one,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.aliases import removal_of
 from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in
-from tiered_checkpoint_io.engine.durable.manifests import contents_of, current, exists, heirs
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, exists, repeated
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
 from tiered_checkpoint_io.errors import ManifestError, StoreError, UsageError
 from tiered_checkpoint_io.model import ids
@@ -43,7 +43,7 @@ from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores.base import Content as Bytes
-from tiered_checkpoint_io.stores.base import ServerCopy, Store, UploadJournal
+from tiered_checkpoint_io.stores.base import ServerCopy, Store, UploadJournal, changed
 
 #: ``sent``: the part is there; ``committed``: its save is; ``replaced``: a later save has taken its name.
 Fate = Literal["sent", "committed", "replaced"]
@@ -118,6 +118,7 @@ def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
 
 
 # ----------------------------------------------------------------------------------------- commit
+@repeated
 def commit(
     store: Store,
     part: Part,
@@ -151,8 +152,8 @@ def commit(
         StoreError: A file is not there as its part says. Or else: repeat the call to finish.
         CopyRefusedError: The store can't copy a file. What the name was is as it was; call again with the bytes.
     """
-    note, key, switch = Section(journal, REMOVAL), ids.manifest_key(part.name), _switch(part)
-    old = current(store, part.name)
+    note, switch, manifests = Section(journal, REMOVAL), _switch(part), Manifests(store, part.save_id)
+    old = manifests.current(part.name)
     fate: Fate = "sent"
     if _is_committed(old, part):
         Removal.noted(part.name, note).finish(store, note)
@@ -167,26 +168,52 @@ def commit(
         elif switch is not None:
             # It may have waited for long since it was verified with the other files.
             _verify(part, [switch], files)
-        # Those whose objects it takes, and those that follow it as aliases.
-        before = _replaced_by(store, part, old, is_taken=_check_sizes(store, part, index))
-        others = [content for content in contents_of(before) if content.save_id != part.save_id]
         is_own = old is not None and old.alias_of is None
+        sizes = _sizes_of(store, part, index)
+        if old is not None and is_own and old.content.save_id > part.save_id and None in sizes.values():
+            # It was as far as W4, where the run that has the name now found it, replaced it, and removed its files.
+            return "replaced"
+        is_taken = _check_sizes(part, index, sizes)
+        tag = manifests.conditional.tag(switch.path) if switch is not None else None
+        if tag is not None and not is_own:
+            manifests.reserve(part.name)
+        is_taken = is_taken or (tag is not None if switch is not None else exists(store, f"{part.name}/{METADATA}"))
+        # Those whose objects it takes, and those that follow it as aliases.
+        before = _replaced_by(manifests, part, old, is_taken=is_taken)
+        others = [content for content in contents_of(before) if content.save_id != part.save_id]
         followers = old.aliases if old is not None and is_own else tuple(heir.name for heir in before)
         new = Manifest(part.name, replace(part.content, coordinator=part.rank), aliases=followers)
         if described or len(new.to_json()) > _MAX_INLINE:
             new = replace(new, content=_put_index(store, part, index, old))
         if switch is not None:
-            if any(content.switch == part.content.switch for content in others):
-                store.put(key, replace(new, previous=tuple(others)).to_json())
-            _bring(store, switch, files, journal, progress)
+            if tag is not None:
+                _hold_both(manifests, new, before, is_own=is_own)
+            _switch_over(manifests, switch, tag, files, journal, progress)
         stays = [path for path, _ in index.paths]
-        removal = removal_of(store, old) if old is not None and not is_own else Removal.of(part.name, others, but=stays)
+        if old is not None and not is_own:
+            removal = removal_of(manifests, old)
+        else:
+            removal = Removal.of(store, part.name, others, but=stays)
         removal.note(note)
-        store.put(key, new.to_json())
+        manifests.put(replace(new, reserved=manifests.reserved(part.name)))
         removal.finish(store, note)
     if journal is not None:
         journal.clear()
     return fate
+
+
+def _hold_both(manifests: Manifests, new: Manifest, before: Sequence[Manifest], *, is_own: bool) -> None:
+    """Writes that the switch may be the old one or the new one (W4), where all look who may read it."""
+    path = new.content.switch_path(new.name)
+    for each in before:
+        previous = tuple(content for content in contents_of([each]) if content.save_id != new.content.save_id)
+        if not is_own:
+            # To aliases alone: the content that was deleted under this name is not to come back.
+            manifests.put(replace(each, content=new.content, previous=previous))
+        elif any(content.switch_path(new.name) == path for content in previous):
+            manifests.put(replace(new, previous=previous, reserved=manifests.reserved(new.name)))
+        else:
+            manifests.reserve(new.name, replace(new, previous=previous))
 
 
 def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
@@ -280,6 +307,29 @@ def _bring(
         store.upload(entry.path, data, journal=upload, progress=progress)
 
 
+def _switch_over(
+    manifests: Manifests,
+    switch: FileEntry,
+    tag: str | None,
+    files: Mapping[str, Bytes | ServerCopy],
+    journal: UploadJournal | None,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Puts the switch's bytes where they belong, while what is there is as its tag says (W5)."""
+    data, upload, conditional = files[switch.basename], Section(journal, _UPLOAD), manifests.conditional
+    if not isinstance(data, ServerCopy):
+        conditional.upload_if(switch.path, data, tag, journal=upload, progress=progress)
+        return
+
+    def check() -> None:
+        data.check()
+        # No server takes a condition on what a copy replaces: this leaves a moment, in place of the time of the copy.
+        if conditional.tag(switch.path) != tag:
+            raise changed("copy", switch.path)
+
+    replace(data, check=check).to(manifests.store, switch.path, journal=upload, progress=progress)
+
+
 def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
     """Refuses a part that would write where it must not."""
     check_paths(part)
@@ -288,7 +338,10 @@ def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
     ours = {entry.path for entry in _uploaded(part) if mark not in entry.basename}
     if not ours:
         return
-    others = [each for each in contents_of(_replaced_by(store, part, old)) if each.save_id != part.save_id]
+    switch = _switch(part)
+    is_taken = exists(store, switch.path if switch is not None else f"{part.name}/{METADATA}")
+    before = _replaced_by(Manifests(store, part.save_id), part, old, is_taken=is_taken)
+    others = [each for each in contents_of(before) if each.save_id != part.save_id]
     # Of what it is to replace, nobody may be able to tell the files, nor to read them.
     clash = ours & (paths_in(store, others) or set())
     if clash:
@@ -303,21 +356,25 @@ def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
         )
 
 
-def _replaced_by(store: Store, part: Part, old: Manifest | None, *, is_taken: bool = False) -> list[Manifest]:
-    """Whose objects a save replaces: those of its name, or those that live on for aliases of it.
-
-    For these, ``is_taken`` tells where it is known that there are objects of that name.
-    """
+def _replaced_by(manifests: Manifests, part: Part, old: Manifest | None, *, is_taken: bool) -> list[Manifest]:
+    """Whose objects a save replaces: those of its name, or, where there are any, those that live on for its aliases."""
     if old is not None and old.alias_of is None:
         return [old]
-    switch = _switch(part)
     # The files of a deleted checkpoint may live on for aliases, and are what they stand for.
-    is_taken = is_taken or exists(store, switch.path if switch is not None else f"{part.name}/{METADATA}")
-    return heirs(store, part.name) if is_taken else []
+    return manifests.heirs(part.name) if is_taken else []
 
 
-def _check_sizes(store: Store, part: Part, index: Index) -> bool:
-    """What a manifest names must be there: one list, for all that may have happened since the uploads.
+def _sizes_of(store: Store, part: Part, index: Index) -> dict[str, int | None]:
+    """The size of each file but the switch, None where it is not there, and of what else is beside them: one list."""
+    switch = _switch(part)
+    paths = [path for path, _ in index.paths if switch is None or path != switch.path]
+    if not paths:
+        return {}
+    return dict.fromkeys(paths) | {entry.key: entry.size for entry in store.list(f"{part.name}/")}
+
+
+def _check_sizes(part: Part, index: Index, sizes: Mapping[str, int | None]) -> bool:
+    """What a manifest names must be there, whatever may have happened since the uploads.
 
     Returns:
         Whether files of other saves are beside them.
@@ -327,13 +384,10 @@ def _check_sizes(store: Store, part: Part, index: Index) -> bool:
     """
     switch = _switch(part)
     expected = {path: size for path, size in index.paths if switch is None or path != switch.path}
-    if not expected:
-        return False
-    sizes = {entry.key: entry.size for entry in store.list(f"{part.name}/")}
     for path, size in expected.items():
-        if sizes.get(path) != size:
+        if sizes[path] != size:
             raise StoreError(
-                f"{sizes.get(path, 'no')} bytes of a file are there, in place of {size}",
+                f"{'no' if sizes[path] is None else sizes[path]} bytes of a file are there, in place of {size}",
                 operation="commit",
                 tier="durable",
                 key=path,

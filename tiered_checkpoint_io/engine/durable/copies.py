@@ -15,7 +15,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.aliases import put_alias, target_of
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, current
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -66,7 +66,7 @@ def put_copy(
         FormatVersionError: A newer release owns one of the names.
         StoreError: Repeat the call to finish.
     """
-    manifest = target_of(store, target, name)
+    manifest = target_of(Manifests(store, save_id), target, name)
     old = current(store, name)
     part = _part_of(store, manifest, name, save_id, dirpath)
     begun = old.content if old is not None and old.previous and old.content.save_id == save_id else None

@@ -1,20 +1,132 @@
-"""Manifests on the durable tier: reading them, and what several of them say together."""
+"""Manifests on the durable tier: reading them, what several of them say together, and changing them.
+
+Two drains may work on one name: of two runs, or of one job on two nodes. So an operation changes a manifest only while
+it is as the operation has read it (:class:`Manifests`), and an object that several saves write in turn, the switch,
+only behind such a change, and while that is as it was. Who meets a change begins anew (:func:`repeated`).
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
-from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreNotFoundError
+from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreChangedError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Manifest
-from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.manifest import Content, Manifest, reservation, reservation_in
+from tiered_checkpoint_io.stores.base import Store, conditional
 
 #: Manifests that are read for the newest save: an upload that failed before may be committed after newer ones.
 _LAST = 8
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
+#: How often an operation begins anew at once: two drains that meet at one name are done within two or three turns.
+_TURNS = 4
+
+
+def repeated(operation: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Has an operation begin anew where what it has read is changed by another, a few times."""
+
+    @functools.wraps(operation)
+    def repeat(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for _ in range(_TURNS - 1):
+            try:
+                return operation(*args, **kwargs)
+            except StoreChangedError:
+                continue
+        return operation(*args, **kwargs)
+
+    return repeat
+
+
+class Manifests:
+    """The manifests of a durable tier as one operation sees them. It changes only what is as it has read it first.
+
+    Attributes:
+        store: Where they are.
+        conditional: The same, for writes on a condition.
+    """
+
+    def __init__(self, store: Store, owner: str) -> None:
+        """Begins an operation, of which ``owner`` is the id; nothing is asked yet."""
+        self.store = store
+        self.conditional = conditional(store)
+        self._owner = owner
+        self._tags: dict[str, str | None] = {}
+        self._reserved: dict[str, str] = {}
+        self._read: dict[str, Manifest | None] = {}
+
+    def current(self, name: str) -> Manifest | None:
+        """The manifest of a checkpoint; a damaged one, or a reservation, describes no checkpoint.
+
+        Raises:
+            FormatVersionError: A newer release wrote it.
+            StoreError: The tier could not be asked.
+        """
+        key = ids.manifest_key(name)
+        tag: str | None
+        try:
+            data, tag = self.conditional.get_tagged(key)
+        except StoreNotFoundError:
+            data, tag = b"", None
+        manifest = if_intact(Manifest.from_json, data, where=f"{self.store.url}/{key}") if tag is not None else None
+        if name not in self._tags:
+            self._tags[name], self._read[name] = tag, manifest
+            self._reserved[name] = manifest.reserved if manifest is not None else reservation_in(data)
+        return manifest
+
+    def put(self, manifest: Manifest) -> None:
+        """Writes a manifest in place of what was read.
+
+        Raises:
+            StoreChangedError: Another drain was faster.
+        """
+        self._put(manifest.name, manifest.to_json())
+
+    def delete(self, name: str) -> None:
+        """Removes the manifest that was read; where none was, there is nothing to do. Raises as :meth:`put`."""
+        tag = self._tags[name]
+        if self._reserved[name]:
+            if self._read[name] is not None:
+                self._put(name, reservation(name, self._mark(name)))
+        elif tag is not None:
+            self.conditional.delete_if(ids.manifest_key(name), tag)
+            self._tags[name] = None
+
+    def reserve(self, name: str, manifest: Manifest | None = None) -> None:
+        """Marks the place of a manifest as one whose objects are about to change: see :func:`reservation`.
+
+        A manifest that was read there stays, with the mark, or ``manifest`` takes its place. Raises as :meth:`put`.
+        """
+        mark, manifest = self._mark(name), manifest or self._read[name]
+        data = reservation(name, mark) if manifest is None else replace(manifest, reserved=mark).to_json()
+        self._put(name, data)
+        self._reserved[name] = mark
+
+    def reserved(self, name: str) -> str:
+        """The mark of the last reservation of a name that was read; empty where it never had one."""
+        return self._reserved[name]
+
+    def heirs(self, name: str) -> list[Manifest]:
+        """The aliases that keep the files of a checkpoint whose own manifest is gone; reads all: a rare case."""
+        names = (ids.name_from_manifest_key(entry.key) for entry in self.store.list(ids.MANIFEST_PREFIX))
+        found = in_parallel(self.current, sorted(each for each in names if each is not None))
+        return [each for each in found if each is not None and each.alias_of == name]
+
+    def points_to(self, alias: str, target: str) -> bool:
+        """Whether ``alias`` is an alias of ``target`` now."""
+        manifest = self.current(alias)
+        return manifest is not None and manifest.alias_of == target
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._tags[name] = self.conditional.put_if(ids.manifest_key(name), data, self._tags[name])
+
+    def _mark(self, name: str) -> str:
+        """Of this operation alone, and another than before: some tags are digests, the same for the same text."""
+        return hash_bytes(f"{self._owner} {self.reserved(name)} {self._tags[name]}".encode())
 
 
 def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
@@ -41,9 +153,15 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
     """
     key = ids.manifest_key(name)
     try:
-        return Manifest.from_json(store.get(key), where=f"{store.url}/{key}")
+        data = store.get(key)
     except StoreNotFoundError:
         return None
+    try:
+        return Manifest.from_json(data, where=f"{store.url}/{key}")
+    except ManifestError:
+        if reservation_in(data):
+            return None
+        raise
 
 
 def current(store: Store, name: str) -> Manifest | None:
@@ -64,11 +182,6 @@ def exists(store: Store, path: str) -> bool:
     except StoreNotFoundError:
         return False
     return True
-
-
-def heirs(store: Store, name: str) -> list[Manifest]:
-    """The aliases that keep the files of a checkpoint whose own manifest is gone; reads all manifests: a rare case."""
-    return [each for each in read_all(store, current) if each.alias_of == name]
 
 
 def read_all(store: Store, read: Callable[[Store, str], Manifest | None]) -> list[Manifest]:
@@ -98,9 +211,3 @@ def _readable(store: Store, name: str) -> Manifest | None:
     except ManifestError:
         # Damaged, or a newer release's: what it says of the order can't be known.
         return None
-
-
-def points_to(store: Store, alias: str, target: str) -> bool:
-    """Whether ``alias`` is an alias of ``target`` now."""
-    manifest = current(store, alias)
-    return manifest is not None and manifest.alias_of == target

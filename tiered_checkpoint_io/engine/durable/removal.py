@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+import contextlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tiered_checkpoint_io.engine.durable.files import parse_description, paths_in
-from tiered_checkpoint_io.engine.durable.manifests import contents_of, current, if_intact
-from tiered_checkpoint_io.errors import ManifestError
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact
+from tiered_checkpoint_io.errors import ManifestError, StoreChangedError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import Index
 from tiered_checkpoint_io.model.manifest import Content, Part
-from tiered_checkpoint_io.stores.base import Store, UploadJournal
+from tiered_checkpoint_io.stores.base import Store, UploadJournal, conditional
 
 #: The section of an operation's journal that says what is to go.
 REMOVAL = "removal"
+_NO_TAGS: Mapping[str, str | None] = MappingProxyType({})
 
 
 class Section:
@@ -55,24 +58,30 @@ class Removal:
         owner: The checkpoint whose files they were.
         objects: Keys of files that the manifest listed itself.
         saves: Saves whose index lists their files; the index goes last, so that a later try finds the list.
+        tags: Of keys that other saves may write to as well, what is to go there; None where there is nothing.
     """
 
     owner: str
     objects: tuple[str, ...] = ()
     saves: tuple[str, ...] = ()
+    tags: Mapping[str, str | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, owner: str, contents: Collection[Content], *, but: Iterable[str] = ()) -> Removal:
-        """All files of some contents, but for those that stay."""
+    def of(cls, store: Store, owner: str, contents: Collection[Content], *, but: Iterable[str] = ()) -> Removal:
+        """All files of some contents, but for those that stay, as they are before the manifest changes."""
         paths = {entry.path for content in contents for entry in content.files}.difference(but)
         indexed = {content.save_id for content in contents if content.index is not None}
-        return cls(owner, tuple(sorted(paths)), tuple(sorted(indexed)))
+        shared = {path for content in contents if (path := content.switch_path(owner)) is not None}.difference(but)
+        tags = {path: conditional(store).tag(path) for path in sorted(shared)}
+        return cls(owner, tuple(sorted(paths)), tuple(sorted(indexed)), tags)
 
     @classmethod
     def noted(cls, owner: str, note: Section) -> Removal:
         """What an earlier try noted; nothing where it did not get so far."""
         state: Any = note.read() or {}
-        return cls(state.get("owner", owner), tuple(state.get("objects", ())), tuple(state.get("saves", ())))
+        # One that an earlier release noted has no tags.
+        objects, saves, tags = (state.get(key, ()) for key in ("objects", "saves", "tags"))
+        return cls(state.get("owner", owner), tuple(objects), tuple(saves), dict(tags))
 
     @property
     def is_empty(self) -> bool:
@@ -93,15 +102,42 @@ class Removal:
             own = contents_of([manifest]) if manifest is not None and manifest.alias_of is None else []
             live = paths_in(store, own)
             if live is not None:
-                in_parallel(store.delete, [path for path in self.objects if path not in live])
+                remove_files(store, set(self.objects).difference(live), self.tags)
                 for save_id in self.saves:
                     if all(content.save_id != save_id for content in own):
-                        remove_save(store, self.owner, save_id, live)
+                        remove_save(store, self.owner, save_id, live, self.tags)
         note.clear()
 
 
-def remove_save(store: Store, name: str, save_id: str, live: Collection[str]) -> None:
+def remove_files(store: Store, paths: Collection[str], tags: Mapping[str, str | None]) -> None:
+    """Removes files; of those that have a tag, what had it, as others may have written there since."""
+    in_parallel(store.delete, sorted(path for path in paths if path not in tags))
+    for path in sorted(tags.keys() & paths):
+        if (tag := tags[path]) is not None:
+            with contextlib.suppress(StoreChangedError):
+                conditional(store).delete_if(path, tag)
+
+
+def remove_unnamed(manifests: Manifests, name: str, path: str) -> None:
+    """Removes a switch that no manifest names.
+
+    It may be of a save that is about to be committed: the place of its manifest is reserved first, so that this fails.
+
+    Raises:
+        StoreChangedError: It is being replaced. Nothing was removed.
+    """
+    tag = manifests.conditional.tag(path)
+    if tag is not None:
+        manifests.reserve(name)
+        manifests.conditional.delete_if(path, tag)
+
+
+def remove_save(
+    store: Store, name: str, save_id: str, live: Collection[str], tags: Mapping[str, str | None] = _NO_TAGS
+) -> None:
     """Removes the files of a save that no manifest names, but for ``live`` ones, then its descriptions and index.
+
+    Of files with ``tags``, those that have them.
 
     Raises:
         FormatVersionError: A newer release described it. Nothing was removed.
@@ -117,7 +153,7 @@ def remove_save(store: Store, name: str, save_id: str, live: Collection[str]) ->
         described = [entry.key for entry in store.list(ids.save_prefix(save_id)) if entry.key != key]
         parts = in_parallel(lambda each: if_intact(_part_at, store, name, save_id, each), described)
         paths = {entry.path for part in parts if part is not None for entry in part.content.files}
-    in_parallel(store.delete, sorted(paths.difference(live)))
+    remove_files(store, paths.difference(live), tags)
     in_parallel(store.delete, described)
     store.delete(key)
 

@@ -1,0 +1,136 @@
+"""Drains of two runs on one name: each write of an operation may meet one of another run, and all is as one after the other.
+
+The store is a directory, whose conditional writes are real; what another run does comes between two requests.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from support.sharded import FlatStore, Journals, full_part, make_part, named, objects, readable, views_of
+
+from tiered_checkpoint_io.engine.durable import aliases, commit
+from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.testing.contract import MemoryJournal
+from tiered_checkpoint_io.testing.faulty import FaultyStore
+
+OLD, NEW = "20260101T000000.000000-00000001", "20260102T000000.000000-00000002"
+
+
+class Meeting(FaultyStore):
+    """Another run does something before the ``at``-th request."""
+
+    def __init__(self, store, at, act):
+        super().__init__(store)
+        self._at, self._act = at, act
+
+    def _count(self, operation, key):
+        if super()._count(operation, key):
+            raise AssertionError
+        if self.operations == self._at:
+            act, self._act = self._act, None
+            act()
+        return False
+
+
+def save(store, name, number, run, *, kind="full", created=4e9, journals=None):
+    """A save by the drain of a run; ``created`` far in the past is of one that waited for long."""
+    journals = journals or Journals()
+    payload, _, alone = kind.partition(", ")
+    ranks = 1 if payload == "full" or alone else 2
+    fate = ""
+    for rank in reversed(range(ranks)):
+        if payload == "full":
+            part, files = full_part(name, number)
+        else:
+            part, files = make_part(name, number, rank, world_size=ranks, kind=payload, suffix=f"-{run[-1]}-{number}")
+        part = replace(part, content=replace(part.content, save_id=ids.save_id(run, number), created=created))
+        journal, rows = journals.of(name, number, rank), None
+        if ranks > 1:
+            fate = commit.put_part(store, part, views_of(files), journal=journal)
+            if fate == "replaced" or not part.commits:
+                continue
+            arrivals = Arrivals(part)
+            arrivals.look(store)
+            rows = arrivals.rows
+        fate = commit.commit(store, part, views_of(files), rows, journal=journal)
+    return fate
+
+
+def delete(store, name, run):
+    aliases.delete(store, name, before=ids.save_id(run, 9), journal=MemoryJournal())
+
+
+def alias(store, name, target, run):
+    aliases.put_alias(store, name, target, before=ids.save_id(run, 9), journal=MemoryJournal())
+
+
+#: What an older run does, what the newer one does meanwhile, what "a" may show in the end, and the name itself.
+MEETINGS = {
+    "two first saves": (lambda s, k: save(s, "a", 2, OLD, kind=k), lambda s, k: save(s, "a", 3, NEW, kind=k), {2, 3}),
+    "a left-over save": (
+        lambda s, k: save(s, "a", 2, OLD, kind=k, created=1.0),
+        lambda s, k: save(s, "a", 3, NEW, kind=k),
+        {3},
+    ),
+    "a delete": (lambda s, k: delete(s, "a", OLD), lambda s, k: save(s, "a", 3, NEW, kind=k), {3}),
+    "the newer one deletes": (
+        lambda s, k: save(s, "a", 2, OLD, kind=k),
+        lambda s, k: [save(s, "a", 3, NEW, kind=k), delete(s, "a", NEW)],
+        {None, 2},
+    ),
+    "an alias": (
+        lambda s, k: [save(s, "b", 2, OLD, kind=k), alias(s, "a", "b", OLD)],
+        lambda s, k: save(s, "a", 3, NEW, kind=k),
+        {3},
+    ),
+}
+
+
+@pytest.mark.parametrize("before", ["nothing", "a save", "a file without a manifest"])
+@pytest.mark.parametrize(
+    "kind",
+    ["full", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("sharded", "sharded, one rank", "local"))],
+)
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_two_runs_meet_at_any_request(meeting, kind, before, memory_dir):
+    older, newer, allowed = MEETINGS[meeting]
+    if before == "a file without a manifest" and kind != "full":
+        pytest.skip("of one file alone")
+    for at in itertools.count(1):
+        store = FlatStore(f"{memory_dir}/{at}")
+        if before == "a save":
+            save(store, "a", 1, OLD, kind=kind)
+        elif before != "nothing":
+            store.put("a", b"of no checkpoint")
+        met = Meeting(store, at, lambda: newer(store, kind))
+        try:
+            older(met, kind)
+        except StoreError as error:
+            # The newer run has replaced it, while it was half done, and deleted the name: its parts went with it.
+            assert "removed or replaced after its upload" in str(error)
+            assert (meeting, readable(store, "a")) == ("the newer one deletes", None)
+            continue
+        if met.operations < at:
+            return
+        assert readable(store, "a") in allowed, f"met at request {at}"
+        assert readable(store, "b") in (None, 2)
+        assert set(named(store)) <= set(objects(store))
+
+
+def test_a_name_saved_anew_never_reads_as_what_an_alias_keeps_of_it(memory_dir):
+    for at in itertools.count(1):
+        store = FlatStore(f"{memory_dir}/{at}")
+        save(store, "a", 1, OLD)
+        alias(store, "last", "a", OLD)
+        delete(store, "a", OLD)
+        seen = []
+        met = Meeting(store, at, lambda: seen.append((readable(store, "a"), readable(store, "last"))))
+        save(met, "a", 3, NEW)
+        if not seen:
+            return
+        ((own, last),) = seen
+        assert own in (None, 3), f"met at request {at}"
+        assert last in (1, 3)
