@@ -10,7 +10,7 @@ import logging
 import os
 import tempfile
 
-from sim.world import Fates, MemoryStore, Peek, Serial, World
+from sim.world import Fates, MemoryStore, Peek, PlainStore, Serial, World
 from support.draining import Node
 from support.sharded import make_part, readable
 from support.story import RUN, Model
@@ -130,7 +130,7 @@ def drain(world, node):
             logger=LOG,
             stop=Never(),
             stay=True,
-            open_store=lambda *_: MemoryStore(world, process),
+            open_store=lambda *_: (MemoryStore if world.has_conditions else PlainStore)(world, process),
             clock=process.clock,
         )
         made._loop(once=False)

@@ -3,9 +3,10 @@
     make test-sim                                   2,000 seeds, on two processes
     python tests/sim/run.py --first 85 --seeds 1    one life again; its history is printed
 
-Each life is judged against a dictionary: of four seeds, two are of drains (``drains.py``), and two of runs, with trainers,
-leases, restarts and preemptions (``runs.py``). Many seeds let requests fail, too, and clocks be off. The seeds with
-a violation are printed, and the history of the shortest. Last line: ``seeds=N steps=N violations=N``.
+Each life is judged against a dictionary: of eight seeds, two are of the drains of one run (``drains.py``), two of drains
+of two runs on the same names (``two_runs.py``), and four of runs, with trainers, leases, restarts and preemptions
+(``runs.py``). Many seeds let requests fail, too, and clocks be off. The seeds with a violation are printed, and the
+history of the shortest. Last line: ``seeds=N steps=N violations=N``.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sim import drains, runs
+from sim import drains, runs, two_runs
 from sim.world import Fates
 
 CALM, ROUGH = Fates(), Fates(failed=0.03, skew=30.0)
@@ -29,7 +30,8 @@ def one(job):
         if seed // 2 % 2:
             world = runs.life(seed, runs.KINDS[seed // 4 % len(runs.KINDS)], folder=memory)
         else:
-            world = drains.life(seed, ROUGH if seed % 2 else CALM, folder=memory)
+            life = two_runs.life if seed // 4 % 2 else drains.life
+            world = life(seed, ROUGH if seed % 2 else CALM, folder=memory)
     return seed, world.steps, world.violation, world.history if world.violation else [], world.digest
 
 

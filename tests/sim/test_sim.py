@@ -1,7 +1,9 @@
 """Simulated lives: a sample of ``make test-sim``, and that a seed tells the whole story."""
 
+import os
+
 import pytest
-from sim import drains
+from sim import drains, two_runs
 from sim.run import CALM, ROUGH
 
 
@@ -13,6 +15,16 @@ def test_no_life_loses_or_mixes_anything(fates):
         found += [f"seed {seed}: {world.violation}"] if world.violation else []
     assert found == []
     assert steps > 1000
+
+
+@pytest.mark.parametrize("fates", [CALM, ROUGH], ids=["calm", "rough"])
+def test_two_runs_on_the_same_names_are_as_one_after_the_other(fates, memory_dir):
+    found = []
+    for seed in range(20):
+        os.mkdir(f"{memory_dir}/{seed}", 0o700)
+        world = two_runs.life(seed, fates, folder=f"{memory_dir}/{seed}")
+        found += [f"seed {seed}: {world.violation}"] if world.violation else []
+    assert found == []
 
 
 def test_a_seed_gives_the_same_life_again():

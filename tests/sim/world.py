@@ -44,6 +44,8 @@ class World:
         self.history = []
         self.violation = ""
         self.is_over = False
+        #: Whether the store keeps conditions of writes.
+        self.has_conditions = True
         self.check = lambda: None
         self._hub = getcurrent()
         self._digest = hashlib.sha256()
