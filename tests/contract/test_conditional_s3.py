@@ -44,6 +44,7 @@ class TestConditions:
     test_as_read = StoreContract.test_what_is_as_it_was_read_goes
     test_changed = StoreContract.test_what_changed_since_it_was_read_stays
     test_there_already = StoreContract.test_what_it_would_write_is_there_already
+    test_many = StoreContract.test_many_are_removed_where_a_store_can_do_that
     test_one_writes = StoreContract.test_of_many_who_read_the_same_one_writes
 
 
@@ -109,3 +110,43 @@ def test_so_the_server_may_say_at_its_last_request(store, proxy):
     proxy.plan = where(lose_answer, operation="complete", key="x", calls=[1])
     store.upload_if("x", memoryview(bytes(20 * MIB)), None)
     assert store.size("x") == 20 * MIB
+
+
+def test_a_thousand_deletes_are_one_request(store):
+    keys = [f"x/{number:04d}" for number in range(1005)]
+    for key in (keys[0], keys[999], keys[1000], keys[1004]):
+        store.put(key, b"1")
+    store.delete_all(keys)
+    assert list(store.list("")) == []
+    assert store.metrics.snapshot()["requests.delete"] == 2
+
+
+def one_refused(code):
+    def act(exchange):
+        exchange.forward()
+        body = f"<DeleteResult><Error><Key>k</Key><Code>{code}</Code><Message>m</Message></Error></DeleteResult>"
+        exchange.answer(200, body.encode())
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("fault", "requests"),
+    [
+        (refuse(501, "NotImplemented"), 1 + 3),
+        (refuse(400, "MissingContentMD5"), 1 + 3),
+        (refuse(403, "AccessDenied"), 1 + 3),
+        # Of one key, refused or not done.
+        (one_refused("AccessDenied"), 1 + 3),
+        (one_refused("InternalError"), 2),
+        (lose_answer, 2),
+    ],
+)
+def test_what_a_request_for_many_does_not_remove_is_removed_all_the_same(store, proxy, fault, requests):
+    keys = ["a", "b", "c"]
+    for key in keys:
+        store.put(key, b"1")
+    proxy.plan = where(fault, operation="post", calls=[1])
+    store.delete_all(keys)
+    assert list(store.list("")) == []
+    assert store.metrics.snapshot()["requests.delete"] == requests

@@ -197,7 +197,7 @@ class Store(Protocol):
     # A store may also have ``folders(prefix)``: the names of the folders that a listing by a delimiter finds below a
     # prefix. See :func:`folders_of`. And ``try_multipart(key)``, where large objects need rights of their own. And
     # ``copy(source, target, size, ...)``, which sends no bytes. See :class:`ServerCopy`. And what
-    # :class:`ConditionalStore` adds.
+    # :class:`ConditionalStore` adds. And ``delete_all(keys)``: as ``delete``, by few requests.
 
     def get(self, key: str) -> bytes:
         """The content of a small object.

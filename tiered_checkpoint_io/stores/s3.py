@@ -8,6 +8,7 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.base import Content, ObjectInfo, UploadJournal, too_short
 from tiered_checkpoint_io.stores.retry import Progress
@@ -20,6 +21,8 @@ __all__ = ["MIB", "S3Store"]
 _RECEIVE_SIZE = 1 * MIB
 #: Up to this size an object is copied by one request (S3 allows 5 GiB), and beyond it in parts of the other.
 _COPY_WHOLE, _COPY_PART = 1024 * MIB, 256 * MIB
+#: As many keys as S3 takes in one request to delete.
+_DELETES = 1000
 
 
 class S3Store:
@@ -110,6 +113,17 @@ class S3Store:
     def delete(self, key: str) -> None:
         with contextlib.suppress(StoreNotFoundError):
             self._client.ask("delete_object", key)
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Removes many objects, a thousand a request; one by one where that is refused.
+
+        Raises:
+            StoreError: Some could not be removed. Repeat the call to finish.
+        """
+        for start in range(0, len(keys), _DELETES):
+            batch = keys[start : start + _DELETES]
+            if len(batch) == 1 or not self._client.delete_many(batch):
+                in_parallel(self.delete, batch)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         if not len(buffer):

@@ -11,7 +11,7 @@ import hashlib
 import io
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import botocore
@@ -29,6 +29,7 @@ from tiered_checkpoint_io.stores.s3_errors import (
     may_be_credentials,
     may_refuse_conditions,
     may_want_checksum,
+    refusal,
     translated,
 )
 
@@ -85,6 +86,8 @@ class S3Client:
         self._retry = Retry(self.metrics, clock)
         #: Whether bodies need an MD5 sum: those to a bucket with Object Lock do, which is learned from a refusal.
         self._needs_md5 = False
+        #: Whether it takes many deletes by one request, too.
+        self._has_batches = True
         #: Whether the server takes conditions of writes, which is learned from a refusal, too.
         self._has_conditions = True
         config = botocore.config.Config(
@@ -195,6 +198,30 @@ class S3Client:
         answer = self.ask(method, key, given, body=body, doubt=doubt)
         self._has_conditions = False
         return answer
+
+    def delete_many(self, keys: Sequence[str]) -> bool:
+        """Removes up to a thousand objects by one request; whether they are gone, which may be asked for again.
+
+        Where something of it is refused, by the server or for want of rights, no such request is sent again.
+
+        Raises:
+            StoreUnavailableError: It did not answer, or could not remove some.
+        """
+        delete = {"Objects": [{"Key": self.prefix + validate_key(key)} for key in keys], "Quiet": True}
+
+        def check(answer: Mapping[str, Any]) -> None:
+            for failed in answer.get("Errors", ()):
+                code, key = str(failed.get("Code")), str(failed.get("Key", "")).removeprefix(self.prefix)
+                raise refusal("delete", code=code, status=0, url=self.url, key=key)
+
+        if self._has_batches:
+            try:
+                self.ask("delete_objects", None, {"Delete": delete}, receive=check)
+            except StoreError as error:
+                if error.retryable:
+                    raise
+                self._has_batches = False
+        return self._has_batches
 
     def once(
         self,

@@ -271,6 +271,15 @@ class StoreContract:
                 store.upload("x", view, progress=stop_here)
             buffer.extend(b"and after a failure too")
 
+    def test_many_are_removed_where_a_store_can_do_that(self, store: Store) -> None:
+        delete_all = getattr(store, "delete_all", None)
+        if delete_all is None:
+            pytest.skip("this store removes one at a time")
+        for number in range(5):
+            store.put(f"many/{number} &<ü>", b"1")
+        delete_all([*(f"many/{number} &<ü>" for number in range(4)), "many/none"])
+        assert [entry.key for entry in store.list("")] == ["many/4 &<ü>"]
+
     # --------------------------------------------------------------------------------- copies
     @pytest.mark.parametrize("size", [0, 1000, 20 << 20])
     def test_a_copy_is_an_object_of_its_own_and_sends_nothing(self, store: Store, size: int) -> None:

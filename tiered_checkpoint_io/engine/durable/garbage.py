@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine.durable.arrivals import move_old
 from tiered_checkpoint_io.engine.durable.files import paths_in
-from tiered_checkpoint_io.engine.durable.manifests import contents_of, if_intact, read_all, read_manifest
-from tiered_checkpoint_io.engine.durable.removal import remove_save
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, if_intact, read_all, read_manifest
+from tiered_checkpoint_io.engine.durable.removal import remove_save, remove_unnamed
 from tiered_checkpoint_io.errors import FormatVersionError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.manifest import METADATA, Part
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store, folders_of
 
 
@@ -73,9 +73,14 @@ def collect(
             continue
         name = _name_of(store, objects)
         if _is_stale(save_id, objects, committed, before) and name is not None and name not in busy:
-            live = paths_in(store, contents_of(each for each in manifests if name in (each.name, each.alias_of)))
+            mine, switch = Manifests(store, committed.save_id), f"{name}/{METADATA}"
+            found_now = [mine.current(name)] if name else []
+            named = (each for each in [*found_now, *manifests] if each and name in (each.name, each.alias_of))
+            live = paths_in(store, contents_of(named))
             if live is not None:
-                remove_save(store, name, save_id, live)
+                if name and switch not in live:
+                    remove_unnamed(mine, name, switch)
+                remove_save(store, name, save_id, live, {switch: None})
                 gone.append((save_id, name))
     return gone
 

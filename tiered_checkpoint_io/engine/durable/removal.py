@@ -109,9 +109,22 @@ class Removal:
         note.clear()
 
 
+def delete_all(store: Store, keys: Iterable[str]) -> None:
+    """Removes objects, some of which may not be there: by few requests where the store has them, else by one each.
+
+    Raises:
+        StoreError: Some are still there. Repeat the call to finish.
+    """
+    todo, batched = sorted(keys), getattr(store, "delete_all", None)
+    if batched is not None:
+        batched(todo)
+    else:
+        in_parallel(store.delete, todo)
+
+
 def remove_files(store: Store, paths: Collection[str], tags: Mapping[str, str | None]) -> None:
     """Removes files; of those that have a tag, what had it, as others may have written there since."""
-    in_parallel(store.delete, sorted(path for path in paths if path not in tags))
+    delete_all(store, (path for path in paths if path not in tags))
     for path in sorted(tags.keys() & paths):
         if (tag := tags[path]) is not None:
             with contextlib.suppress(StoreChangedError):
@@ -154,7 +167,7 @@ def remove_save(
         parts = in_parallel(lambda each: if_intact(_part_at, store, name, save_id, each), described)
         paths = {entry.path for part in parts if part is not None for entry in part.content.files}
     remove_files(store, paths.difference(live), tags)
-    in_parallel(store.delete, described)
+    delete_all(store, described)
     store.delete(key)
 
 
