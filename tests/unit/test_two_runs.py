@@ -7,12 +7,15 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from support.draining import Node, names
 from support.sharded import FlatStore, Journals, full_part, make_part, named, objects, readable, views_of
 
+from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable import aliases, commit
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.faulty import FaultyStore
 
@@ -134,3 +137,20 @@ def test_a_name_saved_anew_never_reads_as_what_an_alias_keeps_of_it(memory_dir):
         ((own, last),) = seen
         assert own in (None, 3), f"met at request {at}"
         assert last in (1, 3)
+
+
+def test_a_delete_that_fails_holds_up_no_later_save_of_another_name(memory_dir, tmp_path):
+    """Its next try comes later, and the save goes first; a delete of a name is never put behind a later save of it."""
+    store = DirectoryStore(str(tmp_path / "d"))
+    node = Node(memory_dir, store.url)
+    node.save("a.ckpt", b"A")
+    Drain(node.root).run(once=True)
+    first, second = node.delete("a.ckpt"), node.save("b.ckpt", b"B")
+    failing = FaultyStore(store, fail_at=1, only=lambda operation, _: operation == "delete")
+    Drain(node.root, open_store=lambda *_: failing).run(once=True)
+    assert node.states() | {first: "failed", second: "committed"} == node.states()
+    third = node.save("a.ckpt", b"A anew")
+    Drain(node.root).run(once=True)
+    assert node.states() | {first: "committed", third: "committed"} == node.states()
+    assert names(store) == ["a.ckpt", "b.ckpt"]
+    node.tier.close()
