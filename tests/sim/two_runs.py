@@ -16,7 +16,7 @@ from support.draining import Node
 from support.sharded import full_part, make_part
 from support.story import Model
 
-from tiered_checkpoint_io.engine.drain.operations import Request
+from tiered_checkpoint_io.engine.drain.operations import Request, next_operation, unreplaced
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 
@@ -190,9 +190,13 @@ def life(seed, fates=Fates(), *, folder, conditional=True):
         def is_done():
             if any(each.is_alive for each in trainers):
                 return False
-            # A delete may wait for a save that the ended run would have to make.
-            left = {each.op_id for node in nodes.values() for each in node.queue.doable(node.tier)}
-            return not left or left <= lost()
+            given_up = lost()
+            for node in nodes.values():
+                left = [each for each in node.queue.look(node.tier) if each.op_id not in given_up]
+                # A delete, and what follows it, may wait for a save that the ended run would have to make.
+                if any(each.stored for each in left) or next_operation(left, (), unreplaced(node.queue.outcomes())):
+                    return False
+            return True
 
         if not world.run(is_done, PATIENCE_S) and not world.violation:
             waiting = [stored.op_id for node in nodes.values() for stored in node.tier.parts() if stored.pending]

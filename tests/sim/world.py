@@ -40,6 +40,7 @@ class World:
         self.now = START
         self.steps = 0
         self.objects = {}
+        self.tags = {}
         self.processes = []
         self.history = []
         self.violation = ""
@@ -200,11 +201,6 @@ class ProcessClock(Clock):
         raise AssertionError(f"a process of the simulation has a thread: {thread}, {seconds}")
 
 
-def tag_of(data):
-    """As S3's of a small object: the same for the same content."""
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
 class PlainStore:
     """The world's objects, as one process reaches them."""
 
@@ -274,21 +270,22 @@ class PlainStore:
 class MemoryStore(PlainStore):
     """The same by a server that keeps conditions of writes."""
 
+    def _tag(self, key):
+        """Another at each write, as a directory's, and S3's where a bucket encrypts by KMS."""
+        return self._world.tags.get(key, "plain") if key in self._objects else None
+
     def _check(self, what, key, expected):
-        data, _ = self._objects.get(key, (None, 0.0))
-        if (None if data is None else tag_of(data)) != expected:
+        if self._tag(key) != expected:
             raise changed(what, key)
 
     def tag(self, key):
-        return self._do("size", key, lambda: tag_of(self._objects[key][0]) if key in self._objects else None)
+        return self._do("size", key, lambda: self._tag(key))
 
     def get_tagged(self, key):
-        data = self.get(key)
-        return data, tag_of(data)
+        return self._do("get", key, lambda: (self._get(key), self._tag(key)))
 
     def put_if(self, key, data, expected):
-        self._write_if("put", key, bytes(data), expected)
-        return tag_of(data)
+        return self._write_if("put", key, bytes(data), expected)
 
     def upload_if(self, key, data, expected, *, journal=None, progress=None):
         with data[0 : len(data)] as piece:
@@ -301,11 +298,14 @@ class MemoryStore(PlainStore):
 
     def _write_if(self, what, key, data, expected):
         def write():
-            if self._objects.get(key, (None, 0.0))[0] != data:
-                self._check(what, key, expected)
-            self._objects[key] = (data, self._world.now)
+            if self._tag(key) == expected:
+                self._objects[key] = (data, self._world.now)
+                self._world.tags[key] = str(self._world.steps)
+            elif self._objects.get(key, (None, 0.0))[0] != data:
+                raise changed(what, key)
+            return self._world.tags[key]
 
-        self._do(what, key, write, changes=True)
+        return self._do(what, key, write, changes=True)
 
     def delete_if(self, key, expected):
         def delete():
