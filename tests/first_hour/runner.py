@@ -20,6 +20,11 @@ def main(job):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.chdir(job["folder"])
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from support.clocks import hurry
+
+    hurry(**job["hurry"])
+    sys.path.pop(0)
     # As at a terminal.
     sys.stdout.reconfigure(line_buffering=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)

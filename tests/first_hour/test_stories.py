@@ -85,7 +85,7 @@ def test_a_server_that_is_silent(story, monkeypatch):
     with socket.create_server(("127.0.0.1", port)):
         # Connections are made, and never answered.
         limits = ("durable_timeout_s=1", "pending_timeout_s=1", "wait_timeout_s=5")
-        story.python("train.py", "max_steps=40", "save_on_train_end=false", *limits)
+        story.python("train.py", "max_steps=40", "save_on_train_end=false", *limits, preflight_s=1.0)
     story.shown("silent_server")
 
 

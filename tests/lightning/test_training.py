@@ -37,6 +37,7 @@ def best_two():
 
 def test_stopped_resumed_from_memory_then_from_the_durable_tier_is_as_never_stopped(runs_on_each):
     runs = runs_on_each
+    runs.drain = "process"
     _, whole = runs.fit(every(), ckpt_path=None)
     runs.wipe()
     before = runs.durable()

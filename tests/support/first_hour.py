@@ -115,10 +115,10 @@ class Story:
         self._places = {str(folder): "<here>", memory_dir: "/dev/shm", str(FOLDER / "scripts"): "<scripts>"}
         self._places |= {endpoint_url: "<endpoint>", endpoint_url.partition("//")[2]: "<endpoint>"}
 
-    def python(self, script, *arguments, prelude=""):
-        """Runs a script of ``scripts/``, or a file of the folder; gives its output and status."""
+    def python(self, script, *arguments, prelude="", **hurry):
+        """Runs a script of ``scripts/``, or a file of the folder, with other bounds; gives its output and status."""
         path = FOLDER / "scripts" / script
-        return self._run(f"python {script}", [str(path if path.exists() else script), *arguments], prelude)
+        return self._run(f"python {script}", [str(path if path.exists() else script), *arguments], prelude, hurry)
 
     def tiered_ckpt(self, *arguments):
         return self._run("tiered-ckpt", ["tiered-ckpt", *arguments])
@@ -158,9 +158,10 @@ class Story:
                         os.kill(pid, signal.SIGTERM)
                 time.sleep(0.1)
 
-    def _run(self, shown, command, prelude=""):
+    def _run(self, shown, command, prelude="", hurry=()):
         log = self.folder / "log-0.txt"
         job = {"folder": str(self.folder), "memory_dir": self.memory_dir, "command": command, "prelude": prelude}
+        job["hurry"] = dict(hurry)
         (status,) = launch(self.folder, [job], deadline_s=DEADLINE_S, worker=FOLDER / "runner.py")
         output = log.read_text()
         lines = normalized(output, self._places)

@@ -77,6 +77,9 @@ class LogBook(Logger):
 class Runs:
     """Trainings of one job: one durable tier, one node's memory."""
 
+    #: A process of its own, as by default, where a test says so: to start it takes longer than most trainings.
+    drain = "thread"
+
     def __init__(self, dirpath, memory_dir, root):
         self.dirpath = dirpath
         self.memory_dir = memory_dir
@@ -84,7 +87,13 @@ class Runs:
 
     def io(self, **options):
         return TieredCheckpointIO(
-            **{"dirpath": self.dirpath, "memory_dir": self.memory_dir, "wait_timeout_s": 60, **options}
+            **{
+                "dirpath": self.dirpath,
+                "memory_dir": self.memory_dir,
+                "wait_timeout_s": 60,
+                "drain": self.drain,
+                **options,
+            }
         )
 
     def trainer(self, callbacks, *, io=None, asynchronous=True, plugins=None, **options):
