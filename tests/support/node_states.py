@@ -24,6 +24,7 @@ from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain import log as operation_log
 from tiered_checkpoint_io.engine.drain import process
+from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.memory import slots, tier
@@ -195,7 +196,10 @@ def _record(place, chooser, sample, draws):
 
     with place.trainer("raise") as made:
         session = made.session
-        queue, next_id = session.open().drain.queue, session.next_id
+        memory, next_id = session.open().tier, session.next_id
+        # One of our own: the trainer's may be held by another thread, which waits for us to have looked.
+        queue = Queue(place.root)
+        queue.open()
 
         def noted():
             op_id = next_id()
@@ -219,7 +223,7 @@ def _record(place, chooser, sample, draws):
                 else:
                     made.remove(name)
             assert crash_states.present(recorder.top) == crash_states.read(place.disk), "the model misses something"
-        assert not queue.look(session.open().tier), "something was left undone"
+        assert not queue.look(memory), "something was left undone"
     return pending
 
 

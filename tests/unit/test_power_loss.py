@@ -43,6 +43,23 @@ def test_a_part_that_was_drained_is_not_pending_again(node):
                 assert path.replace(PART_FILE, DRAINED) in tree
 
 
+def test_a_drained_part_that_was_removed_is_not_there_without_its_mark(node):
+    shown = []
+    with crash_states.recording(
+        node.root, lambda recorder: shown.extend(crash_states.states(recorder, random.Random(1), 50))
+    ):
+        node.save("a.ckpt", b"a" * 1000)
+        (stored,) = node.tier.parts()
+        node.tier.mark_drained(stored)
+        shown.clear()
+        node.tier.remove(stored)
+    described = [
+        (tree, path) for tree in shown for path in tree if path.startswith("saves/") and path.endswith(PART_FILE)
+    ]
+    assert described
+    assert all(path.replace(PART_FILE, DRAINED) in tree for tree, path in described)
+
+
 @pytest.mark.timeout(30)
 def test_a_drain_by_hand_makes_the_folders_that_were_lost_and_a_corrupt_part_is_tried_once(node):
     node.save("a.ckpt", b"a" * 1000)

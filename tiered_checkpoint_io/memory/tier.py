@@ -44,7 +44,7 @@ from tiered_checkpoint_io.memory.parts import (
     mark,
     prepare_markers,
 )
-from tiered_checkpoint_io.memory.private import make_folders, write_private
+from tiered_checkpoint_io.memory.private import make_folders, sync_folder, write_private
 from tiered_checkpoint_io.memory.slots import Slot, SlotPool, clean_dead
 from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE
 from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
@@ -174,7 +174,7 @@ class MemoryTier:
                 self._spill = spill
         except OSError as error:
             self._spill_root = self._spill = None
-            why = error.message if isinstance(error, MemoryTierError) else error.strerror
+            why = getattr(error, "message", error.strerror)
             warnings.warn(f"nothing is spilled to {root}: {why}", stacklevel=2)
         return self._spill
 
@@ -351,6 +351,7 @@ class MemoryTier:
         except FileNotFoundError:
             return
         with contextlib.suppress(OSError):
+            sync_folder(stored.folder.parent)  # behind a power loss it must not be there without its marks
             os.rmdir(stored.folder.parent)
         pinned = (trash / PINNED).exists()
         for entry in stored.part.content.files:
@@ -367,8 +368,7 @@ class MemoryTier:
         mark = f"{REPLICAS}." if folder.parent.parent.name == REPLICAS else ""
         target = self._home(folder).root / "quarantine" / f"{mark}{folder.parent.name}.{folder.name}"
         shutil.rmtree(target, ignore_errors=True)
-        # Maybe cleared away; a corrupt part that stays would be tried for ever.
-        target.parent.mkdir(mode=0o700, exist_ok=True)
+        target.parent.mkdir(mode=0o700, exist_ok=True)  # a corrupt part that stays would be tried for ever
         with contextlib.suppress(FileNotFoundError, MemoryFullError):
             os.rename(folder, target)
             write_private(target / "reason.txt", reason.encode())
