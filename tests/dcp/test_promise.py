@@ -68,7 +68,10 @@ def test_it_is_durable_when_a_save_returns_and_not_waited_for_without_wait(kind,
 def test_the_wait_is_bounded_and_training_continues_with_the_checkpoint_in_memory(kind, options):
     save(kind, 1, options)
     dcp.TieredStorageWriter(**options).close()
-    busy = try_lock(MemoryTier.open(options["memory_dir"], "default").root / LOCK_FILE, patience_s=60)
+    busy = try_lock(
+        MemoryTier.open(options["memory_dir"], settings_of(None, options).config.namespace).root / LOCK_FILE,
+        patience_s=60,
+    )
     impatient = {**options, "pending_timeout_s": 1}
     try:
         assert save(kind, 2, impatient) is not None

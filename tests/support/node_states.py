@@ -196,7 +196,7 @@ def _record(place, chooser, sample, draws):
 
     with place.trainer("raise") as made:
         session = made.session
-        memory, next_id = session.open().tier, session.next_id
+        memory, next_id = session.open().tier, session.save_ids.next
         # One of our own: the trainer's may be held by another thread, which waits for us to have looked.
         queue = Queue(place.root)
         queue.open()
@@ -206,7 +206,7 @@ def _record(place, chooser, sample, draws):
             numbers[op_id] = at
             return op_id
 
-        session.next_id = noted
+        session.save_ids.next = noted
         with crash_states.recording(place.disk, after) as recorder:
             for operation in LIFE:
                 if operation is None:

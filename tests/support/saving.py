@@ -6,14 +6,16 @@ from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.model.manifest import FileEntry
+from tiered_checkpoint_io.model.place import Place
 
 
 def save_full(tier, capturer, state, name, save_id, step, *, keep_last=2, dirpath="s3://b/run", world_size=1):
     facts = SaveFacts(name, save_id, step, world_size, durable=False, payload="full", epoch=0, coordinator=0)
-    image, scope = plan(state), facts.scope(0, dirpath)
+    place = Place(dirpath)
+    image, scope = plan(state), facts.scope(0, place)
     slot, hashes = capturer.capture(image, scope)
     files = (FileEntry(facts.path(0), image.size, image.chunk_size, hashes),)
-    stored = tier.commit(facts.describe(0, dirpath, files, created=time.time()), {facts.file_name(0): slot})
+    stored = tier.commit(facts.describe(0, place, files, created=time.time()), {facts.file_name(0): slot})
     held = tier.parts()
     capturer.retain(held, scope, keep_last, all_complete(held, scope))
     return stored

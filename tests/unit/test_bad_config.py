@@ -59,6 +59,7 @@ BAD = [
     ("on_pending", "drop", "wait, skip", {}),
     ("on_save_error", "ignore", "warn, raise", {}),
     ("on_save_error", None, "warn, raise", {}),
+    ("on_unrestored_loader", "ignore", "warn, raise", {}),
     ("verify", False, "nothing is restored unverified", {}),
     ("weights_only", "no", "true, false or null", {}),
     ("weights_only", 0, "true, false or null", {}),

@@ -1,4 +1,4 @@
-"""What the memory tier must know of the node: how much memory it may use, and where memory lies."""
+"""What the memory tier must know of the node: how much memory it may use, where that lies, which start this is."""
 
 from __future__ import annotations
 
@@ -112,3 +112,11 @@ def is_tmpfs(path: str) -> bool:
         if inside and len(mount) >= len(best):
             best, kind = mount, name
     return kind in ("tmpfs", "ramfs")
+
+
+def boot_id() -> str:
+    """Which start of which machine this is; "" where that can't be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

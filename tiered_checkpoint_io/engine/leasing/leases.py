@@ -16,7 +16,7 @@ import socket
 from dataclasses import asdict, dataclass
 
 from tiered_checkpoint_io.clock import Timing
-from tiered_checkpoint_io.engine.ranks.coordination import boot_id
+from tiered_checkpoint_io.memory.node import boot_id
 
 _VERSION = 1
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.views import tensor_of
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.memory.node import boot_id
 
 
 class _Failed(NamedTuple):
@@ -243,14 +244,6 @@ def node_of(root: Path) -> str:
     """Names the node: its host, boot, and memory tier (simulated nodes share the first two)."""
     facts = os.stat(root)
     return f"{socket.gethostname()}/{boot_id()}/{facts.st_dev}/{facts.st_ino}"
-
-
-def boot_id() -> str:
-    """Which start of which machine this is; "" where that can't be told."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def agree(group: Group, error: Exception | None) -> None:
