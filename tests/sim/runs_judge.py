@@ -258,7 +258,7 @@ class Judge:
     # ------------------------------------------------------------------------------------- end
     @staticmethod
     def root_of(machine: Machine):
-        return next(Path(machine.folder).glob("*/default"), None)
+        return next((each.parent for each in Path(machine.folder).glob("*/*/saves")), None)
 
     def _operations_left(self, machine, *, doable):
         root = self.root_of(machine)
