@@ -32,7 +32,11 @@ from tiered_checkpoint_io.stores import open_store
 
 def restore(job):
     config = TieredCheckpointConfig(
-        dirpath=job["dirpath"], memory_dir=job["memory_dir"], endpoint_url=job.get("endpoint_url"), wait_timeout_s=60
+        dirpath=job["dirpath"],
+        memory_dir=job["memory_dir"],
+        endpoint_url=job.get("endpoint_url"),
+        wait_timeout_s=60,
+        namespace="default",
     )
     tier = MemoryTier.open(config.memory_dir, config.namespace)
     clock = quick(retry_deadline_s=1.0, retry_first_wait_s=0.1, rendezvous_s=job.get("rendezvous_s", 30.0))
@@ -64,7 +68,11 @@ def through_io(job):
     from tiered_checkpoint_io import TieredCheckpointIO
 
     io = TieredCheckpointIO(
-        dirpath=job["dirpath"], memory_dir=job["memory_dir"], endpoint_url=job.get("endpoint_url"), wait_timeout_s=60
+        dirpath=job["dirpath"],
+        memory_dir=job["memory_dir"],
+        endpoint_url=job.get("endpoint_url"),
+        wait_timeout_s=60,
+        namespace="default",
     )
     state = io.load_checkpoint("tiered:latest")
     answer = {

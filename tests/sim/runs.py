@@ -35,8 +35,6 @@ LOG = logging.getLogger("simulation.runs")
 LOG.propagate = False
 LOG.addHandler(logging.NullHandler())
 LOG.setLevel(logging.CRITICAL)
-#: It says what each lost machine has lost.
-logging.getLogger("tiered_checkpoint_io.drain").setLevel(logging.CRITICAL)
 
 #: Virtual seconds within which the drains must be done once the last run has ended.
 PATIENCE_S = 20_000.0
@@ -251,6 +249,8 @@ class Life:
         world = self.world
         with contextlib.ExitStack() as stack:
             stack.enter_context(operating_system(world, LOG))
+            # It says what each lost machine has lost.
+            stack.enter_context(silenced("tiered_checkpoint_io.drain"))
             stack.callback(world.close)
             self.outside.start("fate", self._fate, immortal=True)
             world.check = self.judge.check
@@ -349,6 +349,17 @@ FATAL = Fates(killed=0.01, failed=0.0, stopped=0.0, skew=150.0), Odds(killed=0.0
 ROUGH = Fates(killed=0.005, failed=0.02, stopped=0.0, skew=20.0), Odds(killed=0.002, stopped=0.005)
 
 KINDS = CALM, FATAL, ROUGH
+
+
+@contextlib.contextmanager
+def silenced(name):
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def life(seed, kind=FATAL, *, folder):

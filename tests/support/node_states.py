@@ -85,7 +85,12 @@ class Disk:
         """A process of the job."""
         places = {"dirpath": self.durable, "memory_dir": self.memory, "spill_dir": self.spill}
         config = TieredCheckpointConfig.from_any(
-            **places, memory_keep_last=1, max_pending=20, on_save_error=on_save_error, max_write_concurrency=1
+            **places,
+            namespace="default",
+            memory_keep_last=1,
+            max_pending=20,
+            on_save_error=on_save_error,
+            max_write_concurrency=1,
         )
         made = Checkpointer(config)
         made.session.clock = SOON
