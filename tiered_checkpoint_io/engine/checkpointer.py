@@ -29,7 +29,7 @@ from tiered_checkpoint_io.errors import (
     MemoryFullError,
     UsageError,
 )
-from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.formats.layouts import Layouts
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -60,6 +60,7 @@ class Checkpointer:
         self.dirpath = config.dirpath
         self.session = session or Session(config, logger=logger)
         self.restored: Restored | None = None
+        self._layouts = Layouts()
 
     # ------------------------------------------------------------------------------------- save
     def save(
@@ -117,7 +118,7 @@ class Checkpointer:
                 session.open()
                 rank, durable = current_rank(), "durable" in wanted
                 facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
-                image = plan(state)
+                image = self._layouts.plan(state)
                 part = PartSave(session, admit(session, facts), rank, image, started=started)
                 part.stretches = stretches_of_state(state, image)
                 part.capture()

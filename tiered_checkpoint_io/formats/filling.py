@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 import xxhash
 
@@ -21,10 +24,10 @@ from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
 #: the core that hashes it, large enough that the interpreter's cost for a piece does not show.
 _PIECE = 512 << 10
 _MAX_THREADS = 8
+_CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Bytes of the file that are no tensor's: the pickle, and the zip file's own structure."""
 
     offset: int
@@ -39,8 +42,7 @@ class Segment:
         return Segment(offset, self.data[start : start + nbytes])
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRegion:
+class StorageRegion(NamedTuple):
     """Where in the file bytes of a storage belong: ``nbytes`` of them, from byte ``start`` on."""
 
     offset: int
@@ -94,19 +96,6 @@ def default_threads() -> int:
     return max(1, min(_MAX_THREADS, cores // max(1, int(ranks) if ranks.isdigit() else 1)))
 
 
-@dataclass(slots=True)
-class _Source:
-    """A stretch of the file, and where its bytes come from."""
-
-    offset: int
-    nbytes: int
-    #: Copied from this address; or from ``data``; or, with neither, by a device, see ``wait``.
-    address: int | None = None
-    data: memoryview | None = None
-    #: Returns once a device has written the stretch.
-    wait: Callable[[], None] | None = None
-
-
 class Filling:
     """One filling of a buffer: which threads share the chunks of the file."""
 
@@ -115,8 +104,9 @@ class Filling:
         self._hashed = hashed
         self._anchor = (ctypes.c_char * len(view)).from_buffer(view)
         self._base = ctypes.addressof(self._anchor)
-        self._sources = [_Source(segment.offset, len(segment.data), data=segment.data) for segment in segments]
-        self._ends: list[int] = []
+        self._segments = segments
+        #: Stretches that devices write: where each ends, and what returns once it is written.
+        self._arrivals: list[tuple[int, Callable[[], None]]] = []
 
     def run(self, regions: tuple[Region, ...], threads: int) -> tuple[str, ...]:
         """Copies everything; gives the hashes of the chunks, or nothing where they are made later.
@@ -124,11 +114,20 @@ class Filling:
         When it returns, no copy is under way, and no reference to the buffer is left.
         """
         try:
+            plain: list[StorageRegion] = []
             for region in regions:
-                # Begins the copies from devices.
-                self._sources.append(self._source(region))
-            self._sources.sort(key=lambda source: source.offset)
-            self._ends = [source.offset + source.nbytes for source in self._sources]
+                if type(region) is StorageRegion and region.storage.nbytes() < region.start + region.nbytes:
+                    raise UsageError(
+                        "a tensor was resized between planning and capturing a checkpoint",
+                        operation="capture",
+                        hint="do not change the state while it is being saved",
+                    )
+                if type(region) is StorageRegion and region.storage.device == _CPU:
+                    plain.append(region)
+                else:
+                    self._begin(region)
+            self._arrivals.sort(key=itemgetter(0))
+            self._tabulate(plain)
             chunks = chunk_ranges(len(self._view), chunk_size_for(len(self._view)))
             digests = in_parallel(self._fill_chunk, chunks, threads)
             return tuple(digests) if self._hashed else ()
@@ -137,13 +136,28 @@ class Filling:
 
     def _close(self) -> None:
         try:
-            for source in self._sources:
-                if source.wait is not None:
-                    source.wait()
+            for _, wait in self._arrivals:
+                wait()
         finally:
-            self._sources.clear()
+            self._arrivals.clear()
             del self._anchor
             self._view.release()
+
+    def _tabulate(self, regions: list[StorageRegion]) -> None:
+        """Notes, in the file's order, where stretches of it begin and end, and at which addresses their bytes lie."""
+        storages = [region.storage for region in regions]
+        starts = _integers([region.start for region in regions])
+        lengths = _integers([region.nbytes for region in regions])
+        texts = [segment.data for segment in self._segments]
+        self._text = np.frombuffer(b"".join(texts), np.uint8)
+        text_lengths = _integers(map(len, texts))
+        text_addresses = self._text.ctypes.data + np.cumsum(text_lengths) - text_lengths
+        lengths = np.concatenate((text_lengths, lengths))
+        offsets = _integers([each.offset for each in self._segments] + [each.offset for each in regions])
+        data = _integers(map(torch.UntypedStorage.data_ptr, storages))
+        addresses = np.concatenate((text_addresses, data + starts))
+        order = np.argsort(offsets, kind="stable")
+        self._offsets, self._ends, self._addresses = offsets[order], (offsets + lengths)[order], addresses[order]
 
     def _fill_chunk(self, chunk: tuple[int, int]) -> str:
         """Copies one chunk, and hashes it.
@@ -152,65 +166,77 @@ class Filling:
         run of bytes, and it is what a reader will see. Hashing the source instead saves a twentieth
         of the time for large tensors, and cannot be done for those on a device.
         """
-        start, length = chunk
+        begin, length = chunk
         hasher = xxhash.xxh3_128()
-        index = bisect.bisect_right(self._ends, start)
-        sources, view, base = self._sources, self._view, self._base
-        size = _PIECE if self._hashed else length
-        for piece in range(start, start + length, size):
-            end = min(piece + size, start + length)
-            while index < len(sources) and (source := sources[index]).offset < end:
-                low = max(source.offset, piece)
-                high = min(source.offset + source.nbytes, end)
-                if source.address is not None:
-                    # Lets go of the interpreter lock, unlike a copy between memoryviews.
-                    ctypes.memmove(base + low, source.address + low - source.offset, high - low)
-                elif source.data is not None:
-                    view[low:high] = source.data[low - source.offset : high - source.offset]
-                elif source.wait is not None:
-                    source.wait()
-                if source.offset + source.nbytes > end:
-                    break
-                index += 1
+        pieces = range(begin, begin + length, _PIECE if self._hashed else length)
+        for piece, copies in zip(pieces, self._copies(begin, begin + length, pieces), strict=True):
+            end = min(piece + pieces.step, begin + length)
+            for target, source, nbytes in copies:
+                # Lets go of the interpreter lock, unlike a copy between memoryviews.
+                ctypes.memmove(target, source, nbytes)
+            self._await(piece, end)
             if self._hashed:
-                hasher.update(view[piece:end])
+                hasher.update(self._view[piece:end])
         return hasher.hexdigest()
 
-    def _source(self, region: Region) -> _Source:
+    def _copies(self, begin: int, end: int, pieces: range) -> Iterator[Iterable[tuple[int, int, int]]]:
+        """For each piece of a chunk, where to and from where how many bytes go."""
+        first = int(np.searchsorted(self._ends, begin, "right"))
+        last = int(np.searchsorted(self._offsets, end, "left"))
+        offsets, ends = self._offsets[first:last], self._ends[first:last]
+        lows = np.union1d(np.maximum(offsets, begin), np.asarray(pieces))
+        rows = np.searchsorted(offsets, lows, "right") - 1
+        highs = np.append(lows[1:], end)
+        if len(offsets):
+            highs = np.minimum(highs, ends[rows])
+        found = (rows >= 0) & (highs > lows)
+        lows, highs, rows = lows[found], highs[found], rows[found]
+        sources = self._addresses[first:last][rows] + (lows - offsets[rows])
+        cuts = [*np.searchsorted(lows, np.asarray(pieces)).tolist(), len(lows)]
+        columns = (self._base + lows).tolist(), sources.tolist(), (highs - lows).tolist()
+        for one, other in itertools.pairwise(cuts):
+            yield zip(*(column[one:other] for column in columns), strict=True)
+
+    def _await(self, begin: int, end: int) -> None:
+        """Waits for what devices write there; stretches before it have been waited for, or are another chunk's."""
+        for index in range(bisect.bisect_right(self._arrivals, begin, key=itemgetter(0)), len(self._arrivals)):
+            stop, wait = self._arrivals[index]
+            wait()
+            if stop >= end:
+                break
+
+    def _begin(self, region: Region) -> None:
+        """Copies what is not to be had at an address; from devices, it only begins to."""
         if isinstance(region, TensorRegion):
-            return self._gather(region)
-        storage = region.storage
-        if storage.nbytes() < region.start + region.nbytes:
-            raise UsageError(
-                "a tensor was resized between planning and capturing a checkpoint",
-                operation="capture",
-                hint="do not change the state while it is being saved",
-            )
-        if storage.device.type == "cpu":
-            return _Source(region.offset, region.nbytes, address=storage.data_ptr() + region.start)
+            self._gather(region)
+            return
+        offset, nbytes, storage, start = region
         with torch.no_grad():
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(cast("Any", storage))
-            content = whole[region.start : region.start + region.nbytes]
-            target = torch.frombuffer(self._view, dtype=torch.uint8, offset=region.offset, count=region.nbytes)
-            if storage.device.type == "cuda":
-                # On the current stream, and so behind whatever still computes the tensor. Copies
-                # of all regions are queued at once; chunks are hashed while later ones run.
-                with torch.cuda.device(storage.device):
-                    target.copy_(content, non_blocking=True)
-                    done = cast("Any", torch.cuda).Event()
-                    done.record()
-                return _Source(region.offset, region.nbytes, wait=done.synchronize)
-            target.copy_(content)
-        return _Source(region.offset, region.nbytes)
+            content = whole[start : start + nbytes]
+            target = torch.frombuffer(self._view, dtype=torch.uint8, offset=offset, count=nbytes)
+            if storage.device.type != "cuda":
+                target.copy_(content)
+                return
+            # On the current stream, and so behind whatever still computes the tensor. Copies
+            # of all regions are queued at once; chunks are hashed while later ones run.
+            with torch.cuda.device(storage.device):
+                target.copy_(content, non_blocking=True)
+                done = cast("Any", torch.cuda).Event()
+                done.record()
+            self._arrivals.append((offset + nbytes, done.synchronize))
 
-    def _gather(self, region: TensorRegion) -> _Source:
+    def _gather(self, region: TensorRegion) -> None:
         tensor = region.tensor
         with torch.no_grad():
             target = torch.frombuffer(
                 self._view, dtype=tensor.dtype, offset=region.offset, count=region.nbytes // tensor.element_size()
             )
             target.as_strided(tensor.shape, region.stride).copy_(tensor)
-        return _Source(region.offset, region.nbytes)
+
+
+def _integers(values: Iterable[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.fromiter(values, np.int64)
 
 
 def hash_chunks(content: Sliced, threads: int) -> tuple[str, ...]:

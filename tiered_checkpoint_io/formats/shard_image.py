@@ -12,7 +12,7 @@ memory can be used in place. What lies between items is zero, and no reader look
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -106,7 +106,7 @@ def _lay_out(tensor: torch.Tensor, position: int, regions: list[Region]) -> Skel
     """Adds where the elements of a tensor belong, whose file begins at ``position``, and gives the rest of that."""
     if _is_awkward(tensor):
         image = plan(_alone(tensor))
-        regions += [replace(region, offset=position + region.offset) for region in image.regions]
+        regions += [StorageRegion(position + each.offset, each.nbytes, each.storage) for each in image.regions]
         return _skeleton(image)
     stride = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
     skeleton = skeleton_of(tensor.dtype, tuple(tensor.shape), stride)

@@ -1,0 +1,419 @@
+"""The pickle that ``torch.save`` would write, put together from a skeleton and what its tensors are.
+
+What a pickle refers to by number, its memo, is numbered anew from front to end: objects in the skeleton's order, and
+those that only a tensor's own pickle has (its tuples, its storage's key). Of units the outcome is kept as a *template*:
+where the unit, its tensors and what it refers to are as they were, only the numbers move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tiered_checkpoint_io.formats.skeleton import (
+    CLASS_OF,
+    CPU,
+    ORDERED_DICT,
+    REBUILD,
+    SEEDS,
+    STORAGE,
+    DoubtError,
+    Piece,
+    Skeleton,
+    Tensors,
+)
+
+#: Bytes of the arguments of each operation that a pickle of protocol 2 may have, and whose length is fixed.
+_FIXED = {
+    **dict.fromkeys(b"(.01]})lt\x85\x86\x87\x88\x89Nsuaebo2dR\x81Q", 0),
+    **dict.fromkeys(b"Kqh\x82", 1),
+    **dict.fromkeys(b"M\x83", 2),
+    **dict.fromkeys(b"Jrj\x84", 4),
+    **dict.fromkeys(b"G", 8),
+}
+#: Those with a length in front, of so many bytes.
+_COUNTED = {ord("X"): 4, ord("T"): 4, ord("U"): 1, 0x8A: 1, 0x8B: 4}
+_BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET, _BINPERSID, _BINUNICODE, _GLOBAL = b"qrhjQXc"
+#: Tokens of storages' keys are below zero, those of objects in the skeleton are the skeleton's numbers.
+_KEYS = -1
+
+
+def _put(number: int) -> bytes:
+    return b"q%c" % number if number < 256 else b"r" + number.to_bytes(4, "little")
+
+
+def _get(number: int) -> bytes:
+    return b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
+
+
+def _int(value: int) -> bytes:
+    if value < 1 << 8:
+        return b"K%c" % value
+    if value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little")
+    length = (value.bit_length() >> 3) + 1
+    return b"\x8a%c" % length + value.to_bytes(length, "little")
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def _after(data: bytes, at: int) -> int:
+    """Where the operation at ``at`` ends."""
+    code = data[at]
+    size = _FIXED.get(code)
+    if size is not None:
+        return at + 1 + size
+    size = _COUNTED.get(code)
+    if size is not None:
+        return at + 1 + size + int.from_bytes(data[at + 1 : at + 1 + size], "little")
+    if code == _GLOBAL:
+        return data.index(b"\n", data.index(b"\n", at) + 1) + 1
+    raise DoubtError(f"operation {code} of a pickle")
+
+
+def _string_of(data: bytes, token: int) -> bytes:
+    """How the object is written that has a number in a piece; it has to be a string."""
+    put, at, before = _put(token), 0, 0
+    while at < len(data):
+        if data[at] == put[0] and data.startswith(put, at):
+            if data[before] != _BINUNICODE:
+                break
+            return data[before:at]
+        before, at = at, _after(data, at)
+    raise DoubtError("an object is met in several pieces")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The pickle of a unit, and what it holds for.
+
+    Attributes:
+        data: The pickle's stretch.
+        start: The first number that it gives out.
+        count: How many it gives out.
+        fields: Where numbers stand in it, and which.
+        external: What it refers to that was numbered before, by token.
+        early: Strings of its own that were numbered before.
+        strings: How these are written.
+        seeds: The seeds that it numbers, by what they are more than ``start``.
+        memo: The same of its own objects, in the skeleton's order; -1 for those in ``early``.
+        keys: The same of the keys of storages that it has first.
+        facts: See :meth:`Tensors.facts`.
+        pattern: The number of each tensor's storage.
+    """
+
+    data: bytes
+    start: int
+    count: int
+    fields: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+    external: dict[int, int]
+    early: frozenset[int]
+    strings: dict[int, bytes]
+    seeds: dict[int, int]
+    memo: list[int]
+    keys: list[int]
+    facts: list[list[Any]]
+    pattern: list[int]
+
+    def moved(self, start: int, external: dict[int, int]) -> bytes:
+        """The same stretch where it begins with another number, or refers to others; these are as long as before."""
+        if start == self.start and external == self.external:
+            return self.data
+        places, numbers = self.fields
+        new = np.where(numbers >= self.start, numbers + (start - self.start), numbers)
+        for token, old in self.external.items():
+            new[numbers == old] = external[token]
+        data = np.frombuffer(self.data, np.uint8).copy()
+        short = numbers < 256
+        data[places[short]] = new[short]
+        data[places[~short][:, None] + np.arange(4)] = new[~short].astype("<u4").view(np.uint8).reshape(-1, 4)
+        return data.tobytes()
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """What is being written: the rest, or a unit for its template."""
+
+    start: int
+    out: list[bytes] = field(default_factory=list)
+    length: int = 0
+    places: list[int] = field(default_factory=list)
+    numbered: list[int] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+    tensors: dict[int, int] = field(default_factory=dict)
+    external: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    unit: Piece
+    template: Template
+    start: int
+    keys_from: int
+
+
+class Assembly:
+    """One pickle, put together.
+
+    Attributes:
+        data: The pickle.
+        order: The number of the first tensor of each storage, in the order of the file's records.
+        templates: Those of all units, by the units' bytes.
+        is_known: Whether all templates of units with tensors were given.
+    """
+
+    def __init__(self, skeleton: Skeleton, tensors: Tensors, known: dict[bytes, Template]) -> None:
+        """Puts it together.
+
+        Args:
+            skeleton: The state's structure.
+            tensors: Its tensors.
+            known: Templates of earlier saves.
+
+        Raises:
+            DoubtError: The pickle has something that is not provided for.
+        """
+        self.order: list[int] = []
+        self.templates: dict[bytes, Template] = {}
+        self.is_known = True
+        self._tensors, self._known = tensors, known
+        self._units = {unit.first: unit for unit in skeleton.units if unit.end > unit.first}
+        self._storages: dict[int, int] = {}
+        self._placed: list[_Placed] = []
+        self._early: dict[int, int] = {}
+        self._strings: dict[int, bytes] = {}
+        self._count = 0
+        rest = _Stretch(0)
+        self._rest = rest
+        self._write(skeleton.rest, rest)
+        self.data = b"".join((b"\x80\x02", *rest.out, b"."))
+        if len(self._placed) != len(self._units):
+            raise DoubtError("a unit is not part of the rest")
+
+    # ------------------------------------------------------------------------------------- writing
+    def _write(self, piece: Piece, to: _Stretch) -> None:
+        data, end = piece.data, len(piece.data)
+        done = at = before = 0
+        while at < end:
+            code, begin = data[at], at
+            at = _after(data, at)
+            if code == _BINPERSID:
+                self._copy(to, data[done:before])
+                self._write_tensor(int.from_bytes(data[before + 1 : begin], "little"), to)
+                done = at
+            elif code in (_BINPUT, _LONG_BINPUT):
+                token = int.from_bytes(data[begin + 1 : at], "little")
+                number = self._early.get(token)
+                if number is None:
+                    self._copy(to, data[done:begin])
+                    self._number(token, to)
+                else:
+                    # It has been written already, where another piece refers to it.
+                    self._copy(to, data[done:before])
+                    self._refer(number, token, to)
+                done = at
+            elif code in (_BINGET, _LONG_BINGET):
+                self._copy(to, data[done:begin])
+                self._use(int.from_bytes(data[begin + 1 : at], "little"), to)
+                done = at
+            before = begin
+        self._copy(to, data[done:end])
+
+    def _copy(self, to: _Stretch, data: bytes) -> None:
+        if data:
+            to.out.append(data)
+            to.length += len(data)
+
+    def _next(self, to: _Stretch) -> int:
+        number = self._count
+        self._count += 1
+        to.places.append(to.length + 1)
+        to.numbered.append(number)
+        self._copy(to, _put(number))
+        return number
+
+    def _number(self, token: int, to: _Stretch) -> None:
+        to.numbers[token] = self._next(to)
+
+    def _refer(self, number: int, token: int, to: _Stretch) -> None:
+        if number < to.start:
+            to.external[token] = number
+        to.places.append(to.length + 1)
+        to.numbered.append(number)
+        self._copy(to, _get(number))
+
+    def _use(self, token: int, to: _Stretch) -> None:
+        """Writes a reference to an object; or the object, where it has not been met yet."""
+        number = to.numbers.get(token)
+        if number is None:
+            number = self._lookup(token)
+        if number is not None:
+            self._refer(number, token, to)
+        elif 0 <= token < len(SEEDS):
+            self._copy(to, SEEDS[token][1])
+            self._number(token, to)
+        elif to is not self._rest or token < 0:
+            raise DoubtError("a unit refers to what comes later")
+        elif token in self._units:
+            self._place(self._units[token])
+        else:
+            self._copy(to, self._definition(token))
+            self._number(token, to)
+            self._early[token] = to.numbers[token]
+
+    def _lookup(self, token: int) -> int | None:
+        number = self._rest.numbers.get(token)
+        if number is not None:
+            return number
+        for placed in self._placed:
+            unit, template = placed.unit, placed.template
+            numbers, first = (template.memo, unit.first) if token >= 0 else (template.keys, placed.keys_from)
+            index = token - first if token >= 0 else _KEYS - token - first
+            if 0 <= index < len(numbers) and numbers[index] >= 0:
+                return placed.start + numbers[index]
+        return None
+
+    def _definition(self, token: int) -> bytes:
+        """How the string is written that a unit has, and an earlier piece refers to."""
+        for unit in self._units.values():
+            if unit.first <= token < unit.end:
+                template = self._known.get(unit.data)
+                text = template.strings.get(token) if template is not None else None
+                if text is None:
+                    text = _string_of(unit.data, token)
+                self._strings[token] = text
+                return text
+        raise DoubtError("an object is met in several pieces")
+
+    def _write_tensor(self, number: int, to: _Stretch) -> None:
+        known = to.tensors.get(number)
+        if known is not None:
+            self._refer(known, number, to)
+            return
+        every = self._tensors
+        dtype, size, device = every.dtypes[number], every.sizes[number], every.devices[number]
+        key = self._storage(number)
+
+        def seed(token: int) -> None:
+            self._use(token, to)
+
+        seed(REBUILD)
+        self._copy(to, b"((")
+        seed(STORAGE)
+        seed(CLASS_OF[dtype])
+        used = to.numbers.get(_KEYS - key)
+        if used is None:
+            used = self._lookup(_KEYS - key)
+        if used is None:
+            self._copy(to, _text(str(key)))
+            self._number(_KEYS - key, to)
+        else:
+            self._refer(used, _KEYS - key, to)
+        if device.type == "cpu":
+            seed(CPU)
+        else:
+            self._copy(to, _text(str(device)))
+            self._next(to)
+        self._copy(to, _int(size // dtype.itemsize) + b"t")
+        self._next(to)
+        self._copy(to, b"Q" + _int(every.offsets[number]))
+        self._write_tuple(every.shapes[number], to)
+        self._write_tuple(every.strides[number], to)
+        self._copy(to, b"\x88" if every.grads[number] else b"\x89")
+        seed(ORDERED_DICT)
+        self._copy(to, b")R")
+        self._next(to)
+        self._copy(to, b"t")
+        self._next(to)
+        self._copy(to, b"R")
+        to.tensors[number] = self._next(to)
+
+    def _write_tuple(self, values: Sequence[int], to: _Stretch) -> None:
+        if not values:
+            self._copy(to, b")")
+            return
+        size = len(values)
+        begin, end = (b"", b"%c" % (0x84 + size)) if size <= 3 else (b"(", b"t")
+        self._copy(to, begin + b"".join(map(_int, values)) + end)
+        self._next(to)
+
+    def _storage(self, number: int) -> int:
+        identity = self._tensors.identities[number]
+        key = self._storages.get(identity)
+        if key is None:
+            key = self._storages[identity] = len(self.order)
+            self.order.append(number)
+        return key
+
+    def _storages_of(self, numbers: range) -> list[int]:
+        identities = self._tensors.identities[numbers.start : numbers.stop]
+        separate = dict.fromkeys(identities)
+        if len(separate) < len(identities) or not self._storages.keys().isdisjoint(separate):
+            return list(map(self._storage, numbers))
+        keys = range(len(self.order), len(self.order) + len(identities))
+        self._storages.update(zip(identities, keys, strict=True))
+        self.order += numbers
+        return list(keys)
+
+    # --------------------------------------------------------------------------------------- units
+    def _place(self, unit: Piece) -> None:
+        start, keys_from = self._count, len(self.order)
+        pattern = self._storages_of(unit.tensors)
+        facts = self._tensors.facts(unit.tensors)
+        early = frozenset(token for token in self._early if unit.first <= token < unit.end)
+        template = self._known.get(unit.data)
+        external: dict[int, int] | None = None
+        if template is not None and (template.facts, template.pattern, template.early) == (facts, pattern, early):
+            external = self._fits(template, start)
+        if template is None or external is None:
+            self.is_known &= not unit.tensors
+            template = self._template(unit, start, keys_from, pattern, facts, early)
+            external = template.external
+        self._copy(self._rest, template.moved(start, external))
+        self._count = start + template.count
+        self._rest.numbers |= {token: start + more for token, more in template.seeds.items()}
+        self._placed.append(_Placed(unit, template, start, keys_from))
+        self.templates[unit.data] = template
+
+    def _fits(self, template: Template, start: int) -> dict[int, int] | None:
+        """What a template's external tokens are numbered now; None where it does not hold."""
+        external: dict[int, int] = {}
+        for token, old in template.external.items():
+            number = self._lookup(token)
+            if number is None or (number < 256) != (old < 256):
+                return None
+            external[token] = number
+        if any(self._lookup(token) is not None for token in template.seeds):
+            return None
+        same_length = start == template.start or min(start, template.start) >= 256
+        return external if same_length else None
+
+    def _template(
+        self, unit: Piece, start: int, keys_from: int, pattern: list[int], facts: list[list[Any]], early: frozenset[int]
+    ) -> Template:
+        to = _Stretch(start)
+        self._write(unit, to)
+        missing = start - 1
+        numbers = to.numbers
+        return Template(
+            b"".join(to.out),
+            start,
+            self._count - start,
+            (np.array(to.places, np.int64), np.array(to.numbered, np.int64)),
+            to.external,
+            early,
+            {token: self._strings[token] for token in early},
+            {token: numbers[token] - start for token in range(len(SEEDS)) if token in numbers},
+            [numbers.get(token, missing) - start for token in range(unit.first, unit.end)],
+            [numbers[_KEYS - key] - start for key in range(keys_from, len(self.order))],
+            facts,
+            pattern,
+        )

@@ -1,0 +1,243 @@
+"""A state pickled with a number in the place of each tensor: cheap to make, and equal where the structure is.
+
+The *rest* is the pickle of the whole state. Large collections in it (a ``state_dict``, the state of an optimizer) are
+pickled beforehand, by the same pickler, as *units*: the rest refers to them by the pickler's memo, as to all that it
+has met. A unit whose bytes are those of an earlier save has the structure of then, keys and shared objects included.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+
+#: Tensors that are looked at together.
+_AT_ONCE = 256
+#: A collection of at least so many items is a unit.
+_LARGE = 32
+_PLAIN = frozenset({int, float, str, bool, bytes, complex})
+
+_STORAGE_CLASSES: dict[torch.dtype, Any] = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+#: What pickled tensors refer to and a state may hold as well, and how each is written where it is met first. They stand
+#: in the pickler's memo from the start, so that every use of them shows as a reference.
+SEEDS: list[tuple[Any, bytes]] = [
+    (torch._utils._rebuild_tensor_v2, _global("torch._utils", "_rebuild_tensor_v2")),
+    (OrderedDict, _global("collections", "OrderedDict")),
+    (sys.intern("storage"), b"X\x07\0\0\0storage"),
+    (sys.intern("cpu"), b"X\x03\0\0\0cpu"),
+    *((each, _global("torch", each.__name__)) for each in _STORAGE_CLASSES.values()),
+]
+REBUILD, ORDERED_DICT, STORAGE, CPU = range(4)
+#: The number of each type's storage class in :data:`SEEDS`.
+CLASS_OF = {dtype: 4 + index for index, dtype in enumerate(_STORAGE_CLASSES)}
+
+
+class DoubtError(Exception):
+    """A state may be pickled in another way than is assumed here, so ``torch.save`` has to do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A unit, or the rest.
+
+    Attributes:
+        data: Its pickle, without what begins and ends one; ``BINPERSID`` of a number for a tensor.
+        first: The first number that the pickler's memo gave to an object of it.
+        end: The number behind the last one.
+        tensors: The numbers of the tensors that it has first.
+    """
+
+    data: bytes
+    first: int
+    end: int
+    tensors: range
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A state's structure, and its tensors by their numbers."""
+
+    units: tuple[Piece, ...]
+    rest: Piece
+    tensors: tuple[torch.Tensor, ...]
+
+
+def scan(state: object) -> Skeleton:
+    """Takes a state's structure apart.
+
+    Raises:
+        DoubtError: It holds a bare storage, or a tensor both in a unit and elsewhere.
+        Exception: Whatever pickling raises.
+    """
+    tensors: list[torch.Tensor] = []
+    numbers: dict[int, int] = {}
+    first = 0
+    plain_tensor = torch.Tensor
+
+    def persistent_id(value: Any) -> int | None:
+        # Asked of every object.
+        kind = type(value)
+        if kind is str or kind is int:
+            return None
+        if kind is plain_tensor:
+            number = numbers.get(id(value))
+            if number is None:
+                number = numbers[id(value)] = len(tensors)
+                tensors.append(value)
+            elif number < first:
+                raise DoubtError("a tensor is met in several pieces")
+            return number
+        if kind is not dict and isinstance(value, torch.storage.TypedStorage | torch.UntypedStorage):
+            raise DoubtError("a storage stands for itself")
+        return None
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=torch.serialization.DEFAULT_PROTOCOL)
+    pickler.memo = cast("Any", {id(value): (number, value) for number, (value, _) in enumerate(SEEDS)})
+    cast("Any", pickler).persistent_id = persistent_id
+
+    def dumped(value: object) -> bytes:
+        file.seek(0)
+        file.truncate()
+        pickler.dump(value)
+        return file.getvalue()[2:-1]
+
+    # The number that the memo gives to a new object tells how many there are. They must live as long as the pickler.
+    markers: list[list[Any]] = []
+
+    def position() -> int:
+        markers.append([])
+        return int.from_bytes(dumped(markers[-1])[2:], "little")
+
+    pieces = []
+    for value in (*_units(state, [], set()), state):
+        first, begin = len(tensors), position() + 1
+        data = dumped(value)
+        pieces.append(Piece(data, begin, position(), range(first, len(tensors))))
+    *units, rest = pieces
+    return Skeleton(tuple(units), rest, tuple(tensors))
+
+
+def _units(value: Any, found: list[object], seen: set[int]) -> list[object]:
+    """Adds the large collections within plain collections, in the order in which a pickler meets them."""
+    kind = type(value)
+    if kind not in (dict, OrderedDict, list, tuple) or id(value) in seen:
+        return found
+    seen.add(id(value))
+    children = list(value.values()) if kind in (dict, OrderedDict) else value
+    if len(children) >= _LARGE and kind is not tuple:
+        kinds = set(map(type, children))
+        # Numbers and names beside collections or tensors change at every save.
+        if not kinds & _PLAIN or kinds <= _PLAIN:
+            found.append(value)
+            return found
+    for child in children:
+        _units(child, found, seen)
+    return found
+
+
+# ------------------------------------------------------------------------------------------ tensors
+#: Asked of each tensor; the last one is not in all releases of torch.
+_ODD = [getattr(torch.Tensor, name) for name in ("is_conj", "is_neg", "has_names") if hasattr(torch.Tensor, name)]
+
+_offset = cast("Callable[[torch.Tensor], int]", torch.Tensor.storage_offset)
+
+
+class Tensors:
+    """What the pickle and the file say of each tensor, by its number; and its storage."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Looks at all of them.
+
+        Raises:
+            DoubtError: One is pickled in another way than most.
+        """
+        self.dtypes: list[torch.dtype] = []
+        self.devices: list[torch.device] = []
+        self.shapes: list[torch.Size] = []
+        self.strides: list[tuple[int, ...]] = []
+        self.offsets: list[int] = []
+        self.grads: list[bool] = []
+        self.storages: list[torch.UntypedStorage] = []
+        self.identities: list[int] = []
+        self.addresses: list[int] = []
+        self.sizes: list[int] = []
+        for start in range(0, len(tensors), _AT_ONCE):
+            # Few at once, so that they are still in the core's cache when the next is asked of them.
+            self._look_at(tensors[start : start + _AT_ONCE])
+        self._check_memory()
+
+    def _look_at(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        odd = (
+            set(map(attrgetter("layout"), tensors)) != {torch.strided}
+            or any(chain.from_iterable(map(attrgetter(name), tensors) for name in ("is_quantized", "__dict__")))
+            or set(map(attrgetter("_backward_hooks"), tensors)) != {None}
+            or any(chain.from_iterable(map(method, tensors) for method in _ODD))
+        )
+        if odd:
+            raise DoubtError("a tensor is of an uncommon kind")
+        self.dtypes += map(attrgetter("dtype"), tensors)
+        self.devices += map(attrgetter("device"), tensors)
+        self.shapes += map(attrgetter("shape"), tensors)
+        self.strides += map(torch.Tensor.stride, tensors)
+        self.offsets += map(_offset, tensors)
+        self.grads += map(attrgetter("requires_grad"), tensors)
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        self.identities += map(attrgetter("_cdata"), storages)
+        self.addresses += map(torch.UntypedStorage.data_ptr, storages)
+        self.sizes += map(torch.UntypedStorage.nbytes, storages)
+        self.storages += storages
+
+    def _check_memory(self) -> None:
+        kinds = {device.type for device in set(self.devices)}
+        if set(self.dtypes) - CLASS_OF.keys() or kinds - {"cpu", "cuda"}:
+            raise DoubtError("a tensor is of an uncommon kind")
+        if set(map(type, self.storages)) - {torch.UntypedStorage}:
+            raise DoubtError("a storage is of an uncommon kind")
+        identities, addresses = set(self.identities), set(self.addresses)
+        nowhere = {identity for identity, at in zip(self.identities, self.addresses, strict=True) if not at}
+        shared = len(addresses - {0}) != len(identities - nowhere)
+        # Of memory that is met as two types, torch.save makes an error.
+        mixed = len(identities) < len(self.dtypes) and len(set(zip(self.identities, self.dtypes, strict=True))) > len(
+            identities
+        )
+        if shared or mixed:
+            raise DoubtError("memory is shared in an uncommon way")
+
+    @property
+    def forms(self) -> set[Any]:
+        """What decides on how a tensor is written, but for numbers."""
+        return set(zip(self.dtypes, self.devices, self.grads, strict=True))
+
+    def facts(self, numbers: range) -> list[list[Any]]:
+        """All that is written of some of them, but for which ones share a storage."""
+        part = slice(numbers.start, numbers.stop)
+        fields = (self.dtypes, self.devices, self.shapes, self.strides, self.offsets, self.grads, self.sizes)
+        return [field[part] for field in fields]
