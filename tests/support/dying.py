@@ -49,12 +49,13 @@ def import_all():
     """What a process would otherwise import while it is being watched, or each time anew."""
     import torch.distributed.checkpoint as torch_dcp
 
-    from tiered_checkpoint_io.engine import checkpointer
+    from tiered_checkpoint_io.engine import checkpointer  # noqa: F401
     from tiered_checkpoint_io.engine.drain import client  # noqa: F401
+    from tiered_checkpoint_io.formats import layouts
     from tiered_checkpoint_io.stores import directory, s3  # noqa: F401
 
     # The first plan, and the first save and load, of a process import by themselves.
-    checkpointer.plan(story.state(0))
+    layouts.Layouts().plan(story.state(0))
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch_dcp.save(sharded_state(0), storage_writer=torch_dcp.FileSystemWriter(folder), no_dist=True)

@@ -7,12 +7,13 @@ import threading
 import pytest
 import torch
 
-from tiered_checkpoint_io.engine import checkpointer, session
+from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.formats.layouts import Layouts
 from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -150,11 +151,12 @@ def test_a_capture_that_fails_leaves_no_part_and_gives_the_slot_back(opened, mon
     image = plan({"w": weight})
     weight.untyped_storage().resize_(4)
     used = tier.usage()
-    monkeypatch.setattr(checkpointer, "plan", lambda _: image)
+    planning = Layouts.plan
+    monkeypatch.setattr(Layouts, "plan", lambda *_: image)
     for _ in range(3):
         with pytest.raises(UsageError, match="resized"):
             save(engine, 2)
-    monkeypatch.setattr(checkpointer, "plan", plan)
+    monkeypatch.setattr(Layouts, "plan", planning)
     monkeypatch.setattr(os, "posix_fallocate", no_more_space)
     assert steps(tier) == [1]
     assert tier.usage() == used

@@ -6,10 +6,10 @@ import bisect
 import ctypes
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -114,18 +114,12 @@ class Filling:
         When it returns, no copy is under way, and no reference to the buffer is left.
         """
         try:
-            plain: list[StorageRegion] = []
-            for region in regions:
-                if type(region) is StorageRegion and region.storage.nbytes() < region.start + region.nbytes:
-                    raise UsageError(
-                        "a tensor was resized between planning and capturing a checkpoint",
-                        operation="capture",
-                        hint="do not change the state while it is being saved",
-                    )
-                if type(region) is StorageRegion and region.storage.device == _CPU:
-                    plain.append(region)
-                else:
-                    self._begin(region)
+            plain = cast("Sequence[StorageRegion]", regions)
+            if set(map(type, regions)) - {StorageRegion} or devices_of(regions) - {_CPU}:
+                plain = [each for each in regions if isinstance(each, StorageRegion) and each.storage.device == _CPU]
+                for region in regions:
+                    if not isinstance(region, StorageRegion) or region.storage.device != _CPU:
+                        self._begin(region)
             self._arrivals.sort(key=itemgetter(0))
             self._tabulate(plain)
             chunks = chunk_ranges(len(self._view), chunk_size_for(len(self._view)))
@@ -143,11 +137,12 @@ class Filling:
             del self._anchor
             self._view.release()
 
-    def _tabulate(self, regions: list[StorageRegion]) -> None:
+    def _tabulate(self, regions: Sequence[StorageRegion]) -> None:
         """Notes, in the file's order, where stretches of it begin and end, and at which addresses their bytes lie."""
         storages = [region.storage for region in regions]
         starts = _integers([region.start for region in regions])
         lengths = _integers([region.nbytes for region in regions])
+        _check_sizes(_integers(map(torch.UntypedStorage.nbytes, storages)) - starts - lengths)
         texts = [segment.data for segment in self._segments]
         self._text = np.frombuffer(b"".join(texts), np.uint8)
         text_lengths = _integers(map(len, texts))
@@ -211,6 +206,7 @@ class Filling:
             self._gather(region)
             return
         offset, nbytes, storage, start = region
+        _check_sizes(storage.nbytes() - start - nbytes)
         with torch.no_grad():
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(cast("Any", storage))
             content = whole[start : start + nbytes]
@@ -233,6 +229,21 @@ class Filling:
                 self._view, dtype=tensor.dtype, offset=region.offset, count=region.nbytes // tensor.element_size()
             )
             target.as_strided(tensor.shape, region.stride).copy_(tensor)
+
+
+def devices_of(regions: Iterable[Region]) -> set[torch.device]:
+    """All devices that hold bytes of some regions."""
+    return set(map(attrgetter("storage.device"), regions))
+
+
+def _check_sizes(left: Any) -> None:
+    """Takes how many bytes storages have beyond those that are copied."""
+    if np.any(left < 0):
+        raise UsageError(
+            "a tensor was resized between planning and capturing a checkpoint",
+            operation="capture",
+            hint="do not change the state while it is being saved",
+        )
 
 
 def _integers(values: Iterable[int]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -28,7 +28,15 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from tiered_checkpoint_io.formats.filling import Filling, Region, Segment, StorageRegion, default_threads, hash_chunks
+from tiered_checkpoint_io.formats.filling import (
+    Filling,
+    Region,
+    Segment,
+    StorageRegion,
+    default_threads,
+    devices_of,
+    hash_chunks,
+)
 from tiered_checkpoint_io.model.hashing import chunk_size_for
 
 
@@ -85,7 +93,7 @@ class Image:
         if len(target) < self.size:
             raise ValueError(f"the buffer has {len(target)} bytes, the image {self.size}")
         target = target[: self.size]
-        if pin is not None and any(region.storage.is_cuda for region in self.regions):
+        if pin is not None and any(device.type == "cuda" for device in devices_of(self.regions)):
             pin(target)
         return Filling(target, self.segments, hashed=hashed).run(self.regions, threads or default_threads())
 

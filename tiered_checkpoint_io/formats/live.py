@@ -17,6 +17,7 @@ from tiered_checkpoint_io.formats.filling import (
     StorageRegion,
     TensorRegion,
     default_threads,
+    devices_of,
     hash_chunks,
 )
 from tiered_checkpoint_io.formats.image import Image
@@ -39,7 +40,7 @@ class LiveFile:
         self._turn = threading.Condition()
         self._held = 0
         self._gathered: tuple[TensorRegion, StorageRegion] | None = None
-        for device in {region.storage.device for region in image.regions if region.storage.is_cuda}:
+        for device in {device for device in devices_of(image.regions) if device.type == "cuda"}:
             # What is still to be computed there; pieces are copied by other threads, and so on other streams.
             torch.cuda.synchronize(device)
 

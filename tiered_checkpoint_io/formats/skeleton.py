@@ -197,7 +197,7 @@ class Tensors:
     def _look_at(self, tensors: tuple[torch.Tensor, ...]) -> None:
         odd = (
             set(map(attrgetter("layout"), tensors)) != {torch.strided}
-            or any(chain.from_iterable(map(attrgetter(name), tensors) for name in ("is_quantized", "__dict__")))
+            or any(map(attrgetter("__dict__"), tensors))
             or set(map(attrgetter("_backward_hooks"), tensors)) != {None}
             or any(chain.from_iterable(map(method, tensors) for method in _ODD))
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 import xxhash
@@ -104,7 +105,8 @@ def stretches_of_state(state: object, image: Image) -> Stretches:
                 # What two share, as averages do that have not begun, is the model's.
                 kinds[storage] = kinds.get(storage, _OTHER) or kind
     return stretches_of(
-        (kinds.get(region.storage._cdata), region.offset, region.offset + region.nbytes) for region in image.regions
+        (kinds.get(region.storage._cdata), region.offset, region.offset + region.nbytes)
+        for region in sorted(image.regions, key=attrgetter("offset"))
     )
 
 
