@@ -3,6 +3,10 @@
 One process, one state of 1 GiB on the CPU, warm: ours and the copy in turn, then the others in turn. Prints the
 median of each, how much resident memory ours adds to the training process, and, last,
 ``stall_ratio_to_memcpy=X``: the median over rounds of ours divided by the copy of the same round.
+
+``--tensors 64 1000 20000`` compares states of so many tensors instead, all of the same size: the first, second and
+third save, and the median of the later ones, each divided by the copy of these tensors in the same round, by the clock
+and by processor time; and what planning costs for each tensor, first, later, and by ``torch.save``.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +48,77 @@ def make_state(mebibytes: int) -> dict[str, Any]:
         for i, w in enumerate(weights.values())
     }
     return {"state_dict": weights, "optimizer_states": [{"state": moments}], "global_step": 7, "epoch": 0}
+
+
+def make_many(mebibytes: int, count: int) -> dict[str, Any]:
+    """``count`` tensors of one size, about ``mebibytes`` MiB in all, as Lightning saves weights and Adam's moments."""
+    size = max(1, mebibytes * MIB // 4 // count)
+    weights = OrderedDict(
+        (f"model.layers.{n // 2}.{'weight' if n % 2 else 'bias'}", torch.randn(size)) for n in range(count // 3)
+    )
+    moments = {
+        n: {"step": torch.tensor(7.0), "exp_avg": torch.randn(size), "exp_avg_sq": torch.rand(size)}
+        for n in range(len(weights))
+    }
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "params": list(range(len(weights)))}]
+    return {
+        "epoch": 0,
+        "global_step": 0,
+        "state_dict": weights,
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"ready": 0, "completed": 0}}}},
+        "optimizer_states": [{"state": moments, "param_groups": groups}],
+    }
+
+
+def at_step(state: dict[str, Any], step: int) -> dict[str, Any]:
+    """As a trainer dumps it at another step: new dictionaries, keys and tensors that share the storages."""
+    weights = OrderedDict((key[:1] + key[1:], tensor.detach()) for key, tensor in state["state_dict"].items())
+    weights._metadata = OrderedDict((key.rpartition(".")[0], {"version": 1}) for key in weights)
+    optimizers = [
+        {"state": dict(each["state"]), "param_groups": [{**group, "lr": 1e-3 / step} for group in each["param_groups"]]}
+        for each in state["optimizer_states"]
+    ]
+    loops = {"fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"ready": step, "completed": step}}}}
+    new = {"global_step": step, "epoch": step // 10, "state_dict": weights, "loops": loops}
+    return {**state, **new, "optimizer_states": optimizers}
+
+
+def measure_many(folder: str, mebibytes: int, count: int, rounds: int) -> dict[str, float]:
+    """Ratios to the copy, and microseconds a tensor."""
+    from tiered_checkpoint_io.formats.image import plan
+    from tiered_checkpoint_io.formats.layouts import Layouts
+
+    state = make_many(mebibytes, count)
+    sources = all_tensors(state)
+    targets = [tensor.clone() for tensor in sources]
+    ours, layouts = Ours(folder), Layouts()
+    clocks = (time.perf_counter, time.process_time)
+    ratios: tuple[list[float], list[float]] = ([], [])
+    planned: list[float] = []
+    by_torch: list[float] = []
+    for step in range(1, rounds + 4):
+        now = at_step(state, step)
+        for times, before in ((planned, layouts.plan), (by_torch, plan)):
+            start = time.process_time()
+            before(now)
+            times.append((time.process_time() - start) / len(sources) * 1e6)
+        copy_from = [clock() for clock in clocks]
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        save_from = [clock() for clock in clocks]
+        ours.save(now)
+        for kind, clock in enumerate(clocks):
+            ratios[kind].append((clock() - save_from[kind]) / (save_from[kind] - copy_from[kind]))
+    ours.close()
+    clock, processor = ratios
+    return {
+        **{f"{nth} save": clock[index] for index, nth in enumerate(("first", "second", "third"))},
+        "later": statistics.median(clock[3:]),
+        "later, processor": statistics.median(processor[3:]),
+        "plan, first, us": planned[0],
+        "plan, later, us": statistics.median(planned[1:]),
+        "torch.save's, us": statistics.median(by_torch[1:]),
+    }
 
 
 def all_tensors(state: Any) -> list[torch.Tensor]:
@@ -166,6 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mebibytes", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tensors", type=int, nargs="+", default=[], metavar="COUNT")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -178,6 +255,12 @@ def main() -> None:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         if arguments.memory:
             print(f"{measure_memory(folder, arguments.mebibytes):.1f}")
+            return
+        if arguments.tensors:
+            measured = {
+                count: measure_many(folder, arguments.mebibytes, count, arguments.rounds) for count in arguments.tensors
+            }
+            show_many(measured, arguments.mebibytes)
             return
         state = make_state(arguments.mebibytes)
         size = sum(tensor.nbytes for tensor in all_tensors(state)) / (1 << 30)
@@ -219,6 +302,21 @@ def show(times: dict[str, list[float]], ratios: dict[str, float], size: float) -
         row = (f"{middle:.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}", f"{size / middle:.1f}")
         table.add_row(name, *row, f"{ratios[name]:.2f}")
     Console(width=100).print(table)
+
+
+def show_many(measured: dict[int, dict[str, float]], mebibytes: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{mebibytes} MiB in so many tensors: saves divided by the copy, and planning, us a tensor")
+    table.add_column("")
+    for count in measured:
+        table.add_column(f"{count:,}", justify="right")
+    for name in next(iter(measured.values())):
+        table.add_row(name, *(f"{figures[name]:.2f}" for figures in measured.values()))
+    Console(width=100).print(table)
+    for count, figures in measured.items():
+        print(f"stall_ratio_to_memcpy_{count}={figures['later']:.2f}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ class World:
         weights = OrderedDict((name, each.detach()) for name, each in self.model.items())
         weights._metadata = OrderedDict((name[:-7], {"version": 1}) for name in self.model)
         groups = [{"lr": 0.1 / (self.step + 1), "params": list(range(len(self.model)))}]
+        before = {key: self.more[key] for key in self.more if key.startswith("before")}
         return {
+            **before,
             "epoch": self.step // 10,
             "global_step": self.step,
             "state_dict": weights,
@@ -120,6 +122,13 @@ def alias(world: World, seed: int) -> None:
     world.model[nth(world, seed)] = world.model[nth(world, seed // 7)]
 
 
+def swap(world: World, seed: int) -> None:
+    """Two names for each of two tensors, and then the other way round."""
+    one, two = torch.zeros(4), torch.zeros(4)
+    tensors = [one, two, *((two, one) if seed % 2 else (one, two))]
+    world.model |= {name: each.view(4) for name, each in zip(list(world.model)[:4], tensors, strict=True)}
+
+
 def average(world: World, seed: int) -> None:
     kinds = [
         lambda: {name: each.clone() for name, each in world.model.items()},
@@ -132,7 +141,7 @@ def average(world: World, seed: int) -> None:
 
 def add(make):
     def change(world: World, seed: int) -> None:
-        world.more[f"more{seed % 3}"] = make(world, seed)
+        world.more[("more", "before", "more2")[seed % 3]] = make(world, seed)
 
     return change
 
@@ -163,6 +172,9 @@ CHANGES = {
     "complex": replace(lambda each: torch.ones(each.shape, dtype=torch.complex64)),
     "conjugate": replace(lambda each: torch.ones(each.shape, dtype=torch.complex64).conj()),
     "negative": replace(lambda each: torch.ones(each.shape, dtype=torch.complex64).conj().imag),
+    "reshaped": replace(lambda each: each.reshape(each.shape[::-1])),
+    "wider": replace(lambda each: torch.arange(24.0)[each.numel() % 7 :][:6].view(2, 3)),
+    "swap": swap,
     "transposed": replace(lambda each: torch.ones(5, 4).t()),
     "strided": replace(
         lambda each: torch.randn(40)[3:39:3].reshape(2, 6) if each.numel() % 2 else torch.randn(40)[3::3]
@@ -210,7 +222,7 @@ def test_after_any_change_the_file_is_that_of_torch_save(name):
     for step in (3, 4, 300):
         world.step = step
         check(layouts, world.state())
-    for seed in (5, 5, 6, 70_000):
+    for seed in (5, 5, 6, 4, 70_000):
         CHANGES[name](world, seed % 300 if name != "step" else seed)
         check(layouts, world.state())
     world.step += 1
@@ -251,6 +263,17 @@ def test_what_is_kept_is_used(count):
     check(layouts, world.state())
     check(layouts, world.state())
     assert layouts.reused == 4
+
+
+def test_a_string_that_is_met_before_the_tensors_that_have_it_as_a_key():
+    world, layouts = World(), Layouts()
+    world.begin_moments()
+    for text in ("none", nth(world, 3), "exp_avg", "0", "storage", "cpu", nth(world, 9), "none"):
+        # Two saves each: the first one plans anew, where the structure has changed.
+        for world.step in (1, 2):
+            world.more["before"] = {"text": text, "again": [text]}
+            check(layouts, world.state())
+    assert layouts.reused >= 6
 
 
 def test_what_moves_behind_a_longer_pickle_is_numbered_anew():

@@ -7,12 +7,26 @@ where the unit, its tensors and what it refers to are as they were, only the num
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from tiered_checkpoint_io.formats.opcodes import (
+    BINGET,
+    BINPERSID,
+    BINPUT,
+    LONG_BINGET,
+    LONG_BINPUT,
+    after,
+    get,
+    integer,
+    put,
+    string_of,
+    text,
+)
 from tiered_checkpoint_io.formats.skeleton import (
     CLASS_OF,
     CPU,
@@ -26,69 +40,8 @@ from tiered_checkpoint_io.formats.skeleton import (
     Tensors,
 )
 
-#: Bytes of the arguments of each operation that a pickle of protocol 2 may have, and whose length is fixed.
-_FIXED = {
-    **dict.fromkeys(b"(.01]})lt\x85\x86\x87\x88\x89Nsuaebo2dR\x81Q", 0),
-    **dict.fromkeys(b"Kqh\x82", 1),
-    **dict.fromkeys(b"M\x83", 2),
-    **dict.fromkeys(b"Jrj\x84", 4),
-    **dict.fromkeys(b"G", 8),
-}
-#: Those with a length in front, of so many bytes.
-_COUNTED = {ord("X"): 4, ord("T"): 4, ord("U"): 1, 0x8A: 1, 0x8B: 4}
-_BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET, _BINPERSID, _BINUNICODE, _GLOBAL = b"qrhjQXc"
 #: Tokens of storages' keys are below zero, those of objects in the skeleton are the skeleton's numbers.
 _KEYS = -1
-
-
-def _put(number: int) -> bytes:
-    return b"q%c" % number if number < 256 else b"r" + number.to_bytes(4, "little")
-
-
-def _get(number: int) -> bytes:
-    return b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
-
-
-def _int(value: int) -> bytes:
-    if value < 1 << 8:
-        return b"K%c" % value
-    if value < 1 << 16:
-        return b"M" + value.to_bytes(2, "little")
-    if value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little")
-    length = (value.bit_length() >> 3) + 1
-    return b"\x8a%c" % length + value.to_bytes(length, "little")
-
-
-def _text(value: str) -> bytes:
-    data = value.encode()
-    return b"X" + len(data).to_bytes(4, "little") + data
-
-
-def _after(data: bytes, at: int) -> int:
-    """Where the operation at ``at`` ends."""
-    code = data[at]
-    size = _FIXED.get(code)
-    if size is not None:
-        return at + 1 + size
-    size = _COUNTED.get(code)
-    if size is not None:
-        return at + 1 + size + int.from_bytes(data[at + 1 : at + 1 + size], "little")
-    if code == _GLOBAL:
-        return data.index(b"\n", data.index(b"\n", at) + 1) + 1
-    raise DoubtError(f"operation {code} of a pickle")
-
-
-def _string_of(data: bytes, token: int) -> bytes:
-    """How the object is written that has a number in a piece; it has to be a string."""
-    put, at, before = _put(token), 0, 0
-    while at < len(data):
-        if data[at] == put[0] and data.startswith(put, at):
-            if data[before] != _BINUNICODE:
-                break
-            return data[before:at]
-        before, at = at, _after(data, at)
-    raise DoubtError("an object is met in several pieces")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +71,8 @@ class Template:
     early: frozenset[int]
     strings: dict[int, bytes]
     seeds: dict[int, int]
-    memo: list[int]
-    keys: list[int]
+    memo: array[int]
+    keys: array[int]
     facts: list[list[Any]]
     pattern: list[int]
 
@@ -204,12 +157,12 @@ class Assembly:
         done = at = before = 0
         while at < end:
             code, begin = data[at], at
-            at = _after(data, at)
-            if code == _BINPERSID:
+            at = after(data, at)
+            if code == BINPERSID:
                 self._copy(to, data[done:before])
                 self._write_tensor(int.from_bytes(data[before + 1 : begin], "little"), to)
                 done = at
-            elif code in (_BINPUT, _LONG_BINPUT):
+            elif code in (BINPUT, LONG_BINPUT):
                 token = int.from_bytes(data[begin + 1 : at], "little")
                 number = self._early.get(token)
                 if number is None:
@@ -220,7 +173,7 @@ class Assembly:
                     self._copy(to, data[done:before])
                     self._refer(number, token, to)
                 done = at
-            elif code in (_BINGET, _LONG_BINGET):
+            elif code in (BINGET, LONG_BINGET):
                 self._copy(to, data[done:begin])
                 self._use(int.from_bytes(data[begin + 1 : at], "little"), to)
                 done = at
@@ -237,7 +190,7 @@ class Assembly:
         self._count += 1
         to.places.append(to.length + 1)
         to.numbered.append(number)
-        self._copy(to, _put(number))
+        self._copy(to, put(number))
         return number
 
     def _number(self, token: int, to: _Stretch) -> None:
@@ -248,7 +201,7 @@ class Assembly:
             to.external[token] = number
         to.places.append(to.length + 1)
         to.numbered.append(number)
-        self._copy(to, _get(number))
+        self._copy(to, get(number))
 
     def _use(self, token: int, to: _Stretch) -> None:
         """Writes a reference to an object; or the object, where it has not been met yet."""
@@ -286,11 +239,9 @@ class Assembly:
         for unit in self._units.values():
             if unit.first <= token < unit.end:
                 template = self._known.get(unit.data)
-                text = template.strings.get(token) if template is not None else None
-                if text is None:
-                    text = _string_of(unit.data, token)
-                self._strings[token] = text
-                return text
+                known = template.strings.get(token) if template is not None else None
+                self._strings[token] = string_of(unit.data, token) if known is None else known
+                return self._strings[token]
         raise DoubtError("an object is met in several pieces")
 
     def _write_tensor(self, number: int, to: _Stretch) -> None:
@@ -313,18 +264,18 @@ class Assembly:
         if used is None:
             used = self._lookup(_KEYS - key)
         if used is None:
-            self._copy(to, _text(str(key)))
+            self._copy(to, text(str(key)))
             self._number(_KEYS - key, to)
         else:
             self._refer(used, _KEYS - key, to)
         if device.type == "cpu":
             seed(CPU)
         else:
-            self._copy(to, _text(str(device)))
+            self._copy(to, text(str(device)))
             self._next(to)
-        self._copy(to, _int(size // dtype.itemsize) + b"t")
+        self._copy(to, integer(size // dtype.itemsize) + b"t")
         self._next(to)
-        self._copy(to, b"Q" + _int(every.offsets[number]))
+        self._copy(to, b"Q" + integer(every.offsets[number]))
         self._write_tuple(every.shapes[number], to)
         self._write_tuple(every.strides[number], to)
         self._copy(to, b"\x88" if every.grads[number] else b"\x89")
@@ -342,7 +293,7 @@ class Assembly:
             return
         size = len(values)
         begin, end = (b"", b"%c" % (0x84 + size)) if size <= 3 else (b"(", b"t")
-        self._copy(to, begin + b"".join(map(_int, values)) + end)
+        self._copy(to, begin + b"".join(map(integer, values)) + end)
         self._next(to)
 
     def _storage(self, number: int) -> int:
@@ -407,13 +358,13 @@ class Assembly:
             b"".join(to.out),
             start,
             self._count - start,
-            (np.array(to.places, np.int64), np.array(to.numbered, np.int64)),
+            (np.array(to.places, np.uint32), np.array(to.numbered, np.int32)),
             to.external,
             early,
             {token: self._strings[token] for token in early},
             {token: numbers[token] - start for token in range(len(SEEDS)) if token in numbers},
-            [numbers.get(token, missing) - start for token in range(unit.first, unit.end)],
-            [numbers[_KEYS - key] - start for key in range(keys_from, len(self.order))],
+            array("q", [numbers.get(token, missing) - start for token in range(unit.first, unit.end)]),
+            array("q", [numbers[_KEYS - key] - start for key in range(keys_from, len(self.order))]),
             facts,
             pattern,
         )

@@ -152,15 +152,21 @@ def _units(value: Any, found: list[object], seen: set[int]) -> list[object]:
         return found
     seen.add(id(value))
     children = list(value.values()) if kind in (dict, OrderedDict) else value
-    if len(children) >= _LARGE and kind is not tuple:
-        kinds = set(map(type, children))
-        # Numbers and names beside collections or tensors change at every save.
-        if not kinds & _PLAIN or kinds <= _PLAIN:
-            found.append(value)
-            return found
+    if len(children) >= _LARGE and kind is not tuple and not _is_mixed(children):
+        found.append(value)
+        return found
     for child in children:
         _units(child, found, seen)
     return found
+
+
+def _is_mixed(children: Any) -> bool:
+    """Whether numbers or names stand beside collections or tensors: they change at every save."""
+    kinds = set(map(type, children))
+    if kinds & _PLAIN:
+        return not kinds <= _PLAIN
+    first = next(iter(children), None)
+    return type(first) is dict and bool(first) and _is_mixed(first.values())
 
 
 # ------------------------------------------------------------------------------------------ tensors
