@@ -1,6 +1,7 @@
 """A plan made from what was kept of an earlier save is the one that torch.save makes, byte for byte."""
 
 import gc
+import importlib
 import io
 import sys
 import weakref
@@ -388,7 +389,7 @@ def test_memory_of_two_types_behind_two_storages_is_refused_as_by_torch_save():
 
 @pytest.fixture
 def save_settings():
-    config = torch.utils.serialization.config.save
+    config = importlib.import_module("torch.utils.serialization").config.save
     alignment, checksums = config.storage_alignment, torch.serialization.get_crc32_options()
     yield config
     config.storage_alignment = alignment
