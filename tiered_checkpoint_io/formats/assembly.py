@@ -120,24 +120,25 @@ class Assembly:
         data: The pickle.
         order: The number of the first tensor of each storage, in the order of the file's records.
         templates: Those of all units, by the units' bytes.
-        is_known: Whether all templates of units with tensors were given.
     """
 
-    def __init__(self, skeleton: Skeleton, tensors: Tensors, known: dict[bytes, Template]) -> None:
+    def __init__(
+        self, skeleton: Skeleton, tensors: Tensors, known: dict[bytes, Template], *, learn: bool = False
+    ) -> None:
         """Puts it together.
 
         Args:
             skeleton: The state's structure.
             tensors: Its tensors.
             known: Templates of earlier saves.
+            learn: Whether to make templates of units with tensors that have none: most of the time that it takes.
 
         Raises:
-            DoubtError: The pickle has something that is not provided for.
+            DoubtError: The pickle has something that is not provided for, or a template is wanting.
         """
         self.order: list[int] = []
         self.templates: dict[bytes, Template] = {}
-        self.is_known = True
-        self._tensors, self._known = tensors, known
+        self._tensors, self._known, self._learn = tensors, known, learn
         self._units = {unit.first: unit for unit in skeleton.units if unit.end > unit.first}
         self._storages: dict[int, int] = {}
         self._placed: list[_Placed] = []
@@ -325,7 +326,8 @@ class Assembly:
         if template is not None and (template.facts, template.pattern, template.early) == (facts, pattern, early):
             external = self._fits(template, start)
         if template is None or external is None:
-            self.is_known &= not unit.tensors
+            if unit.tensors and not self._learn:
+                raise DoubtError("a unit is not that of an earlier save")
             template = self._template(unit, start, keys_from, pattern, facts, early)
             external = template.external
         self._copy(self._rest, template.moved(start, external))

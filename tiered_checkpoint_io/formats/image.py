@@ -17,10 +17,12 @@ The zip directory holds no checksums of the tensors' records: they are not known
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType, SimpleNamespace
@@ -113,10 +115,23 @@ def plan(state: object) -> Image:
         Exception: Whatever ``torch.save`` raises for this state.
     """
     try:
-        return _plan_by_layout(state)
+        with collecting_later():
+            return _plan_by_layout(state)
     except Exception:
         # Whatever the reason, torch.save is the judge: it works, or its error is the caller's.
         return _plan_by_saving(state)
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Without the garbage collector, which would look at all objects of the process several times meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _plan_by_layout(state: object) -> Image:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import gc
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from tiered_checkpoint_io.formats.assembly import Assembly, Template
 from tiered_checkpoint_io.formats.filling import StorageRegion
-from tiered_checkpoint_io.formats.image import Image, plan
+from tiered_checkpoint_io.formats.image import Image, collecting_later, plan
 from tiered_checkpoint_io.formats.records import Records
-from tiered_checkpoint_io.formats.skeleton import Tensors, scan
+from tiered_checkpoint_io.formats.skeleton import DoubtError, Tensors, scan
 
 _T = TypeVar("_T")
 
 _MAX_TEMPLATES = 32
 _MAX_RECORDS = 4
-#: After so many plans in a row for which nothing kept was of use, some are made without a look, ever more of them.
+_MAX_MET = 16
+#: After so many plans in a row for which all that was done beside torch.save was of no use, some are made by torch.save
+#: alone, ever more of them.
 _PATIENCE = 3
 _MAX_PAUSE = 64
 
@@ -29,14 +29,17 @@ _MAX_PAUSE = 64
 class Layouts:
     """What is kept of the files of earlier saves: never a tensor, nor where one lies.
 
-    A plan is made from it only where ``torch.save`` has written the same structure of tensors before, and the two were
-    equal byte for byte. For all others, ``torch.save`` plans.
+    The first save of a structure is planned by ``torch.save``, and just noted. So is the second one; then its file is
+    made from its structure as well, and what makes it is kept where the two are equal byte for byte. Plans are made
+    from that alone from the third save on. What is not as it was then is planned by ``torch.save``.
     """
 
     def __init__(self) -> None:
         self._templates: OrderedDict[bytes, Template] = OrderedDict()
         self._records: OrderedDict[Any, Records] = OrderedDict()
         self._forms: set[Any] = set()
+        #: Files of earlier saves, as far as one is known by a number.
+        self._met: OrderedDict[int, None] = OrderedDict()
         self._environment: Any = None
         self._misses = 0
         self._pause = 0
@@ -49,27 +52,41 @@ class Layouts:
         Raises:
             Exception: Whatever ``torch.save`` raises for this state.
         """
-        if self._pause:
-            self._pause -= 1
-            return plan(state)
         try:
-            with _collecting_later():
-                found = self._look(state)
-        except Exception:
-            # Whatever the reason, torch.save is the judge.
-            self._missed()
+            self._note_environment()
+        except AttributeError:
+            # In this release of torch, other things decide.
             return plan(state)
-        assembly, tensors, key, image = found
-        if image is not None:
-            self._misses = 0
-            self.reused += 1
-            return image
+        paused = self._pause > 0
+        looks = bool(self._records) and not paused
+        if looks:
+            # Whatever the reason for which there is none, torch.save is the judge.
+            with contextlib.suppress(Exception), collecting_later():
+                image = self._known(state)
+                self._misses = 0
+                self.reused += 1
+                return image
         image = plan(state)
-        try:
-            self._keep(assembly, tensors, key, image)
-        finally:
+        number = hash(tuple([region.nbytes for region in image.regions]))
+        learns = image.planned and number in self._met and not paused
+        _remember(self._met, number, None, _MAX_MET)
+        if learns:
+            # What is not understood is not kept.
+            with contextlib.suppress(Exception), collecting_later():
+                self._learn(state, image)
+        if paused:
+            self._pause -= 1
+        elif looks or learns:
             self._missed()
         return image
+
+    def _note_environment(self) -> None:
+        environment = _environment()
+        if environment != self._environment:
+            self._environment = environment
+            for kept in (self._templates, self._records, self._forms, self._met):
+                kept.clear()
+            self._misses = self._pause = 0
 
     def _missed(self) -> None:
         self._misses += 1
@@ -78,61 +95,59 @@ class Layouts:
         if pauses > 0 and of_two == 0:
             self._pause = min(_MAX_PAUSE, 1 << pauses)
 
-    def _look(self, state: object) -> tuple[Assembly, Tensors, Any, Image | None]:
-        environment = _environment()
-        if environment != self._environment:
-            self._templates.clear()
-            self._records.clear()
-            self._forms.clear()
-            self._environment, self._misses = environment, 0
+    def _known(self, state: object) -> Image:
+        """The plan that is made from what is kept.
+
+        Raises:
+            DoubtError: Something of the state is not as it was when it was compared.
+            Exception: Whatever pickling raises.
+        """
         skeleton = scan(state)
         tensors = Tensors(skeleton.tensors)
+        if not tensors.forms <= self._forms:
+            raise DoubtError("a tensor is of a kind that was not met before")
         assembly = Assembly(skeleton, tensors, self._templates)
-        key = tuple([tensors.sizes[number] for number in assembly.order])
+        key = _sizes(assembly, tensors)
         records = self._records.get(key)
-        if records is None or not assembly.is_known or not tensors.forms <= self._forms:
-            return assembly, tensors, key, None
+        if records is None:
+            raise DoubtError("the storages are of other sizes")
         size, segments, move = records.around(assembly.data)
         storages = [tensors.storages[number] for number in assembly.order if tensors.sizes[number]]
         offsets = [offset + move for offset in records.offsets] if move else records.offsets
         regions = tuple(map(StorageRegion, offsets, records.lengths, storages))
-        _remember(self._records, key, records, _MAX_RECORDS)
-        for data, template in assembly.templates.items():
-            _remember(self._templates, data, template, _MAX_TEMPLATES)
-        return assembly, tensors, key, Image(size, tuple(segments), regions)
+        self._keep(assembly, key, records)
+        return Image(size, tuple(segments), regions)
 
-    def _keep(self, assembly: Assembly, tensors: Tensors, key: Any, image: Image) -> None:
-        """Keeps what has turned out to be equal to what ``torch.save`` makes."""
-        if not image.planned:
-            return
+    def _learn(self, state: object, image: Image) -> None:
+        """Keeps what makes a file from its structure, where that has turned out to be what ``torch.save`` makes.
+
+        Raises:
+            DoubtError: It is not, or the file is laid out in a way that is not known here.
+            Exception: Whatever pickling raises.
+        """
+        skeleton = scan(state)
+        tensors = Tensors(skeleton.tensors)
+        assembly = Assembly(skeleton, tensors, self._templates, learn=True)
         regions = image.regions
         wanted = [tensors.identities[number] for number in assembly.order if tensors.sizes[number]]
         if [region.storage._cdata for region in regions] != wanted:
-            return
-        try:
-            offsets, lengths = [region.offset for region in regions], [region.nbytes for region in regions]
-            records = Records(image.segments, offsets, lengths, image.size, _alignment())
-        except Exception:
-            # The file is laid out in a way that is not known here.
-            return
+            raise DoubtError("the records are others")
+        offsets, lengths = [region.offset for region in regions], [region.nbytes for region in regions]
+        records = Records(image.segments, offsets, lengths, image.size, _alignment())
         if records.pickle_in(image.segments) != assembly.data:
-            return
+            raise DoubtError("the pickle is another")
         self._forms |= tensors.forms
+        self._keep(assembly, _sizes(assembly, tensors), records)
+
+    def _keep(self, assembly: Assembly, key: Any, records: Records) -> None:
         _remember(self._records, key, records, _MAX_RECORDS)
         for data, template in assembly.templates.items():
             _remember(self._templates, data, template, _MAX_TEMPLATES)
 
 
-@contextlib.contextmanager
-def _collecting_later() -> Iterator[None]:
-    """Without the garbage collector, which would look at all objects of the process several times meanwhile."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _sizes(assembly: Assembly, tensors: Tensors) -> tuple[int, ...]:
+    """The sizes of all storages, in the order of the file's records."""
+    return tuple([tensors.sizes[number] for number in assembly.order])
 
 
 def _remember(kept: OrderedDict[Any, _T], key: Any, value: _T, most: int) -> None:
