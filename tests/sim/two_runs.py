@@ -143,10 +143,10 @@ def trainer(world, nodes, run, plan, *, left_over, is_full):
     return work
 
 
-def life(seed, fates=Fates(), *, folder, conditional=True):
+def life(seed, fates=Fates(), *, folder, conditional=True, digests=True):
     """One simulated life; its world, closed, with the violation that was found if any."""
     world = World(seed, fates)
-    world.has_conditions = conditional
+    world.has_conditions, world.has_digests = conditional, digests
     rng, drains = world.rng, {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(serial())

@@ -45,8 +45,9 @@ class World:
         self.history = []
         self.violation = ""
         self.is_over = False
-        #: Whether the store keeps conditions of writes.
-        self.has_conditions = True
+        #: Whether the store keeps conditions of writes, and whether its tags are digests, as S3's are: the same for the
+        #: same bytes. By KMS, and in a directory, each write has another.
+        self.has_conditions = self.has_digests = True
         self.check = lambda: None
         self._hub = getcurrent()
         self._digest = hashlib.sha256()
@@ -271,8 +272,11 @@ class MemoryStore(PlainStore):
     """The same by a server that keeps conditions of writes."""
 
     def _tag(self, key):
-        """Another at each write, as a directory's, and S3's where a bucket encrypts by KMS."""
-        return self._world.tags.get(key, "plain") if key in self._objects else None
+        if key not in self._objects:
+            return None
+        if self._world.has_digests:
+            return hashlib.md5(self._objects[key][0], usedforsecurity=False).hexdigest()
+        return self._world.tags.get(key, "plain")
 
     def _check(self, what, key, expected):
         if self._tag(key) != expected:
@@ -287,7 +291,9 @@ class MemoryStore(PlainStore):
     def put_if(self, key, data, expected):
         return self._write_if("put", key, bytes(data), expected)
 
-    def upload_if(self, key, data, expected, *, journal=None, progress=None):
+    def upload_if(self, key, data, expected, *, journal=None, progress=None, look=None):
+        if look is not None:
+            look()
         with data[0 : len(data)] as piece:
             copied = bytes(piece)
         self._write_if("upload", key, copied, expected)
@@ -303,7 +309,7 @@ class MemoryStore(PlainStore):
                 self._world.tags[key] = str(self._world.steps)
             elif self._objects.get(key, (None, 0.0))[0] != data:
                 raise changed(what, key)
-            return self._world.tags[key]
+            return self._tag(key)
 
         return self._do(what, key, write, changes=True)
 

@@ -65,7 +65,7 @@ class Broken:
             raise error
         self._store.upload(key, data, **options)
 
-    def upload_if(self, key, data, expected, **options):
+    def upload_if(self, key, data, expected, *, look=None, **options):
         self.upload(key, data, **options)
 
     def __getattr__(self, name):

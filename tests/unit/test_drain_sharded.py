@@ -277,7 +277,7 @@ class Refusing:
             raise StoreAccessError("no")
         self._store.upload(key, data, **options)
 
-    def upload_if(self, key, data, expected, **options):
+    def upload_if(self, key, data, expected, *, look=None, **options):
         self.upload(key, data, **options)
 
     def __getattr__(self, name):

@@ -295,8 +295,12 @@ class ConditionalStore(Store, Protocol):
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
-        """As ``upload``; raises as :meth:`put_if`."""
+        """As ``upload``; raises as :meth:`put_if`, and what ``look`` raises, called right before the object is there.
+
+        Of a large object that is long behind the beginning. Where it raises, nothing was written.
+        """
         ...
 
     def delete_if(self, key: str, expected: str) -> None:
@@ -336,7 +340,10 @@ class Unconditional:
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
+        if look is not None:
+            look()
         self._store.upload(key, data, journal=journal, progress=progress)
 
     def delete_if(self, key: str, expected: str) -> None:  # noqa: ARG002

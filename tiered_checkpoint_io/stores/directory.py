@@ -99,8 +99,9 @@ class DirectoryStore(FileStore):
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
-        self._upload_if(key, data, expected, journal, progress)
+        self._upload_if(key, data, expected, journal, progress, look)
 
     def _upload_if(
         self,
@@ -109,12 +110,18 @@ class DirectoryStore(FileStore):
         expected: str | None,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> str:
         path, tag = self._path(key), ""
 
+        def unchanged() -> contextlib.AbstractContextManager[None]:
+            if look is not None:
+                look()
+            return self._unchanged("put", key, path, expected)
+
         def write(report: Callable[[int], None]) -> None:
             nonlocal tag
-            tag = self._replace(key, path, data, report, lambda: self._unchanged("put", key, path, expected))
+            tag = self._replace(key, path, data, report, unchanged)
 
         self._upload(key, data, write, journal, progress)
         return tag

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.stores.base import Content, ObjectInfo, UploadJournal,
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import is_changed
-from tiered_checkpoint_io.stores.s3_uploads import MARK, MIB, Copied, MultipartUploads, part_size_for
+from tiered_checkpoint_io.stores.s3_uploads import MARK, MIB, Condition, Copied, MultipartUploads, part_size_for
 
 __all__ = ["MIB", "S3Store"]
 
@@ -157,8 +157,14 @@ class S3Store:
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
-        self._upload(key, data, lambda whole: self._put_if(key, whole, expected), journal, progress, [expected])
+        def put(whole: memoryview) -> None:
+            if look is not None:
+                look()
+            self._put_if(key, whole, expected)
+
+        self._upload(key, data, put, journal, progress, Condition(expected, look))
 
     def delete_if(self, key: str, expected: str) -> None:
         with contextlib.suppress(StoreNotFoundError):
@@ -194,11 +200,11 @@ class S3Store:
         put: Callable[[memoryview], object],
         journal: UploadJournal | None,
         progress: Callable[[int], None] | None,
-        expected: Sequence[str | None] = (),
+        condition: Condition | None = None,
     ) -> None:
         part_size = part_size_for(len(data), self._part_size)
         if len(data) > part_size:
-            self._uploads.send(key, data, part_size, journal, Progress(progress), expected)
+            self._uploads.send(key, data, part_size, journal, Progress(progress), condition)
             return
         if journal is not None:
             self._uploads.abandon(key, journal)

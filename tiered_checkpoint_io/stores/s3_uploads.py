@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -49,6 +49,14 @@ def part_size_for(size: int, wanted: int) -> int:
         )
     needed = -(-size // MAX_PARTS)
     return min(_MAX_PART, max(wanted, -(-needed // MIB) * MIB, _MIN_PART))
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What must hold when an object appears: its tag, and what ``look`` looks at; see ConditionalStore.upload_if."""
+
+    expected: str | None
+    look: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +142,15 @@ class MultipartUploads:
         part_size: int,
         journal: UploadJournal | None,
         report: Progress,
-        expected: Sequence[str | None] = (),
+        condition: Condition | None = None,
     ) -> None:
         """Uploads ``data``, or has it copied; see :meth:`Store.upload`.
 
-        The tag that is ``expected``, if any, is looked at before the end.
+        The condition, if any, is looked at before the end.
         """
         for _ in range(2):
             report.restart()
-            if self._send(key, data, part_size, journal, report, expected):
+            if self._send(key, data, part_size, journal, report, condition):
                 if journal is not None:
                     journal.clear()
                 return
@@ -184,7 +192,7 @@ class MultipartUploads:
         part_size: int,
         journal: UploadJournal | None,
         report: Progress,
-        expected: Sequence[str | None],
+        condition: Condition | None,
     ) -> bool:
         """Whether the object is complete; False where the upload vanished (a lifecycle rule, for one)."""
         origin = data.etag if isinstance(data, Copied) else ""
@@ -228,7 +236,7 @@ class MultipartUploads:
                 if len(self._arrived(upload) or ()) != len(upload.numbers):
                     raise StoreError("the server did not copy the parts as asked", operation="copy", key=key)
             whole = {"MultipartUpload": {"Parts": [arrived[number] for number in upload.numbers]}}
-            self._complete(key, {**upload_id, **whole}, expected, is_gone)
+            self._complete(key, {**upload_id, **whole}, condition, is_gone)
         except StoreChangedError as error:
             # So it is as well where the answer to the first of two such requests was lost.
             if self._made(upload):
@@ -249,19 +257,20 @@ class MultipartUploads:
         return True
 
     def _complete(
-        self, key: str, given: Mapping[str, Any], expected: Sequence[str | None], doubt: Callable[[], None]
+        self, key: str, given: Mapping[str, Any], condition: Condition | None, doubt: Callable[[], None]
     ) -> None:
-        if not expected:
+        if condition is None:
             self._client.ask("complete_multipart_upload", key, given, doubt=doubt)
             return
-        (tag,) = expected
         # Ceph takes no notice of the condition here: this leaves a moment, in place of the time of the upload.
         with contextlib.suppress(StoreNotFoundError):
             found = None
             found = str(self._client.ask("head_object", key)["ETag"])
-        if found != tag:
+        if found != condition.expected:
             raise changed("complete", key)
-        self._client.ask_if("complete_multipart_upload", key, tag, given, doubt=doubt)
+        if condition.look is not None:
+            condition.look()
+        self._client.ask_if("complete_multipart_upload", key, condition.expected, given, doubt=doubt)
 
     def _begin(
         self, key: str, size: int, part_size: int, journal: UploadJournal | None, origin: str

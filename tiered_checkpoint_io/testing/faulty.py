@@ -133,9 +133,10 @@ class FaultyStore:
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
         def upload(report: Callable[[int], None]) -> None:
-            conditional(self._store).upload_if(key, data, expected, journal=journal, progress=report)
+            conditional(self._store).upload_if(key, data, expected, journal=journal, progress=report, look=look)
 
         self._upload(key, upload, progress)
 

@@ -130,6 +130,12 @@ class OptionalContract:
             with pytest.raises(StoreChangedError) as caught:
                 write()
             assert caught.value.retryable
+
+        def look() -> None:
+            raise StoreChangedError("by what was looked at")
+
+        with pytest.raises(StoreChangedError, match="looked at"):
+            store.upload_if("x", memoryview(b"3"), store.tag("x"), look=look)
         assert [(entry.key, entry.size) for entry in store.list("")] == [("x", 2)]
         assert store.metrics.snapshot().get("retries", 0) == 0
 

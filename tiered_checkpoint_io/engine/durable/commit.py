@@ -28,6 +28,7 @@ a part that does not is refused. While the switch may be the old or the new one,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -48,6 +49,8 @@ from tiered_checkpoint_io.stores.base import ServerCopy, Store, UploadJournal, c
 #: ``sent``: the part is there; ``committed``: its save is; ``replaced``: a later save has taken its name.
 Fate = Literal["sent", "committed", "replaced"]
 
+_Progress = Callable[[int], None] | None
+_Source = Bytes | ServerCopy
 _SENT = "sent"
 _UPLOAD = "upload"
 #: Beside the files, among what was sent: the part's description.
@@ -63,7 +66,7 @@ def put_part(
     files: Mapping[str, Bytes],
     *,
     journal: UploadJournal | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: _Progress = None,
     clock: Clock = SYSTEM,
 ) -> Fate:
     """Uploads one of several parts: its files but the switch, then its description.
@@ -122,11 +125,11 @@ def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
 def commit(
     store: Store,
     part: Part,
-    files: Mapping[str, Bytes | ServerCopy],
+    files: Mapping[str, _Source],
     rows: Mapping[int, IndexRow] | None = None,
     *,
     journal: UploadJournal | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: _Progress = None,
     clock: Clock = SYSTEM,
 ) -> Fate:
     """Makes a checkpoint exist, whose other parts have all arrived.
@@ -188,7 +191,9 @@ def commit(
         if switch is not None:
             if tag is not None:
                 _hold_both(manifests, new, before, is_own=is_own)
-            _switch_over(manifests, switch, tag, files, journal, progress)
+            _switch_over(
+                manifests, part.name, switch.path, tag, files[switch.basename], Section(journal, _UPLOAD), progress
+            )
         stays = [path for path, _ in index.paths]
         if old is not None and not is_own:
             removal = removal_of(manifests, old)
@@ -264,7 +269,7 @@ def _uploaded(part: Part) -> list[FileEntry]:
     return [entry for entry in part.content.files if entry.basename != part.content.switch]
 
 
-def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, Bytes | ServerCopy]) -> None:
+def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, _Source]) -> None:
     for entry in entries:
         data = files[entry.basename]
         # Of a live state the hashes were made just now; a copy is of what was verified when it was uploaded.
@@ -278,10 +283,10 @@ def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, Byte
 def _put_files(
     store: Store,
     part: Part,
-    files: Mapping[str, Bytes | ServerCopy],
+    files: Mapping[str, _Source],
     old: Manifest | None,
     journal: UploadJournal | None,
-    progress: Callable[[int], None] | None,
+    progress: _Progress,
 ) -> None:
     """Uploads what is there before the checkpoint is (W1), once all files are verified."""
     _check_names(store, part, old)
@@ -295,9 +300,9 @@ def _put_files(
 def _bring(
     store: Store,
     entry: FileEntry,
-    files: Mapping[str, Bytes | ServerCopy],
+    files: Mapping[str, _Source],
     journal: UploadJournal | None,
-    progress: Callable[[int], None] | None,
+    progress: _Progress,
 ) -> None:
     """Puts a file's bytes where they belong."""
     data, upload = files[entry.basename], Section(journal, _UPLOAD)
@@ -308,26 +313,24 @@ def _bring(
 
 
 def _switch_over(
-    manifests: Manifests,
-    switch: FileEntry,
-    tag: str | None,
-    files: Mapping[str, Bytes | ServerCopy],
-    journal: UploadJournal | None,
-    progress: Callable[[int], None] | None,
+    manifests: Manifests, name: str, key: str, tag: str | None, data: _Source, journal: Section, progress: _Progress
 ) -> None:
     """Puts the switch's bytes where they belong, while what is there is as its tag says (W5)."""
-    data, upload, conditional = files[switch.basename], Section(journal, _UPLOAD), manifests.conditional
+    conditional = manifests.conditional
+    look = functools.partial(manifests.look, name) if tag is not None else None
     if not isinstance(data, ServerCopy):
-        conditional.upload_if(switch.path, data, tag, journal=upload, progress=progress)
+        conditional.upload_if(key, data, tag, journal=journal, progress=progress, look=look)
         return
 
     def check() -> None:
         data.check()
         # No server takes a condition on what a copy replaces: this leaves a moment, in place of the time of the copy.
-        if conditional.tag(switch.path) != tag:
-            raise changed("copy", switch.path)
+        if conditional.tag(key) != tag:
+            raise changed("copy", key)
+        if look is not None:
+            look()
 
-    replace(data, check=check).to(manifests.store, switch.path, journal=upload, progress=progress)
+    replace(data, check=check).to(manifests.store, key, journal=journal, progress=progress)
 
 
 def _check_names(store: Store, part: Part, old: Manifest | None) -> None:

@@ -2,11 +2,14 @@
 
 Two drains may work on one name: of two runs, or of one job on two nodes. So an operation changes a manifest only while
 it is as the operation has read it (:class:`Manifests`), and an object that several saves write in turn, the switch,
-only behind such a change, and while that is as it was. Who meets a change begins anew (:func:`repeated`).
+only behind such a change, and while that is as it was. Who meets a change begins anew (:func:`repeated`). The tag of
+an object that is a digest is the same again once the same bytes are there again, so the manifest is looked at once
+more right before such an object is written to (:meth:`Manifests.look`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -17,7 +20,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, Manifest, reservation, reservation_in
-from tiered_checkpoint_io.stores.base import Store, conditional
+from tiered_checkpoint_io.stores.base import Store, changed, conditional
 
 #: Manifests that are read for the newest save: an upload that failed before may be committed after newer ones.
 _LAST = 8
@@ -58,6 +61,7 @@ class Manifests:
         self._tags: dict[str, str | None] = {}
         self._reserved: dict[str, str] = {}
         self._read: dict[str, Manifest | None] = {}
+        self._data: dict[str, bytes] = {}
 
     def current(self, name: str) -> Manifest | None:
         """The manifest of a checkpoint; a damaged one, or a reservation, describes no checkpoint.
@@ -74,7 +78,7 @@ class Manifests:
             data, tag = b"", None
         manifest = if_intact(Manifest.from_json, data, where=f"{self.store.url}/{key}") if tag is not None else None
         if name not in self._tags:
-            self._tags[name], self._read[name] = tag, manifest
+            self._tags[name], self._read[name], self._data[name] = tag, manifest, data
             self._reserved[name] = manifest.reserved if manifest is not None else reservation_in(data)
         return manifest
 
@@ -110,6 +114,18 @@ class Manifests:
         """The mark of the last reservation of a name that was read; empty where it never had one."""
         return self._reserved[name]
 
+    def look(self, name: str) -> None:
+        """Does nothing where a manifest is as it was read, or written last.
+
+        Raises:
+            StoreChangedError: It is not: what this operation is about to write is not what the others expect.
+        """
+        key, data = ids.manifest_key(name), b""
+        with contextlib.suppress(StoreNotFoundError):
+            data = self.store.get(key)
+        if data != self._data[name]:
+            raise changed("look", key)
+
     def heirs(self, name: str) -> list[Manifest]:
         """The aliases that keep the files of a checkpoint whose own manifest is gone; reads all: a rare case."""
         names = (ids.name_from_manifest_key(entry.key) for entry in self.store.list(ids.MANIFEST_PREFIX))
@@ -123,6 +139,7 @@ class Manifests:
 
     def _put(self, name: str, data: bytes) -> None:
         self._tags[name] = self.conditional.put_if(ids.manifest_key(name), data, self._tags[name])
+        self._data[name] = data
 
     def _mark(self, name: str) -> str:
         """Of this operation alone, and another than before: some tags are digests, the same for the same text."""

@@ -142,6 +142,7 @@ def remove_unnamed(manifests: Manifests, name: str, path: str) -> None:
     tag = manifests.conditional.tag(path)
     if tag is not None:
         manifests.reserve(name)
+        manifests.look(name)
         manifests.conditional.delete_if(path, tag)
 
 
