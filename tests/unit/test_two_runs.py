@@ -123,6 +123,31 @@ def test_two_runs_meet_at_any_request(meeting, kind, before, memory_dir):
         assert set(named(store)) <= set(objects(store))
 
 
+def test_a_save_that_was_replaced_half_done_does_not_come_back_to_files_that_are_about_to_go(memory_dir):
+    """The older run's was killed behind W4, the newer one's before it removed the other's files; both begin again."""
+    kind = "sharded, one rank"
+    for at in itertools.count(1):
+        store, older, newer = FlatStore(f"{memory_dir}/{at}"), Journals(), Journals()
+        save(store, "a", 1, OLD, kind=kind)
+        with pytest.raises(StoreError):
+            save(FaultyStore(store, fail_at=1, only=writes_switch), "a", 2, OLD, kind=kind, journals=older)
+        with pytest.raises(StoreError):
+            save(FaultyStore(store, fail_at=1, only=deletes), "a", 3, NEW, kind=kind, journals=newer)
+        met = Meeting(store, at, lambda: save(store, "a", 2, OLD, kind=kind, journals=older))
+        save(met, "a", 3, NEW, kind=kind, journals=newer)
+        if met.operations < at:
+            return
+        assert readable(store, "a") == 3, f"met at request {at}"
+
+
+def writes_switch(operation, key):
+    return operation == "upload" and (key == "a" or key.endswith(".metadata"))
+
+
+def deletes(operation, _):
+    return operation.startswith("delete")
+
+
 def test_a_name_saved_anew_never_reads_as_what_an_alias_keeps_of_it(memory_dir):
     for at in itertools.count(1):
         store = FlatStore(f"{memory_dir}/{at}")

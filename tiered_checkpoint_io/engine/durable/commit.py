@@ -53,6 +53,8 @@ _Progress = Callable[[int], None] | None
 _Source = Bytes | ServerCopy
 _SENT = "sent"
 _UPLOAD = "upload"
+#: That W4 may have been written.
+_HELD = "held"
 #: Beside the files, among what was sent: the part's description.
 _DESCRIPTION = "part.json"
 #: Bytes of a manifest beyond which the files of a checkpoint of one part are listed beside it, too.
@@ -112,6 +114,13 @@ def _is_committed(manifest: Manifest | None, part: Part) -> bool:
     return manifest.content.save_id == part.save_id
 
 
+def _was_replaced(old: Manifest | None, part: Part, journal: UploadJournal | None) -> bool:
+    """Whether a save was as far as W4, where the run that has the name now found it, and replaced it: its files go."""
+    if old is None or old.alias_of is not None or Section(journal, _HELD).read() is None:
+        return False
+    return old.content.save_id > part.save_id and all(each.save_id != part.save_id for each in contents_of([old]))
+
+
 def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
     """Ends the upload of a part that will not be needed. Files that have arrived stay where they are."""
     sent = _sent(journal)
@@ -161,7 +170,7 @@ def commit(
     if _is_committed(old, part):
         Removal.noted(part.name, note).finish(store, note)
         fate = "committed"
-    elif gone_past(old, part, clock):
+    elif gone_past(old, part, clock) or _was_replaced(old, part, journal):
         return "replaced"
     else:
         index = _index_of(part, rows or {part.rank: IndexRow.of(part)})
@@ -190,6 +199,7 @@ def commit(
             new = replace(new, content=_put_index(store, part, index, old))
         if switch is not None:
             if tag is not None:
+                Section(journal, _HELD).write({})
                 _hold_both(manifests, new, before, is_own=is_own)
             _switch_over(
                 manifests, part.name, switch.path, tag, files[switch.basename], Section(journal, _UPLOAD), progress
