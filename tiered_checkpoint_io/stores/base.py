@@ -297,9 +297,10 @@ class ConditionalStore(Store, Protocol):
         progress: Callable[[int], None] | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """As ``upload``; raises as :meth:`put_if`, and what ``look`` raises, called right before the object is there.
+        """As ``upload``; raises as :meth:`put_if`, and what ``look`` raises; then, too, nothing was written.
 
-        Of a large object that is long behind the beginning. Where it raises, nothing was written.
+        It is called right before the object is there, of a large one long behind the beginning, where a tag is a digest,
+        and so is the same again once the same bytes are there again.
         """
         ...
 

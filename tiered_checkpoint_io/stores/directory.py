@@ -101,7 +101,10 @@ class DirectoryStore(FileStore):
         progress: Callable[[int], None] | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        self._upload_if(key, data, expected, journal, progress, look)
+        if look is not None:
+            # At the beginning already: a file's tag is another at each write, and tells all that comes then.
+            look()
+        self._upload_if(key, data, expected, journal, progress)
 
     def _upload_if(
         self,
@@ -110,18 +113,12 @@ class DirectoryStore(FileStore):
         expected: str | None,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
-        look: Callable[[], None] | None = None,
     ) -> str:
         path, tag = self._path(key), ""
 
-        def unchanged() -> contextlib.AbstractContextManager[None]:
-            if look is not None:
-                look()
-            return self._unchanged("put", key, path, expected)
-
         def write(report: Callable[[int], None]) -> None:
             nonlocal tag
-            tag = self._replace(key, path, data, report, unchanged)
+            tag = self._replace(key, path, data, report, lambda: self._unchanged("put", key, path, expected))
 
         self._upload(key, data, write, journal, progress)
         return tag
