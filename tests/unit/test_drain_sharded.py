@@ -284,13 +284,25 @@ class Refusing:
         return getattr(self._store, name)
 
 
-def test_a_part_that_no_store_takes_is_superseded_by_that_of_the_next_save(nodes, store):
+class Killing(Refusing):
+    def list(self, prefix):
+        """Its drain is killed as it clears up behind a commit."""
+        if prefix != ".tiered/parts/":
+            return self._store.list(prefix)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_part_that_no_store_takes_is_superseded_by_that_of_the_next_save(nodes, store, is_killed):
     first, second = nodes
     for number in (1, 2):
         second.part(f"{number}.ckpt", number, 1)
         first.part(f"{number}.ckpt", number, 0)
     drain(second, Refusing(store, "1.ckpt")).run(once=True)
     assert second.states() == {part_op(1, 1): "skipped", part_op(2, 1): "committed"}
+    if is_killed:
+        with pytest.raises(KeyboardInterrupt):
+            drain(first, Killing(store)).run(once=True)
     drain(first).run(once=True)
     assert first.states() == {op_id(1): "skipped", op_id(2): "committed"}
     assert names(store) == ["2.ckpt"]
