@@ -10,17 +10,17 @@ from sim.run import CALM, ROUGH
 @pytest.mark.parametrize("fates", [CALM, ROUGH], ids=["calm", "rough"])
 def test_no_life_loses_or_mixes_anything(fates):
     steps, found = 0, []
-    for seed, world in drains.lives(range(20), fates):
+    for seed, world in drains.lives(range(15), fates):
         steps += world.steps
         found += [f"seed {seed}: {world.violation}"] if world.violation else []
     assert found == []
-    assert steps > 1000
+    assert steps > 500
 
 
 @pytest.mark.parametrize("fates", [CALM, ROUGH], ids=["calm", "rough"])
 def test_two_runs_on_the_same_names_are_as_one_after_the_other(fates, memory_dir):
     found = []
-    for seed in range(20):
+    for seed in range(10):
         os.mkdir(f"{memory_dir}/{seed}", 0o700)
         world = two_runs.life(seed, fates, folder=f"{memory_dir}/{seed}")
         found += [f"seed {seed}: {world.violation}"] if world.violation else []
