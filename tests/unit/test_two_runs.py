@@ -3,6 +3,7 @@
 The store is a directory, whose conditional writes are real; what another run does comes between two requests.
 """
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from support.sharded import FlatStore, Journals, full_part, make_part, named, ob
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable import aliases, commit
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
-from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal
@@ -121,6 +122,22 @@ def test_two_runs_meet_at_any_request(meeting, kind, before, memory_dir):
         assert readable(store, "a") in allowed, f"met at request {at}"
         assert readable(store, "b") in (None, 2)
         assert set(named(store)) <= set(objects(store))
+
+
+@pytest.mark.parametrize("before", ["nothing", "an alias"])
+def test_an_alias_whose_target_is_deleted_meanwhile_does_not_dangle(before, memory_dir):
+    for at in itertools.count(1):
+        store = FlatStore(f"{memory_dir}/{at}")
+        for number, name in enumerate("ab", start=1):
+            save(store, name, number, OLD)
+        if before == "an alias":
+            alias(store, "last", "b", OLD)
+        met = Meeting(store, at, lambda: delete(store, "a", NEW))
+        with contextlib.suppress(CheckpointNotFoundError):
+            alias(met, "last", "a", OLD)
+        assert readable(store, "last") in (1, 2 if before == "an alias" else None), f"met at request {at}"
+        if met.operations < at:
+            return
 
 
 def test_a_save_that_was_replaced_half_done_does_not_come_back_to_files_that_are_about_to_go(memory_dir):

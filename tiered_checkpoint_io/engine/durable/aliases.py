@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, repeated
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, remove_unnamed
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreChangedError
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
@@ -61,6 +61,17 @@ def put_alias(
         removal = Removal.noted(alias, note)
     for name in moving:
         manifests.put(replace(known, name=name, alias_of=target, reserved=manifests.reserved(name)))
+    try:
+        manifests.look(target)
+    except StoreChangedError:
+        if not is_own and manifests.current(target) is None:
+            # Deleted before the alias was there to inherit the files; else the alias is not as it was written any more.
+            if old is not None:
+                manifests.put(old)
+            else:
+                manifests.delete(alias)
+            note.clear()
+            raise
     removal.finish(store, note)
 
 
