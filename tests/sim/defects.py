@@ -24,8 +24,8 @@ DEFECTS = [
     (
         "an overwrite does not keep the old content beside the new while the switch changes (W4)",
         COMMIT,
-        "            if tag is not None:\n                _hold_both(",
-        "            if False:\n                _hold_both(",
+        "            if tag is not None:\n                Section(journal, _HELD)",
+        "            if False:\n                Section(journal, _HELD)",
     ),
     (
         "the old files go before the manifest stops naming them (W7 before W6)",
