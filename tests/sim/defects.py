@@ -35,15 +35,15 @@ DEFECTS = [
     ),
     (
         "a commit that was cut off between W4 and W5 is taken for done",
-        COMMIT,
+        "engine/durable/names.py",
         "manifest.alias_of is not None or manifest.previous:",
         "manifest.alias_of is not None:",
     ),
     (
         "the manifest is written before the switch",
         COMMIT,
-        "            manifests.conditional.upload_if(",
-        "            manifests.put(new)\n            manifests.conditional.upload_if(",
+        "            _switch_over(",
+        "            manifests.put(new)\n            _switch_over(",
     ),
     (
         "a delete does not hand over to the aliases that live on",

@@ -37,6 +37,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.aliases import removal_of
 from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, exists, repeated
+from tiered_checkpoint_io.engine.durable.names import gone_past, is_committed
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
 from tiered_checkpoint_io.errors import ManifestError, StoreError, UsageError
 from tiered_checkpoint_io.model import ids
@@ -86,7 +87,7 @@ def put_part(
         StoreError: Repeat the call to finish.
     """
     old = current(store, part.name)
-    if _is_committed(old, part):
+    if is_committed(old, part):
         return "committed"
     if gone_past(old, part, clock):
         return "replaced"
@@ -95,23 +96,6 @@ def put_part(
         store.put(ids.description_key(part.save_id, part.rank), part.to_json())
         _note_sent(journal, _DESCRIPTION)
     return "sent"
-
-
-def gone_past(old: Manifest | None, part: Part, clock: Clock) -> bool:
-    """Whether what has a name was saved later than what is to take it, as far as can be told."""
-    if old is None or old.alias_of is not None or old.content.save_id <= part.save_id:
-        return False
-    # Of other runs the clocks may disagree: there, who comes last has the name, but for what a dead run left in
-    # the memory of its node, and the next start there, or a store that was away, lets go on only now.
-    same_run = ids.run_id_of(old.content.save_id) == ids.run_id_of(part.save_id)
-    return same_run or clock.wall() - part.content.created > clock.timing.left_over_s
-
-
-def _is_committed(manifest: Manifest | None, part: Part) -> bool:
-    """Whether a manifest says that the save of this part, and no other, is what its name holds."""
-    if manifest is None or manifest.alias_of is not None or manifest.previous:
-        return False
-    return manifest.content.save_id == part.save_id
 
 
 def _was_replaced(old: Manifest | None, part: Part, journal: UploadJournal | None) -> bool:
@@ -167,7 +151,7 @@ def commit(
     note, switch, manifests = Section(journal, REMOVAL), _switch(part), Manifests(store, part.save_id)
     old = manifests.current(part.name)
     fate: Fate = "sent"
-    if _is_committed(old, part):
+    if is_committed(old, part):
         Removal.noted(part.name, note).finish(store, note)
         fate = "committed"
     elif gone_past(old, part, clock) or _was_replaced(old, part, journal):
