@@ -122,6 +122,9 @@ def delete(store: Store, name: str, *, before: str | None = None, journal: Uploa
         removal = Removal(name) if _hand_over(manifests, manifest) else removal_of(manifests, manifest)
         removal.note(note)
         manifests.delete(name)
+        if manifest.alias_of is None and any(manifests.points_to(alias, name) for alias in manifest.aliases):
+            # It was set meanwhile: either it finds the target gone, and is taken back, or it has the files from now on.
+            removal = Removal(name)
     removal.finish(store, note)
 
 
