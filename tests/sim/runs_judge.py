@@ -207,7 +207,8 @@ class Judge:
         """Whether two runs made them at about the same time, so that either may pass for the newer one."""
         if not other.run.has_looked and other.run.began - one.at < 2 * self._skew:
             return True
-        if one.boot_id != other.boot_id and not one.run.has_claimed and other.at - one.at < 2 * self._skew:
+        in_memory_alone = self._number_shown(one.name) != one.number
+        if one.boot_id != other.boot_id and in_memory_alone and other.at - one.at < 2 * self._skew:
             # What is in the memory of another machine alone can't be followed, and clocks are off by so much.
             return True
         runs = one.run, other.run

@@ -8,10 +8,9 @@ from support.story import op_id
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
@@ -95,8 +94,8 @@ def readable(store, name):
 
 
 def names(store):
-    listed = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
-    return sorted(name for name in listed if name is not None)
+    """The checkpoints of a durable tier; where a reservation stands there is none."""
+    return sorted(names_of(store))
 
 
 def objects(store):

@@ -86,7 +86,8 @@ def readable(store, name):
 def named(store):
     """All keys that a durable tier should have, besides manifests: what those that count name."""
     names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
-    manifests = {name: read_manifest(store, name) for name in names}
+    read = {name: read_manifest(store, name) for name in names}
+    manifests = {name: manifest for name, manifest in read.items() if manifest is not None}
     keys = set()
     for manifest in manifests.values():
         if manifest.alias_of not in manifests:

@@ -18,6 +18,7 @@ from tiered_checkpoint_io.engine.drain.messages import Standing, look_at, not_do
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
+from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.leasing.claims import Claims
 from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
@@ -35,7 +36,6 @@ from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store, open_store, place_of
@@ -231,8 +231,7 @@ class Session:
         return self._peering.pending
 
     def _ask_names(self) -> set[str]:
-        listed = (ids.name_from_manifest_key(entry.key) for entry in self.durable().list(ids.MANIFEST_PREFIX))
-        return {name for name in listed if name is not None}
+        return names_of(self.durable())
 
     def _queued_names(self) -> set[str]:
         tier, _, drain = self.open()

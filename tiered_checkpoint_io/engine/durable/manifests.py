@@ -20,10 +20,12 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, Manifest, reservation, reservation_in
-from tiered_checkpoint_io.stores.base import Store, changed, conditional
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store, changed, conditional
 
 #: Manifests that are read for the newest save: an upload that failed before may be committed after newer ones.
 _LAST = 8
+#: No reservation has more bytes, but for one of a long name; no manifest has fewer than 400.
+_MAX_RESERVATION = 400
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 #: How often an operation begins anew at once: two drains that meet at one name are done within two or three turns.
@@ -206,6 +208,25 @@ def read_all(store: Store, read: Callable[[Store, str], Manifest | None]) -> lis
     names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
     found = in_parallel(lambda name: read(store, name), sorted(name for name in names if name is not None))
     return [manifest for manifest in found if manifest is not None]
+
+
+def names_of(store: Store) -> set[str]:
+    """All names that have a manifest, by one list; where a reservation may stand, it is read.
+
+    Raises:
+        StoreError: The tier could not be asked.
+    """
+
+    def is_there(entry: ObjectInfo) -> bool:
+        try:
+            return entry.size > _MAX_RESERVATION or not reservation_in(store.get(entry.key))
+        except StoreNotFoundError:
+            return False
+
+    listed = list(store.list(ids.MANIFEST_PREFIX))
+    there = in_parallel(is_there, listed)
+    names = (ids.name_from_manifest_key(entry.key) for entry, is_one in zip(listed, there, strict=True) if is_one)
+    return {name for name in names if name is not None}
 
 
 def newest_save_id(store: Store) -> str | None:
