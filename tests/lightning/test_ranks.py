@@ -120,7 +120,7 @@ def test_a_second_run_is_refused_on_all_ranks_before_it_trains(launch, s3_url, t
         done = launch(s3_url, 4, 2)
         assert done.returncode != 0
         assert "RANK" not in done.stdout
-        refusal = "UsageError: another run writes to the same dirpath: process"
+        refusal = "UsageError: another run writes to the same dirpath"
         assert done.stderr.count(f"{refusal}: process {first.pid} on") == 2
         assert first.do("save b.ckpt") == "ok"
         assert durable(s3_url) == ["a.ckpt", "b.ckpt"]

@@ -145,4 +145,4 @@ def answer_of(folder, rank):
 
 
 def said(folder, rank):
-    return Path(folder, f"log-{rank}.txt").read_text()[-2000:]
+    return Path(folder, f"log-{rank}.txt").read_text()[-8000:]

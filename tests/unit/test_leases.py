@@ -111,7 +111,7 @@ def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog
 @pytest.mark.matrix
 def test_of_jobs_that_begin_at_once_in_the_same_memory_one_goes_on(runs, tmp_path):
     for turn in range(5):
-        made = runs(*(str(tmp_path / f"{turn}-{number}") for number in range(4)), nodes=[turn] * 4)
+        made = runs(*(str(tmp_path / f"{turn}-{number}") for number in range(4)), nodes=[turn] * 4, namespace="one")
         for run in made:
             run.tell("save a.ckpt")
         answers = [run.hear() for run in made]

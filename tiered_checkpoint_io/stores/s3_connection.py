@@ -7,6 +7,7 @@ look before each request would take megabytes of memory a time, and a process th
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,8 +33,9 @@ def configured_endpoint(profile: str | None) -> str | None:
             full_config=session.full_config, scoped_config=session.get_scoped_config(), client_name="s3"
         ).provide()
     except botocore.exceptions.BotoCoreError:
-        # Of a profile that is missing, for one: the store says so when it is opened.
-        return None
+        # Of a profile that is missing, for one: the store says so when it is opened. What is saved until then is for
+        # the server that the environment names.
+        found = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return str(found) if found else None
 
 
