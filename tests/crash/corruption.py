@@ -109,7 +109,9 @@ class World:
     def load(self, namespace):
         """What a restart loads: the step that it is told, and whether that is what was saved under it."""
         if self.kind == "full":
-            made = Checkpointer(TieredCheckpointConfig.from_any(**self.options, namespace=namespace), logger=self.log)
+            made = Checkpointer(
+                TieredCheckpointConfig.from_any(**{**self.options, "namespace": namespace}), logger=self.log
+            )
             loaded = made.load("tiered:latest")
             if not loaded:
                 return None, False
@@ -118,7 +120,7 @@ class World:
             named = made.restored.name in (f"step={step}.ckpt", "last.ckpt")
             made.close()
             return step, named and equals(loaded, step)
-        reader = TieredStorageReader(**self.options, namespace=namespace, logger=self.log)
+        reader = TieredStorageReader(**{**self.options, "namespace": namespace}, logger=self.log)
         loaded = blank()
         dcp.load(loaded, storage_reader=reader, no_dist=True, kind=self.kind)
         step = int(loaded["global_step"])

@@ -316,11 +316,12 @@ def _switch_over(
         conditional.upload_if(key, data, tag, journal=journal, progress=progress, look=look)
         return
 
+    # No server takes a condition on what a copy replaces, and a store may look again behind it, at the new object.
+    if conditional.tag(key) != tag:
+        raise changed("copy", key)
+
     def check() -> None:
         data.check()
-        # No server takes a condition on what a copy replaces: this leaves a moment, in place of the time of the copy.
-        if conditional.tag(key) != tag:
-            raise changed("copy", key)
         if look is not None:
             look()
 
