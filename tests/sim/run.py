@@ -3,10 +3,11 @@
     make test-sim                                   2,000 seeds, on two processes
     python tests/sim/run.py --first 85 --seeds 1    one life again; its history is printed
 
-Each life is judged against a dictionary: of eight seeds, two are of the drains of one run (``drains.py``), two of drains
-of two runs on the same names (``two_runs.py``), and four of runs, with trainers, leases, restarts and preemptions
-(``runs.py``). Many seeds let requests fail, too, and clocks be off. The seeds with a violation are printed, and the
-history of the shortest. Last line: ``seeds=N steps=N violations=N``.
+Each life is judged against a dictionary: of eight seeds, one is of the drains of one run (``drains.py``), one of
+replicas in the memory of other machines (``peers.py``), two of drains of two runs on the same names (``two_runs.py``),
+and four of runs, with trainers, leases, restarts and preemptions (``runs.py``). Many seeds let requests fail, too, and
+clocks be off. The seeds with a violation are printed, and the history of the shortest. Last line:
+``seeds=N steps=N violations=N``.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sim import drains, runs, two_runs
+from sim import drains, peers, runs, two_runs
 from sim.world import Fates
 
 CALM, ROUGH = Fates(), Fates(failed=0.03, skew=30.0)
@@ -29,6 +30,8 @@ def one(job):
     with tempfile.TemporaryDirectory(dir=folder) as memory:
         if seed // 2 % 2:
             world = runs.life(seed, runs.KINDS[seed // 4 % len(runs.KINDS)], folder=memory)
+        elif seed % 16 // 2 == 4:
+            world = peers.life(seed, peers.KINDS[seed % 2], folder=memory)
         else:
             life = two_runs.life if seed // 4 % 2 else drains.life
             world = life(seed, ROUGH if seed % 2 else CALM, folder=memory)

@@ -1,0 +1,327 @@
+"""Lives of jobs whose ranks keep replicas of each other's parts: the real replication, over a network that fails.
+
+Each machine has one rank. The ranks meet, take what they lack from each other, and save; a rank is killed or stopped, a
+machine is lost, a cable is cut, the memory for replicas is full; then all ranks start again, in the last start without
+further harm. Saves are made by hand, and so is the choice of what to load: the newest that the memories hold together.
+What is judged:
+
+- what is kept was sent: each part and replica has the bytes that were saved;
+- a save is marked as replicated only once all of its parts are on the peers that ``placement`` names;
+- whichever machine is lost, the others hold a checkpoint, once one was marked everywhere;
+- what waits for the durable tier is not removed;
+- no wait is longer than its bounds; in the end each peer has what it lacked, and the newest save is replicated.
+"""
+
+import contextlib
+import logging
+import os
+from collections import Counter
+
+from sim.links import Job, torch_distributed
+from sim.machines import Machine, MachineClock, Odds, operating_system
+from sim.peers_judge import Judge
+from sim.world import Fates, World
+from support.sharded import make_part
+
+from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.chunks import verify
+from tiered_checkpoint_io.engine.replication.meeting import Peering
+from tiered_checkpoint_io.engine.staging.retention import Scope, complete_here, removable
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, TieredCheckpointError
+from tiered_checkpoint_io.memory.parts import reading
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+LOG = logging.getLogger("simulation.peers")
+LOG.propagate = False
+LOG.addHandler(logging.NullHandler())
+LOG.setLevel(logging.CRITICAL)
+
+#: As in life, but for polls, which would be most of what happens.
+TIMING = Timing(offer_poll_s=2.0, accept_poll_s=0.5, local_poll_s=1.0)
+KEEP = 2
+TIMEOUT_S = 60
+#: Three parts wait at most, each for two peers: to be accepted, for a link, and on their way, with requests between.
+SENT_S = 3 * 2 * (60.0 + 30.0 + TIMEOUT_S + 30.0 + 50.0)
+#: What is sent and received at the end, by the bounds of ``Timing``, and requests between.
+CLOSE_S = 10.0 + 2 * (10.0 + 30.0) + (10.0 + 30.0) + 70.0
+#: To be asked by a rank that is busy, and to get a part from one, or two.
+FETCH_S = 60.0 + 2 * (30.0 + TIMEOUT_S + 60.0)
+
+
+class PeerClock(MachineClock):
+    """The time of a machine, and conditions."""
+
+    def __init__(self, world, machine):
+        Clock.__init__(self, TIMING, world.rng)
+        self.__dict__.update(_world=world, _machine=machine)
+
+    @property
+    def current(self):
+        return self._world.current
+
+    def wait(self, event, seconds):
+        return event.wait(seconds) if hasattr(event, "notify_all") else super().wait(event, seconds)
+
+    def wait_for(self, condition, is_so, seconds):
+        return condition.wait_for(is_so, seconds)
+
+
+class Rank:
+    """A process that trains, from its start to its end."""
+
+    def __init__(self, life, job, rank, saves):
+        self.life, self.job, self.rank, self._saves = life, job, rank, saves
+        self.world, self.rng, self.judge = life.world, life.world.rng, life.judge
+        self.machine = life.machines[rank]
+        self.saved = 0
+        self.process = self.machine.start(f"rank {rank} of {job.number}", self._run)
+        self.process.job, self.process.rank = job, rank
+        job.ranks.append(self.process)
+
+    def _run(self):
+        clock, machine, world = self.machine.clock, self.machine, self.world
+        self.tier = tier = MemoryTier.open(machine.folder, "sim", clock=clock)
+        tier.replicas._left = lambda: 0 if machine.full_until > world.now else 1 << 30
+        config = TieredCheckpointConfig.from_any(
+            dirpath="d",
+            memory_dir=machine.folder,
+            wait_timeout_s=TIMEOUT_S,
+            memory_keep_last=KEEP,
+            replication_factor=self.life.factor,
+        )
+        self.peering = peering = Peering(config, Counter(), clock)
+        tier.on_commit = lambda stored: peering.committed(stored, LOG)
+        try:
+            before = tier.parts()
+            peering.meet(lambda: tier, LOG, None)
+            self._restore()
+            if self.job.is_last:
+                self._wait_until_sent()
+                self.judge.check_caught_up(self, before)
+            self._train()
+            self._wait_until_sent()
+            if self.job.is_last:
+                self.judge.await_marks(self)
+        except TieredCheckpointError as error:
+            # As torchrun sees it: this rank has failed, and the others are ended.
+            world.note(f"{self.process.name} fails: {type(error).__name__}: {error.message}")
+            if self.job.is_last:
+                world.violation = f"{self.process.name} fails: {error}"
+            return
+        self._timed("close", lambda: peering.close(10.0), CLOSE_S)
+        tier.close()
+        self.process.is_done = True
+        world.note(f"{self.process.name} ends: {dict(sorted(peering._counts.items()))}")
+
+    # ----------------------------------------------------------------------------------- restoring
+    def _restore(self):
+        """The newest save that the memories hold together, each rank its part."""
+        peers, load = self.peering.local(self.tier, LOG), f"load-{self.job.number}"
+        held = self._intact()
+        group = self._group()
+        gathered = group.all_gather(held)
+        whole = Counter(save_id for save_id, _ in {each for theirs in gathered for each in theirs})
+        chosen = max((save_id for save_id, count in whole.items() if count == self.job.size), default=None)
+        self.judge.chosen(self, chosen)
+        if chosen is None:
+            return
+        peers.begin(load, held)
+        try:
+            if (chosen, self.rank) in held:
+                return
+            faults = self.job_faults()
+            stored, notes = self._timed("fetch", lambda: peers.fetch(load, chosen, self.rank), FETCH_S)
+            self.world.note(f"{self.process.name} fetches {chosen}: {stored is not None} {len(notes)}")
+            if stored is None:
+                if faults == self.job_faults():
+                    self.world.violation = f"{self.process.name} can't fetch its part of {chosen}: {notes}"
+                raise CheckpointNotFoundError("no rank gives it", operation="load")
+        finally:
+            peers.end(load)
+
+    def _group(self):
+        from tiered_checkpoint_io.engine.replication import meeting
+
+        return meeting.TorchGroup("", self.machine.clock, timeout_s=float(TIMEOUT_S))
+
+    def job_faults(self):
+        """How much has befallen the job that excuses a failure: a cable, a process, the store of a process."""
+        return (
+            self.life.faults,
+            sum(each.faults for each in self.job.ranks),
+            any(not p.is_alive for p in self.job.ranks),
+        )
+
+    def _intact(self):
+        held = []
+        for stored in (*self.tier.parts(), *self.tier.replicas.parts()):
+            with contextlib.suppress(CorruptCheckpointError, CheckpointNotFoundError), reading(stored) as views:
+                for entry in stored.part.content.files:
+                    verify(entry, views[entry.basename], where=entry.path)
+                held.append((stored.save_id, stored.part.rank))
+        return sorted(held)
+
+    # ------------------------------------------------------------------------------------ training
+    def _train(self):
+        for number in range(1, self._saves + 1):
+            self.machine.clock.sleep(self.rng.choice([0.5, 3.0, 20.0]))
+            # A step needs all ranks.
+            while any(each.saved < number - 1 for each in self.life.ranks):
+                self.machine.clock.sleep(1.0)
+            self._save(number)
+            self.saved = number
+
+    def _save(self, number):
+        step = 100 * self.job.number + number
+        save_id = ids.save_id(self.job.run, step)
+        scope, held = Scope(save_id, self.rank, "local", "d"), self.tier.parts()
+        for stored in removable(held, scope, KEEP, complete_here(held, scope)):
+            self.tier.remove(stored)
+        part, files = make_part(
+            f"step={step}.ckpt", step, self.rank, world_size=self.job.size, kind="local", run=self.job.run, size=1200
+        )
+        self.judge.expect(part, files)
+        slots = {}
+        for basename, data in files.items():
+            slots[basename] = self.tier.acquire(len(data))
+            slots[basename].view[: len(data)] = data
+            if self.rng.random() < self.life.damaged and not self.job.is_last:
+                self.life.judge.damaged.add((save_id, self.rank))
+                slots[basename].view[self.rng.randrange(len(data))] ^= 1
+        self.tier.commit(part, slots)
+
+    def _wait_until_sent(self):
+        def wait():
+            while self.peering.pending:
+                self.machine.clock.sleep(1.0)
+
+        self._timed("replication", wait, SENT_S)
+
+    def _timed(self, what, work, bound_s):
+        began, faults = self.world.now, self.process.faults
+        try:
+            return work()
+        finally:
+            took = self.world.now - began
+            if took > bound_s and faults == self.process.faults and not self.world.is_over:
+                self.world.violation = f"{self.process.name}: {what} has taken {took:.0f} s"
+
+
+class Life:
+    """One simulated life of a job: its starts, and what befalls them."""
+
+    def __init__(self, seed, fates, odds, damaged, folder):
+        self.world = world = World(seed, fates)
+        world.odds, world.current, world.cuts = odds, None, {}
+        self.rng, self.damaged, self.faults = world.rng, damaged, 0
+        size = self.rng.choice([2, 2, 3])
+        self.factor = self.rng.choice([2, size])
+        self.machines = [Machine(world, f"node {n}", f"{folder}/{n}") for n in range(size)]
+        self.outside = Machine(world, "outside", f"{folder}/outside")
+        for machine in (*self.machines, self.outside):
+            machine.clock, machine.full_until = PeerClock(world, machine), 0.0
+        self.judge = Judge(self)
+        self.ranks = []
+        self._over = False
+
+    def play(self):
+        """Runs it to its end."""
+        world = self.world
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(operating_system(world, LOG))
+            stack.enter_context(torch_distributed(world))
+            stack.enter_context(self.judge.watching())
+            stack.callback(world.close)
+            self.outside.start("fate", self._fate, immortal=True)
+            if not world.run(lambda: self._over, 50_000.0) and not world.violation:
+                world.violation = "not over within 50,000 s"
+        return world
+
+    # --------------------------------------------------------------------------------------- fates
+    def _fate(self):
+        starts = self.rng.choice([2, 2, 3, 4])
+        after = None
+        for number in range(1, starts + 1):
+            is_last = number == starts
+            if is_last:
+                self._calm()
+            job = Job(self.world, number, len(self.machines))
+            job.is_last, job.run = is_last, ids.new_run_id(after=after, clock=self.outside.clock)
+            after = ids.save_id(job.run, 0)
+            self.world.note(f"start {number} of {job.size} ranks, {self.factor} copies")
+            self.judge.started()
+            # Each has its process before any of them runs: it looks for the others.
+            saves = self.rng.randint(1, 6)
+            self.ranks = [Rank(self, job, rank, saves) for rank in range(job.size)]
+            self._befall(job)
+            for process in job.ranks:
+                process.kill()
+            self.outside.clock.sleep(self.rng.choice([0.0, 5.0, 30.0]))
+        self._over = True
+        while True:
+            self.outside.clock.sleep(1000.0)
+
+    def _calm(self):
+        self.world.fates, self.world.odds = Fates(0, 0, 0, 0), Odds()
+        self.world.cuts.clear()
+        for machine in self.machines:
+            machine.full_until = 0.0
+
+    def _befall(self, job):
+        """Watches the ranks until all have ended, or one has by a failure; and does them harm."""
+        left = 0 if job.is_last else self.rng.randint(0, 4)
+        at = self.world.now + self.rng.uniform(0.0, 40.0)
+        while any(each.is_alive for each in job.ranks):
+            if any(not each.is_alive and not getattr(each, "is_done", False) for each in job.ranks):
+                # The others find out by themselves, for a while.
+                self.outside.clock.sleep(self.rng.choice([0.0, 5.0, 100.0]))
+                break
+            self.outside.clock.sleep(1.0)
+            self._drain(job)
+            if left and self.world.now > at:
+                left, at = left - 1, self.world.now + self.rng.uniform(0.0, 40.0)
+                self._harm(job)
+
+    def _harm(self, job):
+        rng, world = self.rng, self.world
+        what = rng.choices(["kill", "stop", "lose", "cut", "full"], [1, 3, 2, 4, 3])[0]
+        rank = rng.randrange(job.size)
+        machine, process, seconds = self.machines[rank], job.ranks[rank], rng.choice([5.0, 40.0, 200.0])
+        if what == "kill":
+            process.kill()
+        elif what == "stop":
+            process.stop(seconds)
+        elif what == "lose":
+            self.judge.lost(machine)
+            machine.lose()
+        elif what == "cut":
+            self.faults += 1
+            other = rng.choice([each for each in self.machines if each is not machine])
+            world.cuts[frozenset({machine.name, other.name})] = world.now + seconds
+            world.note(f"no network between {machine.name} and {other.name} for {seconds:.0f} s")
+        else:
+            self.faults += 1
+            machine.full_until = world.now + seconds
+            world.note(f"{machine.name} has no room for replicas for {seconds:.0f} s")
+
+    def _drain(self, job):
+        """Some parts reach the durable tier."""
+        if self.rng.random() < 0.05:
+            rank = self.rng.choice(self.ranks)
+            if job.ranks[rank.rank].is_alive and hasattr(rank, "tier"):
+                for stored in rank.tier.parts():
+                    if stored.pending:
+                        rank.tier.mark_drained(stored)
+
+
+CALM = Fates(0.0, 0.0, 0.0, 0.0), Odds(), 0.0
+ROUGH = Fates(0.0, failed=0.001, stopped=0.0, skew=20.0), Odds(killed=0.0002), 0.02
+KINDS = CALM, ROUGH
+
+
+def life(seed, kind=ROUGH, *, folder):
+    """One simulated life; its world, closed, with the violation that was found if any."""
+    os.makedirs(folder, exist_ok=True)
+    return Life(seed, *kind, folder).play()

@@ -1,0 +1,175 @@
+"""What must be so in each life with replicas: a dictionary of what each machine's memory holds, kept at each change."""
+
+import contextlib
+
+from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
+from tiered_checkpoint_io.memory.tier import MemoryTier
+
+#: A mark follows the last copy by two looks at the store, and requests between.
+MARKED_S = 60.0
+
+
+class Judge:
+    """Learns of each part that is committed, marked or removed, on the machine whose turn it is."""
+
+    def __init__(self, life):
+        self.life, self.world = life, life.world
+        names = [machine.name for machine in life.machines]
+        self.size = len(names)
+        self.peers = peers_of_ranks(names, factor=life.factor, jump=1)
+        self._files = {}
+        #: By machine: which parts (of a save, a rank) lie there, own ones or replicas.
+        self.held = [set() for _ in names]
+        #: By machine: saves that it has marked as replicated.
+        self.marked = [set() for _ in names]
+        #: The same, with what was removed or lost since all ranks started: ranks that still run do not know of a loss.
+        self.came = [set() for _ in names]
+        #: Parts whose bytes the machine that saved them has changed.
+        self.damaged = set()
+        self._promised = False
+
+    def expect(self, part, files):
+        """Learns what a part has to hold that is about to be saved."""
+        self._files[part.save_id, part.rank] = dict(files)
+
+    @contextlib.contextmanager
+    def watching(self):
+        """Looks at what memory tiers do."""
+        before = {name: getattr(MemoryTier, name) for name in ("commit", "mark_replicated", "remove", "quarantine")}
+
+        def commit(tier, part, slots, **options):
+            stored = before["commit"](tier, part, slots, **options)
+            self._committed(stored)
+            return stored
+
+        def mark_replicated(tier, stored):
+            before["mark_replicated"](tier, stored)
+            self._marked(stored)
+
+        def remove(tier, stored):
+            if stored.pending and not (stored.folder / "drained").exists():
+                self._violate(f"{self._text(stored)} is removed, which waits for the durable tier")
+            before["remove"](tier, stored)
+            self._gone(stored, "removed")
+
+        def quarantine(tier, folder, reason):
+            for stored in (*tier.parts(), *tier.replicas.parts()):
+                if stored.folder == folder:
+                    self._gone(stored, "quarantined")
+            return before["quarantine"](tier, folder, reason)
+
+        instead = {"commit": commit, "mark_replicated": mark_replicated, "remove": remove, "quarantine": quarantine}
+        try:
+            for name, method in instead.items():
+                setattr(MemoryTier, name, method)
+            yield
+        finally:
+            for name, method in before.items():
+                setattr(MemoryTier, name, method)
+
+    # -------------------------------------------------------------------------------------- events
+    def _here(self):
+        return self.life.machines.index(self.world.current.process.machine)
+
+    def _text(self, stored):
+        kind = "replica of " if stored.is_replica else ""
+        return f"{kind}part {stored.part.rank} of {stored.part.name} on node {self._here()}"
+
+    def _violate(self, text):
+        if not self.world.is_over:
+            self.world.violation = self.world.violation or text
+
+    def _committed(self, stored):
+        key, files = (stored.save_id, stored.part.rank), {}
+        for entry in stored.part.content.files:
+            files[entry.basename] = stored.file(entry.basename).read_bytes()[: entry.size]
+        self.world.note(f"{self._text(stored)} is committed")
+        if files != self._files[key]:
+            own = stored.part.rank == self._here() and not stored.is_replica
+            if not own or key not in self.damaged:
+                self._violate(f"{self._text(stored)} has other bytes than were saved")
+            return
+        self.held[self._here()].add(key)
+        self.came[self._here()].add(key)
+
+    def _marked(self, stored):
+        self.world.note(f"{self._text(stored)} is marked as replicated")
+        if not self.is_placed(stored.save_id, self.came):
+            self._violate(f"{self._text(stored)} is marked as replicated, and never was on all peers")
+        self.marked[self._here()].add(stored.save_id)
+        all_know = all(stored.save_id in marked for marked in self.marked)
+        self._promised |= all_know and self.is_placed(stored.save_id, self.held)
+
+    def _gone(self, stored, how):
+        self.world.note(f"{self._text(stored)} is {how}")
+        self.held[self._here()].discard((stored.save_id, stored.part.rank))
+        if self._promised:
+            for lost in range(self.size):
+                if self.newest_whole(without=lost) is None:
+                    self._violate(f"{self._text(stored)} is {how}: without node {lost} no checkpoint is whole any more")
+
+    def started(self):
+        """All ranks start."""
+        self.came = [set(held) for held in self.held]
+
+    def lost(self, machine):
+        """A machine is about to be lost."""
+        number = self.life.machines.index(machine)
+        self.held[number].clear()
+        self.marked[number].clear()
+        if self._promised and self.newest_whole() is None:
+            self._violate(f"{machine.name} is lost, and no checkpoint is whole without it")
+        self._promised = False
+
+    # -------------------------------------------------------------------------------------- states
+    def is_placed(self, save_id, parts):
+        """Whether each part of a save is where it was saved, and on all of its peers, by what each machine has."""
+        return all((save_id, rank) in parts[place] for rank in range(self.size) for place in (rank, *self.peers[rank]))
+
+    def newest_whole(self, without=None):
+        """The newest save of which the memories of the machines hold all parts together."""
+        there = set().union(*(held for number, held in enumerate(self.held) if number != without))
+        return max(
+            (
+                save_id
+                for save_id in {each for each, _ in there}
+                if all((save_id, rank) in there for rank in range(self.size))
+            ),
+            default=None,
+        )
+
+    # --------------------------------------------------------------------------------------- looks
+    def chosen(self, rank, save_id):
+        """What a rank is about to load."""
+        self.world.note(f"{rank.process.name} loads {save_id}")
+        if save_id != (best := self.newest_whole()) and not any(
+            each.saved or not each.process.is_alive for each in self.life.ranks
+        ):
+            self._violate(f"{rank.process.name} loads {save_id}, and {best} is whole")
+
+    def check_caught_up(self, rank, before):
+        """What a rank had before the ranks met is on its peers again."""
+        for stored in [each for each in before if each.part.rank == rank.rank][-1:]:
+            key = stored.save_id, rank.rank
+            for peer in self.peers[rank.rank]:
+                if key not in self.held[peer] and key not in self.damaged and key[0] >= self._newest_of(rank.rank):
+                    self._violate(f"node {peer} lacks part {rank.rank} of {stored.part.name}, which it kept or lost")
+
+    def _newest_of(self, rank):
+        return max((save_id for save_id, other in self.held[rank] if other == rank), default="")
+
+    def await_marks(self, rank):
+        """The newest save of the last start is on all peers, and every machine learns of it."""
+        clock = rank.machine.clock
+        newest, deadline = max(save_id for save_id, _ in self._files), clock.monotonic() + MARKED_S
+        while any(each.saved < rank.saved or each.peering.pending for each in self.life.ranks):
+            clock.sleep(1.0)
+            deadline = clock.monotonic() + MARKED_S
+        # The store ends with rank 0: none ends before all know.
+        while not all(newest in marked for marked in self.marked):
+            if clock.monotonic() > deadline:
+                self._violate(f"not all machines learn that {newest} is replicated")
+                return
+            clock.sleep(1.0)
+        if not self.is_placed(newest, self.held):
+            self._violate(f"{newest} is not on all peers in the end")
