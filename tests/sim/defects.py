@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COMMIT, ALIASES, REMOVAL = (f"engine/durable/{name}.py" for name in ("commit", "aliases", "removal"))
 LEASES = "engine/leasing/lease_keeper.py"
+SENDER = "engine/replication/replica_sender.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
 #: What is wrong; where; the text, and what stands there instead.
 DEFECTS = [
@@ -134,6 +135,36 @@ DEFECTS = [
         "engine/drain/client.py",
         "deadline if self.leave_by is None else min(deadline, self.leave_by)",
         "deadline",
+    ),
+    (
+        "a part counts as replicated once its first peer has it",
+        SENDER,
+        "for target in self._targets:",
+        "for target in self._targets[:1]:",
+    ),
+    (
+        "a replica whose bytes differ from their hash is kept",
+        "engine/ranks/transfer.py",
+        "            if damage is not None:\n                raise damage",
+        "            if False:\n                raise damage",
+    ),
+    (
+        "a link that has failed is used again",
+        SENDER,
+        "                self._links.close(target)\n                self._broken[target] += 1",
+        "                self._broken[target] += 0",
+    ),
+    (
+        "a save is marked as replicated once one of its parts is",
+        "engine/replication/replica_receiver.py",
+        'self._store.add(f"copied/{save_id}", 0) < parts:',
+        'self._store.add(f"copied/{save_id}", 0) < 1:',
+    ),
+    (
+        "a peer that has lost its memory gets nothing until the next save",
+        "engine/replication/meeting.py",
+        "if any((stored.save_id, group.rank) not in gathered[target][1] for target in peers[group.rank]):",
+        "if False:",
     ),
 ]
 

@@ -12,8 +12,8 @@ MARKED_S = 60.0
 class Judge:
     """Learns of each part that is committed, marked or removed, on the machine whose turn it is."""
 
-    def __init__(self, life):
-        self.life, self.world = life, life.world
+    def __init__(self, life, *, is_strict):
+        self.life, self.world, self._is_strict = life, life.world, is_strict
         names = [machine.name for machine in life.machines]
         self.size = len(names)
         self.peers = peers_of_ranks(names, factor=life.factor, jump=1)
@@ -98,7 +98,8 @@ class Judge:
             self._violate(f"{self._text(stored)} is marked as replicated, and never was on all peers")
         self.marked[self._here()].add(stored.save_id)
         all_know = all(stored.save_id in marked for marked in self.marked)
-        self._promised |= all_know and self.is_placed(stored.save_id, self.held)
+        is_safe = all_know and self.is_placed(stored.save_id, self.held)
+        self._promised = is_safe or (self._promised and (self._is_strict or self._agreed()))
 
     def _gone(self, stored, how):
         self.world.note(f"{self._text(stored)} is {how}")
@@ -120,6 +121,10 @@ class Judge:
         if self._promised and self.newest_whole() is None:
             self._violate(f"{machine.name} is lost, and no checkpoint is whole without it")
         self._promised = False
+
+    def _agreed(self):
+        """Whether all machines have marked the same save as the newest."""
+        return len({max(marked, default="") for marked in self.marked}) == 1
 
     # -------------------------------------------------------------------------------------- states
     def is_placed(self, save_id, parts):
