@@ -85,6 +85,25 @@ def test_a_server_that_refuses_conditions_is_written_to_without(store, proxy, re
     assert store.tag("x") is None
 
 
+def test_a_server_that_refuses_what_is_as_expected_is_written_to_without(store, proxy):
+    """As one that compares tags in another spelling: each write would fail for ever."""
+
+    def always_changed(exchange):
+        if {name.lower() for name in exchange.headers} & {"if-match", "if-none-match"}:
+            refuse(412, "PreconditionFailed")(exchange)
+        else:
+            status, headers, body = exchange.forward()
+            exchange.answer(status, body, headers)
+
+    store.put("x", b"1")
+    proxy.plan = where(always_changed)
+    with pytest.raises(StoreChangedError):
+        store.put_if("x", b"2", "another")
+    assert store.get("x") == b"1"
+    store.put_if("x", b"2", store.tag("x"))
+    assert store.get("x") == b"2"
+
+
 def test_an_upload_in_parts_writes_over_nothing_that_came_meanwhile(store):
     store.put("x", b"old")
     data, tag, journal = os.urandom(20 * MIB), store.tag("x"), MemoryJournal()
