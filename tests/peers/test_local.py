@@ -22,7 +22,7 @@ def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose,
     options = {"replication_factor": 2, "dirpath": s3_url}
     ranks("abc", *SAVES, **options)
     lose("a")
-    # Who has its own waits for nobody: another one begins only once rank 2 is done.
+    # A rank that has its own part does not wait: another one begins only once rank 2 is done.
     first = [["load_local", {"late": [late, "done"]}], ["mark", 2, "done"]]
     loaded, _, again, _ = ranks("abc", *first, ["load_local"], ["close"], **options)
     assert [answer.get("value") for answer in loaded] == [[200.0], [201.0], [202.0]], loaded

@@ -192,7 +192,7 @@ class Connection:
             if is_so(other):
                 return
             is_lost = other is None or other.is_closed or not other._process.is_alive
-            # Behind a cut cable, nothing tells of it.
+            # Where the cable is cut, the other end is not informed.
             self.is_closed = is_lost and (other is None or self._reaches(other))
             del other
             if world.now >= deadline:

@@ -23,7 +23,9 @@ The bytes of a file come from node memory (an upload), or from another checkpoin
 makes (``copies``): all the same to the rest.
 
 It is safe because no file of committed content is written to but the switch: other files have names of their own, and
-a part that does not is refused. While the switch may be the old or the new one, the manifest has both contents.
+a part that does not is refused. While the switch may be the old or the new one, the manifest has both contents; where
+the name was deleted and aliases keep its objects, their manifests have. An object that no manifest names is replaced
+behind a reservation. Each manifest and switch is written only while it is as it was read (``manifests``).
 """
 
 from __future__ import annotations
