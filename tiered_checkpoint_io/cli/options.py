@@ -38,6 +38,7 @@ Profile = Annotated[str | None, typer.Option(help="Of the AWS configuration file
 Timeout = Annotated[
     int, typer.Option(min=1, max=24 * 3600, help="How long to wait for a server that does not answer, seconds.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
 
 #: Where the memory tier lies by default.
 SHM = "/dev/shm"  # noqa: S108

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import typer
 
 #: As a shell has it for a process that a signal has ended.
 READER_GONE = 128 + signal.SIGPIPE
+#: Raised when a key of a document changes its meaning or goes; keys that are added leave it.
+JSON_VERSION = 1
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -25,6 +28,16 @@ def say(text: str, *, err: bool = False) -> None:
         # What is still buffered has somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())
         raise SystemExit(READER_GONE) from None
+
+
+def write_json(command: str, document: Mapping[str, object]) -> None:
+    """Prints what a command found as the one JSON document on stdout, for programs.
+
+    Args:
+        command: The command's name.
+        document: Its keys in snake_case, units in their names (``size_bytes``), times in ISO 8601 (UTC).
+    """
+    say(json.dumps({"version": JSON_VERSION, "command": command, **document}, ensure_ascii=True, allow_nan=False))
 
 
 def show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:
