@@ -81,6 +81,64 @@ class TensorRegion:
 Region = StorageRegion | TensorRegion
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments(Sequence[Segment]):
+    """Many segments: one row of bytes, and where in the file each stretch of it belongs.
+
+    Attributes:
+        data: The bytes, of one segment behind those of the other.
+        offsets: Where in the file each begins.
+        cuts: Where in the row each begins, and its end.
+    """
+
+    data: memoryview
+    offsets: np.ndarray[Any, np.dtype[np.int64]]
+    cuts: np.ndarray[Any, np.dtype[np.int64]]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        start, end = self.cuts[:-1][index], self.cuts[1:][index]
+        return Segment(int(self.offsets[index]), self.data[start:end])
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> Segments:
+        """The same bytes in one row."""
+        if isinstance(segments, cls):
+            return segments
+        texts = [segment.data for segment in segments]
+        cuts = np.concatenate(([0], np.cumsum(_integers(map(len, texts)))))
+        return cls(memoryview(b"".join(texts)), _integers([segment.offset for segment in segments]), cuts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageRegions(Sequence[StorageRegion]):
+    """Many whole storages.
+
+    Attributes:
+        offsets: Where in the file the bytes of each belong.
+        lengths: How many bytes each has.
+        storages: The storages.
+        devices: All devices that they are on.
+    """
+
+    offsets: np.ndarray[Any, np.dtype[np.int64]]
+    lengths: np.ndarray[Any, np.dtype[np.int64]]
+    storages: list[torch.UntypedStorage]
+    devices: set[torch.device]
+
+    def __len__(self) -> int:
+        return len(self.storages)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return StorageRegion(int(self.offsets[index]), int(self.lengths[index]), self.storages[index])
+
+
 class Sliced(Protocol):
     """A ``memoryview``, or what gives its bytes in pieces as one does."""
 
@@ -99,7 +157,7 @@ def default_threads() -> int:
 class Filling:
     """One filling of a buffer: which threads share the chunks of the file."""
 
-    def __init__(self, view: memoryview, segments: tuple[Segment, ...], *, hashed: bool = True) -> None:
+    def __init__(self, view: memoryview, segments: Sequence[Segment], *, hashed: bool = True) -> None:
         self._view = view
         self._hashed = hashed
         self._anchor = (ctypes.c_char * len(view)).from_buffer(view)
@@ -108,14 +166,15 @@ class Filling:
         #: Stretches that devices write: where each ends, and what returns once it is written.
         self._arrivals: list[tuple[int, Callable[[], None]]] = []
 
-    def run(self, regions: tuple[Region, ...], threads: int) -> tuple[str, ...]:
+    def run(self, regions: Sequence[Region], threads: int) -> tuple[str, ...]:
         """Copies everything; gives the hashes of the chunks, or nothing where they are made later.
 
         When it returns, no copy is under way, and no reference to the buffer is left.
         """
         try:
             plain = cast("Sequence[StorageRegion]", regions)
-            if set(map(type, regions)) - {StorageRegion} or devices_of(regions) - {_CPU}:
+            are_storages = isinstance(regions, StorageRegions) or set(map(type, regions)) <= {StorageRegion}
+            if not are_storages or devices_of(regions) - {_CPU}:
                 plain = [each for each in regions if isinstance(each, StorageRegion) and each.storage.device == _CPU]
                 for region in regions:
                     if not isinstance(region, StorageRegion) or region.storage.device != _CPU:
@@ -139,18 +198,21 @@ class Filling:
 
     def _tabulate(self, regions: Sequence[StorageRegion]) -> None:
         """Notes, in the file's order, where stretches of it begin and end, and at which addresses their bytes lie."""
-        storages = [region.storage for region in regions]
-        starts = _integers([region.start for region in regions])
-        lengths = _integers([region.nbytes for region in regions])
+        segments = Segments.of(self._segments)
+        if isinstance(regions, StorageRegions):
+            storages, lengths, offsets = regions.storages, regions.lengths, regions.offsets
+            starts = np.zeros(len(storages), np.int64)
+        else:
+            storages = [region.storage for region in regions]
+            starts = _integers([region.start for region in regions])
+            lengths = _integers([region.nbytes for region in regions])
+            offsets = _integers([region.offset for region in regions])
         _check_sizes(_integers(map(torch.UntypedStorage.nbytes, storages)) - starts - lengths)
-        texts = [segment.data for segment in self._segments]
-        self._text = np.frombuffer(b"".join(texts), np.uint8)
-        text_lengths = _integers(map(len, texts))
-        text_addresses = self._text.ctypes.data + np.cumsum(text_lengths) - text_lengths
-        lengths = np.concatenate((text_lengths, lengths))
-        offsets = _integers([each.offset for each in self._segments] + [each.offset for each in regions])
+        self._text = np.frombuffer(segments.data, np.uint8)
+        lengths = np.concatenate((np.diff(segments.cuts), lengths))
+        offsets = np.concatenate((segments.offsets, offsets))
         data = _integers(map(torch.UntypedStorage.data_ptr, storages))
-        addresses = np.concatenate((text_addresses, data + starts))
+        addresses = np.concatenate((self._text.ctypes.data + segments.cuts[:-1], data + starts))
         order = np.argsort(offsets, kind="stable")
         self._offsets, self._ends, self._addresses = offsets[order], (offsets + lengths)[order], addresses[order]
 
@@ -233,6 +295,8 @@ class Filling:
 
 def devices_of(regions: Iterable[Region]) -> set[torch.device]:
     """All devices that hold bytes of some regions."""
+    if isinstance(regions, StorageRegions):
+        return regions.devices
     return set(map(attrgetter("storage.device"), regions))
 
 

@@ -22,7 +22,7 @@ import gc
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType, SimpleNamespace
@@ -56,12 +56,15 @@ class Image:
     """
 
     size: int
-    segments: tuple[Segment, ...]
-    regions: tuple[Region, ...]
+    segments: Sequence[Segment]
+    regions: Sequence[Region]
     _: KW_ONLY
     #: Whether tensors' bytes are copied straight from their storages; False where ``torch.save`` had to write the whole
     #: file beforehand.
     planned: bool = True
+    #: The same object for files with tensors of the same sizes in the same order, which all lie as many bytes further
+    #: back; None where that is not known.
+    layout: object = None
 
     @property
     def chunk_size(self) -> int:

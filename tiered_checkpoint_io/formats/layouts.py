@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from tiered_checkpoint_io.formats.assembly import Assembly, Template
-from tiered_checkpoint_io.formats.filling import StorageRegion
+from tiered_checkpoint_io.formats.filling import StorageRegions
 from tiered_checkpoint_io.formats.image import Image, collecting_later, plan
 from tiered_checkpoint_io.formats.records import Records
 from tiered_checkpoint_io.formats.skeleton import DoubtError, Tensors, scan
@@ -113,10 +113,9 @@ class Layouts:
             raise DoubtError("the storages are of other sizes")
         size, segments, move = records.around(assembly.data)
         storages = [tensors.storages[number] for number in assembly.order if tensors.sizes[number]]
-        offsets = [offset + move for offset in records.offsets] if move else records.offsets
-        regions = tuple(map(StorageRegion, offsets, records.lengths, storages))
+        regions = StorageRegions(records.offsets + move, records.lengths, storages, set(tensors.devices))
         self._keep(assembly, key, records)
-        return Image(size, tuple(segments), regions)
+        return Image(size, segments, regions, layout=records)
 
     def _learn(self, state: object, image: Image) -> None:
         """Keeps what makes a file from its structure, where that has turned out to be what ``torch.save`` makes.

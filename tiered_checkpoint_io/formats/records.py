@@ -6,7 +6,6 @@ that: the padding before the second record changes, and so do offsets and some c
 
 from __future__ import annotations
 
-import itertools
 import struct
 import zlib
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tiered_checkpoint_io.formats.filling import Segment
+from tiered_checkpoint_io.formats.filling import Segment, Segments
 from tiered_checkpoint_io.formats.skeleton import DoubtError
 
 _HEADER = struct.Struct("<4s5H3I2H")
@@ -55,7 +54,8 @@ class Records:
         Raises:
             DoubtError: It is laid out in another way than is assumed here.
         """
-        self.offsets, self.lengths, self._size, self._alignment = offsets, lengths, size, alignment
+        self.offsets, self.lengths = np.array(offsets, np.int64), np.array(lengths, np.int64)
+        self._size, self._alignment = size, alignment
         head = segments[0].data
         begin, name_end = _contents(head, 0)
         if not bytes(head[_HEADER.size : name_end]).endswith(b"/data.pkl"):
@@ -73,20 +73,20 @@ class Records:
         self._pickle_size = second - begin - _DESCRIPTOR.size
         # What is behind the second record's header only moves. It is kept as one row of bytes.
         fixed = [Segment(self._fixed_from, head[self._fixed_from :]), *segments[1:]]
-        self._starts = [segment.offset for segment in fixed]
-        self._cuts = [0, *itertools.accumulate(segment.nbytes for segment in fixed)]
-        self._fixed = b"".join(segment.data for segment in fixed)
+        row = Segments.of(fixed)
+        self._starts, self._cuts, self._fixed = row.offsets, row.cuts, bytes(row.data)
         # Of one segment, its begin is the pickle's.
         self._tail_from = 0 if len(segments) > 1 else -self._fixed_from
         self._note_places(entries, directory, end_64)
-        if self._file_of(self.pickle_in(segments)) != (size, list(segments)):
+        again, made = self._file_of(self.pickle_in(segments))
+        if (again, list(made)) != (size, list(segments)):
             raise DoubtError("the file is laid out in another way")
 
     def pickle_in(self, segments: Sequence[Segment]) -> bytes:
         """The pickle of the file."""
         return bytes(segments[0].data[len(self._head) : len(self._head) + self._pickle_size])
 
-    def around(self, pickled: bytes) -> tuple[int, list[Segment], int]:
+    def around(self, pickled: bytes) -> tuple[int, Segments, int]:
         """The file of another pickle: its size, all but tensors' bytes, and by how much the latter have moved.
 
         Raises:
@@ -99,8 +99,8 @@ class Records:
     def _note_places(self, entries: list[tuple[int, int, int, int]], directory: int, end_64: int) -> None:
         """Notes where in what is kept there stand offsets within the file, of 4 and of 8 bytes; and checksums."""
         # Places in the last segment, and offsets in the file.
-        tail = self._cuts[-2] + self._tail_from
-        at_offset = self._cuts[-2] - self._starts[-1]
+        tail = int(self._cuts[-2]) + self._tail_from
+        at_offset = int(self._cuts[-2] - self._starts[-1])
         self._directory = directory + at_offset
         self._crcs = [crc for _, crc, _, _ in entries]
         # The first two records do not move.
@@ -126,13 +126,12 @@ class Records:
 
     def _in_fixed(self, offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Where in what is kept that stands which stands there in the file."""
-        starts = np.array(self._starts, np.int64)
-        index = np.searchsorted(starts, offsets, "right") - 1
-        moved: np.ndarray[Any, Any] = np.array(self._cuts, np.int64)[index] + offsets - starts[index]
+        index = np.searchsorted(self._starts, offsets, "right") - 1
+        moved: np.ndarray[Any, Any] = self._cuts[index] + offsets - self._starts[index]
         return moved
 
     # ------------------------------------------------------------------------------------- writing
-    def _file_of(self, pickled: bytes) -> tuple[int, list[Segment]]:
+    def _file_of(self, pickled: bytes) -> tuple[int, Segments]:
         crc, length = zlib.crc32(pickled), len(pickled)
         second = len(self._head) + length + _DESCRIPTOR.size
         padding = -(second + len(self._second) + 4) % self._alignment
@@ -150,12 +149,12 @@ class Records:
         struct.pack_into("<3I", fixed, self._directory + 16, crc, length, length)
         struct.pack_into("<I", fixed, self._second_entry + _ENTRY.size - 4, second)
         self._identify(fixed, crc)
-        content = memoryview(fixed).toreadonly()
-        pieces = [content[one:other] for one, other in itertools.pairwise(self._cuts)]
         descriptor = _DESCRIPTOR.pack(b"PK\7\10", crc, length, length)
-        front = b"".join((self._head, pickled, descriptor, header, filler, pieces[0]))
-        offsets = [start + move for start in self._starts[1:]] if move else self._starts[1:]
-        return self._size + move, [Segment(0, memoryview(front)), *map(Segment, offsets, pieces[1:])]
+        front = b"".join((self._head, pickled, descriptor, header, filler))
+        # The pickle's segment goes on with the first one of what is kept.
+        cuts, offsets = self._cuts + len(front), self._starts + move
+        cuts[0] = offsets[0] = 0
+        return self._size + move, Segments(memoryview(front + fixed), offsets, cuts)
 
     def _identify(self, fixed: bytearray, crc: int) -> None:
         """Writes torch's id of the file, and its checksum."""

@@ -11,7 +11,7 @@ memory can be used in place. What lies between items is zero, and no reader look
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,11 +141,11 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if shared else tensor
 
 
-def _padded(segments: tuple[Segment, ...], size: int) -> tuple[Segment, ...]:
+def _padded(segments: Sequence[Segment], size: int) -> tuple[Segment, ...]:
     """With zeros to the next item's beginning: a slot is not empty when it is filled, but an earlier checkpoint."""
     *before, last = segments
-    missing = _aligned(size) - size
-    return (*before, Segment(last.offset, memoryview(bytes(last.data) + bytes(missing)))) if missing else segments
+    missing = bytes(_aligned(size) - size)
+    return (*before, Segment(last.offset, memoryview(bytes(last.data) + missing))) if missing else tuple(segments)
 
 
 def _aligned(size: int) -> int:

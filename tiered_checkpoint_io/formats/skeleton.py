@@ -227,7 +227,11 @@ class Tensors:
             raise DoubtError("a tensor is of an uncommon kind")
         if set(map(type, self.storages)) - {torch.UntypedStorage}:
             raise DoubtError("a storage is of an uncommon kind")
-        identities, addresses = set(self.identities), set(self.addresses)
+        addresses = set(self.addresses)
+        if len(addresses) == len(self.addresses):
+            # Each has a storage of its own.
+            return
+        identities = set(self.identities)
         nowhere = {identity for identity, at in zip(self.identities, self.addresses, strict=True) if not at}
         shared = len(addresses - {0}) != len(identities - nowhere)
         # Of memory that is met as two types, torch.save makes an error.

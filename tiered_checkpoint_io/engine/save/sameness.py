@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 import xxhash
@@ -85,13 +87,28 @@ def stretches_of(placed: Iterable[_Placed]) -> Stretches:
     return {what: stretches for what, stretches in found.items() if len(stretches) <= _MAX_STRETCHES}
 
 
+#: Of layouts: where the first tensor's bytes stood, and the stretches then.
+_known: weakref.WeakKeyDictionary[Any, tuple[int, Stretches]] = weakref.WeakKeyDictionary()
+
+
 def stretches_of_state(state: object, image: Image) -> Stretches:
-    """As :func:`stretches_of`, of a state that is one file.
+    """As :func:`stretches_of`, of a state that is one file; looked for once for files that are laid out alike.
 
     Args:
         state: What is saved.
         image: Its file, planned.
     """
+    if image.layout is None or not image.regions:
+        return _stretches_in(state, image)
+    first = image.regions[0].offset
+    if image.layout not in _known:
+        _known[image.layout] = first, _stretches_in(state, image)
+    before, stretches = _known[image.layout]
+    move = first - before
+    return {what: [(start + move, end + move) for start, end in each] for what, each in stretches.items()}
+
+
+def _stretches_in(state: object, image: Image) -> Stretches:
     kinds: dict[int, str] = {}
     for path, tensors in _tensors(state):
         for tensor in tensors:
@@ -119,16 +136,18 @@ def _tensors(state: object) -> Iterator[tuple[tuple[str, ...], list[torch.Tensor
             else [((str(key),), value)]
         ):
             found: list[torch.Tensor] = []
-            _find(each, found)
+            _find(each, found, set())
             yield path, found
 
 
-def _find(value: object, found: list[torch.Tensor]) -> None:
+def _find(value: object, found: list[torch.Tensor], met: set[int]) -> None:
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif isinstance(value, dict | list | tuple):
+    elif isinstance(value, dict | list | tuple) and id(value) not in met:
+        # A collection may hold itself.
+        met.add(id(value))
         for each in value.values() if isinstance(value, dict) else value:
-            _find(each, found)
+            _find(each, found, met)
 
 
 # ---------------------------------------------------------------------------------- has it changed?
