@@ -15,19 +15,31 @@ from tiered_checkpoint_io.version import __version__
 if TYPE_CHECKING:
     from tiered_checkpoint_io.adapters.dcp import TieredStorageReader, TieredStorageWriter
     from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
+    from tiered_checkpoint_io.inventory.api import (
+        CheckpointInfo,
+        find_latest,
+        list_checkpoints,
+        new_checkpoints,
+        wait_for,
+    )
     from tiered_checkpoint_io.model.config import TieredCheckpointConfig
     from tiered_checkpoint_io.model.ids import build_s3_url, is_s3_url, parse_s3_url
 
 __all__ = [
     "AsyncCheckpointIO",
+    "CheckpointInfo",
     "TieredCheckpointConfig",
     "TieredCheckpointIO",
     "TieredStorageReader",
     "TieredStorageWriter",
     "__version__",
     "build_s3_url",
+    "find_latest",
     "is_s3_url",
+    "list_checkpoints",
+    "new_checkpoints",
     "parse_s3_url",
+    "wait_for",
 ]
 
 if sys.platform != "linux":
@@ -40,6 +52,11 @@ _HOMES = {
     "TieredCheckpointConfig": "tiered_checkpoint_io.model.config",
     "TieredStorageReader": "tiered_checkpoint_io.adapters.dcp",
     "TieredStorageWriter": "tiered_checkpoint_io.adapters.dcp",
+    "CheckpointInfo": "tiered_checkpoint_io.inventory.api",
+    "find_latest": "tiered_checkpoint_io.inventory.api",
+    "list_checkpoints": "tiered_checkpoint_io.inventory.api",
+    "new_checkpoints": "tiered_checkpoint_io.inventory.api",
+    "wait_for": "tiered_checkpoint_io.inventory.api",
     "build_s3_url": "tiered_checkpoint_io.model.ids",
     "is_s3_url": "tiered_checkpoint_io.model.ids",
     "parse_s3_url": "tiered_checkpoint_io.model.ids",

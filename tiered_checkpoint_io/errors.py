@@ -138,6 +138,10 @@ class StoreChangedError(StoreError):
     retryable = True
 
 
+class WaitTimeoutError(TieredCheckpointError, TimeoutError):
+    """What was waited for did not come in time."""
+
+
 class DrainError(TieredCheckpointError, RuntimeError):
     """The background drain failed, died, or did not finish in time."""
 

@@ -37,6 +37,8 @@ _PLACEHOLDERS = [
     (r"\b(process|pid) \d+", r"\1 <pid>"),
     (r"tiered-\d+/", "tiered-<uid>/"),
     (r"\b[0-9a-f]{16,}\b", "<id>"),
+    # How long memory keeps what is durable depends on the speed of uploads.
+    (r"\tmemory, durable\t", "\tdurable\t"),
     (r"http://127\.0\.0\.1:\d+", "<endpoint>"),
     (r"[━─]{2,}", "─"),
     (r" {2,}", " "),

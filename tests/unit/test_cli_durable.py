@@ -1,4 +1,4 @@
-"""The command line over a durable tier: list and verify."""
+"""The command line over a durable tier: list and verify; over all tiers: test_listing."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def node(memory_dir, tmp_path):
 
 def listed(done):
     header, *rows = [line.split("\t") for line in done.stdout.splitlines()]
-    assert header == ["name", "step", "size", "created", "kind", "note"]
+    assert header == ["name", "step", "size", "age", "metric", "where", "kind", "state", "note"]
     return {row[0]: row[1:] for row in rows}
 
 
@@ -45,7 +45,7 @@ def test_names_are_whole_in_the_order_of_saves_and_latest_is_marked(node):
     assert found.exit_code == 0
     assert list(rows) == ["weights.ckpt", "c[/b].ckpt", "a-last.ckpt", LONG, "z.ckpt"]
     assert [row[-1] for row in rows.values()] == ["", "latest", "alias of c[/b].ckpt", "", ""]
-    assert (rows["weights.ckpt"][3], rows["z.ckpt"][3]) == ("full, not resumable", "full")
+    assert (rows["weights.ckpt"][5], rows["z.ckpt"][5]) == ("full, not resumable", "full")
     verified = command("verify", node.dirpath, "tiered:latest")
     assert (verified.exit_code, verified.stdout) == (0, "intact   c[/b].ckpt\n")
 
@@ -54,7 +54,8 @@ def test_one_damaged_manifest_hides_no_other_checkpoint(node):
     DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), b"{")
     found = command("ls", node.dirpath)
     assert found.exit_code == 1
-    assert "damaged: not JSON" in listed(found)["z.ckpt"][-1]
+    assert listed(found)["z.ckpt"][-2] == "corrupt"
+    assert listed(found)["z.ckpt"][-1].startswith("not JSON")
     assert listed(found)["c[/b].ckpt"][-1] == "latest"
     verified = command("verify", node.dirpath)
     assert (verified.exit_code, verified.stdout.count("intact"), verified.stdout.count("DAMAGED")) == (1, 4, 1)
@@ -63,7 +64,7 @@ def test_one_damaged_manifest_hides_no_other_checkpoint(node):
 def test_what_a_newer_release_wrote_may_be_the_latest(node):
     DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt"}, version=99))
     rows = listed(command("ls", node.dirpath))
-    assert "of a newer release" in rows["z.ckpt"][-1]
+    assert rows["z.ckpt"][-2] == "of a newer release"
     assert "latest" not in [row[-1] for row in rows.values()]
     verified = command("verify", node.dirpath)
     assert (verified.exit_code, verified.stdout.count("DAMAGED")) == (1, 0)
@@ -84,7 +85,7 @@ def test_a_name_or_path_that_is_not_there_is_an_error_and_no_damage(node, tmp_pa
     (tmp_path / "empty").mkdir()
     assert listed(command("ls", str(tmp_path / "empty"))) == {}
     assert "no checkpoint to verify" in str(command("verify", str(tmp_path / "empty")).exception)
-    for wrong in (("ls", node.dirpath, "--region", "eu-west-1"), ("verify", node.dirpath, "../x"), ("ls",)):
+    for wrong in (("ls", node.dirpath, "--region", "eu-west-1"), ("verify", node.dirpath, "../x"), ("verify",)):
         assert command(*wrong).exit_code == 2
 
 

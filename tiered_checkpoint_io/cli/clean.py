@@ -12,8 +12,8 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.catalog import latest, read_all
-from tiered_checkpoint_io.cli.options import SHM, MemoryDir, Namespace, Root, root_of
-from tiered_checkpoint_io.cli.output import printable, say
+from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Namespace, Root, root_of
+from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.roots import last_config, tier_at, undone
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
@@ -38,6 +38,7 @@ def clean(
             help="Also what waits for the durable tier, what is in use, and a newest checkpoint that is nowhere else."
         ),
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Deletes a namespace's checkpoints from node memory, and from its spill on the node's disk.
 
@@ -47,7 +48,10 @@ def clean(
     root = root_of(root, memory_dir, namespace)
     tier = tier_at(root)
     if not root.is_dir() and tier.spill is None:
-        say(f"nothing at {printable(str(root))}")
+        if as_json:
+            write_json("clean", {"root": str(root), "removed": []})
+        else:
+            say(f"nothing at {printable(str(root))}")
         return
     if root.is_dir() and not any((root / folder).is_dir() for folder in FOLDERS):
         raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
@@ -65,12 +69,15 @@ def clean(
         for folder in (root, *([spill.root] if spill is not None else [])):
             if folder.is_dir():
                 shutil.rmtree(folder)
-    for line in _removed(parts):
-        say(line)
-    size = sum(each.part.content.size for each in parts)
-    say(f"removed {_count(len(parts), 'part')}, {size_text(size)}, and {printable(str(root))}")
     with contextlib.suppress(OSError):
         root.parent.rmdir()
+    saves = _saves(parts)
+    if as_json:
+        write_json("clean", {"root": str(root), "removed": [_document(save) for save in saves]})
+        return
+    for save in saves:
+        say(f"removed {printable(_named(save[0].part))}: {_count(len(save), 'part')}, {size_text(_size(save))}")
+    say(f"removed {_count(len(parts), 'part')}, {size_text(_size(parts))}, and {printable(str(root))}")
 
 
 def _parts(tier: MemoryTier) -> list[StoredPart]:
@@ -125,13 +132,28 @@ def _named(part: Part) -> str:
     return f"{part.name} (step {part.content.step})" if part.content.step >= 0 else part.name
 
 
-def _removed(parts: Iterable[StoredPart]) -> Iterable[str]:
+def _saves(parts: Iterable[StoredPart]) -> list[list[StoredPart]]:
+    """The parts of each save."""
     saves: dict[str, list[StoredPart]] = {}
     for each in parts:
         saves.setdefault(each.save_id, []).append(each)
-    for save in saves.values():
-        size = size_text(sum(each.part.content.size for each in save))
-        yield f"removed {printable(_named(save[0].part))}: {_count(len(save), 'part')}, {size}"
+    return list(saves.values())
+
+
+def _document(save: list[StoredPart]) -> dict[str, object]:
+    part = save[0].part
+    return {
+        "name": part.name,
+        "dirpath": part.dirpath,
+        "save_id": part.save_id,
+        "step": part.content.step if part.content.step >= 0 else None,
+        "parts": len(save),
+        "size_bytes": _size(save),
+    }
+
+
+def _size(parts: Iterable[StoredPart]) -> int:
+    return sum(each.part.content.size for each in parts)
 
 
 def _count(number: int, what: str) -> str:

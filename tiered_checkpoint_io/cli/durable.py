@@ -1,9 +1,7 @@
-"""Commands over a durable tier: list, verify, export."""
+"""Commands over a durable tier: verify, export."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -11,18 +9,19 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.catalog import Found, checkpoints, latest, newer, read
+from tiered_checkpoint_io.cli.catalog import Found, checkpoints, latest, read
 from tiered_checkpoint_io.cli.options import (
     TIMEOUT_S,
     Dirpath,
     Endpoint,
+    Json,
     Profile,
     Region,
     Timeout,
     config_of,
     name_of,
 )
-from tiered_checkpoint_io.cli.output import printable, say, show
+from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
@@ -46,36 +45,6 @@ class Format(str, Enum):
 
     torch = "torch"
     safetensors = "safetensors"
-
-
-def list_durable(
-    dirpath: Dirpath,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
-) -> None:
-    """Lists the checkpoints of a durable tier, the latest save first.
-
-    "latest" marks the one that tiered:latest means: the latest save (not the greatest step) that training can resume
-    from. Where something else than a terminal reads the output, columns are separated by tabs.
-    """
-    config = config_of(dirpath, endpoint_url, region, profile, timeout)
-    found = ask(config, checkpoints)
-    # What a newer release wrote may be the latest: then a restart is refused, and nothing is marked.
-    meant = latest(found) if newer(found) is None else None
-    names = {each.manifest.content.save_id: each.name for each in found if each.manifest and not each.manifest.alias_of}
-    show(
-        config.dirpath,
-        [_row(each, meant.name if meant else None, names) for each in found],
-        "name",
-        "step",
-        "size",
-        "created",
-        "kind",
-        "note",
-    )
-    raise typer.Exit(1 if any(each.error for each in found) else 0)
 
 
 def verify_durable(
@@ -107,6 +76,7 @@ def export_durable(
     endpoint_url: Endpoint = None,
     region: Region = None,
     profile: Profile = None,
+    as_json: Json = False,
 ) -> None:
     """Writes a full or sharded checkpoint as files for others, in little memory; every byte is verified."""
     from tiered_checkpoint_io.export import export_checkpoint
@@ -124,29 +94,12 @@ def export_durable(
         region=region,
         profile=profile,
     )
-    for file in written:
-        say(f"{printable(str(file))}: {size_text(file.stat().st_size)}")
-
-
-def _row(each: Found, latest: str | None, names: Mapping[str, str]) -> tuple[str, ...]:
-    if each.manifest is None:
-        what = "of a newer release" if isinstance(each.error, FormatVersionError) else "damaged"
-        return (each.name, "?", "?", "?", "?", f"{what}: {each.error}")
-    content = each.manifest.content
-    step = str(content.step) if content.step >= 0 else ""
-    kind = content.kind if content.resumable else f"{content.kind}, not resumable"
-    origin = names.get(content.copy_of, "a deleted checkpoint") if content.copy_of else ""
-    note = f"alias of {each.manifest.alias_of}" if each.manifest.alias_of else f"copy of {origin}" if origin else ""
-    note = "latest" if each.name == latest else note
-    return (each.name, step, size_text(content.size), _time(content.created), kind, note)
-
-
-def _time(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (ValueError, OverflowError, OSError):
-        # No time that there is: the writer's clock said so.
-        return "?"
+    sizes = {str(file): file.stat().st_size for file in written}
+    if as_json:
+        write_json("export", {"files": [{"path": path, "size_bytes": size} for path, size in sizes.items()]})
+        return
+    for path, size in sizes.items():
+        say(f"{printable(path)}: {size_text(size)}")
 
 
 # ------------------------------------------------------------------------------------------------ verify

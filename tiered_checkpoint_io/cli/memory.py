@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tiered_checkpoint_io.cli.documents import drain_document, latest_saves, namespace_document
 from tiered_checkpoint_io.cli.ending import told_to_end
-from tiered_checkpoint_io.cli.options import SHM, MemoryDir, Namespace, Root, root_of
-from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show
+from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Namespace, Root, root_of
+from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
 from tiered_checkpoint_io.cli.roots import all_roots, existing, tier_at, undone
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -35,31 +35,40 @@ def drain(
     once: Annotated[bool, typer.Option(help="Leave once nothing can be done now.")] = False,
     stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
     for_trainer: Annotated[bool, typer.Option(hidden=True)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: print what was done, for programs.")] = False,
 ) -> None:
     """Moves checkpoints from node memory to the durable tier."""
+    if as_json and not once:
+        raise typer.BadParameter("--json tells what was done at the end: it goes with --once")
     root = existing(root_of(root, memory_dir, namespace))
     log = get_logger(root.name)
+    before = set(Queue(root).outcomes()) if as_json else set()
     with told_to_end(log, late=int(once)) as stop:
         worker = Drain(root, logger=log, stop=stop, stay=stay, for_trainer=for_trainer)
-        if not worker.run(once=once):
+        worked = worker.run(once=once)
+        if not worked:
             stands_by = stay or worker.follows()
             log.info("another drain works on %s; %s", root, "standing by" if stands_by else "leaving")
             while (stay or worker.follows()) and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
                 pass
-        elif once and (left := undone(root)):
-            raise DrainError(
-                f"{left} {'operation is' if left == 1 else 'operations are'} not done",
-                operation="drain",
-                tier="durable",
-                key=str(root),
-                hint=f"last error: {Queue(root).progress().last_error or 'none'}",
-            )
+    left = undone(root) if once else 0
+    if as_json:
+        write_json("drain", drain_document(root, before, left))
+    if worked and left:
+        raise DrainError(
+            f"{left} {'operation is' if left == 1 else 'operations are'} not done",
+            operation="drain",
+            tier="durable",
+            key=str(root),
+            hint=f"last error: {Queue(root).progress().last_error or 'none'}",
+        )
 
 
 def status(
     root: Root = None,
     memory_dir: MemoryDir = SHM,
     namespace: Annotated[str | None, typer.Option(help="One job's namespace; all of this user by default.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Shows what lies in this node's memory, and what waits for the durable tier. Asks no server.
 
@@ -72,6 +81,9 @@ def status(
         roots = all_roots(memory_dir)
         if not roots:
             say(f"no namespace of this user has a memory tier in {printable(memory_dir)}", err=True)
+    if as_json:
+        write_json("status", {"namespaces": [namespace_document(each) for each in roots]})
+        return
     for number, each in enumerate(roots):
         if number:
             say("")
@@ -92,7 +104,7 @@ def _show_namespace(root: Path) -> None:
         say(f"dirpath: {printable(name)}")
     # On a terminal there is little room, and it has just been said.
     shown = 7 if is_terminal() and len(places) == 1 else 8
-    latest = _latest([*own, *kept])
+    latest = latest_saves([*own, *kept])
     rows = [_row(each, _state(tier, each), latest, named) for each in reversed(own)]
     rows += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.damaged()]
     show("Checkpoints in memory", [row[:shown] for row in rows], *_COLUMNS[:shown])
@@ -123,17 +135,6 @@ def _show_namespace(root: Path) -> None:
     say(printable(f"drain: {seen}, {len(waiting)} pending{work}"))
     if progress.last_error:
         say(printable(f"last error: {progress.last_error}"))
-
-
-def _latest(held: Iterable[StoredPart]) -> set[str]:
-    """The save of each durable tier that a restart would take of these parts."""
-    by_place: dict[Place, list[Held]] = {}
-    for each in held:
-        part = each.part
-        parts = by_place.setdefault(part.place, [])
-        parts.append(Held(part.name, part.rank, part.content, part.commits, not each.is_replica, each.replicated))
-    chosen = (choose(Catalog({"here": parts}), Selector("latest"), replicas=True) for parts in by_place.values())
-    return {candidates[0].save_id for candidates in chosen if candidates}
 
 
 def _row(stored: StoredPart, state: str, latest: set[str], named: Mapping[Place, str]) -> tuple[str, ...]:

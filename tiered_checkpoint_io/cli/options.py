@@ -32,6 +32,9 @@ Namespace = Annotated[
 ]
 Root = Annotated[Path | None, typer.Option(help="The memory tier's root itself, in place of the two.")]
 Dirpath = Annotated[str, typer.Argument(help="The durable tier: an S3 URL, any fsspec URL, or a directory.")]
+AnyDirpath = Annotated[
+    str | None, typer.Argument(help="The durable tier; without one, only this node's memory is looked at.")
+]
 Endpoint = Annotated[str | None, typer.Option(help="Of an S3 server other than AWS.")]
 Region = Annotated[str | None, typer.Option(help="The AWS region.")]
 Profile = Annotated[str | None, typer.Option(help="Of the AWS configuration files.")]

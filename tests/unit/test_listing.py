@@ -1,0 +1,115 @@
+"""``ls`` over all tiers: where each checkpoint is, and what has become of it."""
+
+import json
+import socket
+
+import pytest
+from support.draining import Node
+from support.sharded import make_part, views_of
+from support.story import op_id
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreUnavailableError
+from tiered_checkpoint_io.model.manifest import Metric
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+
+
+@pytest.fixture
+def node(memory_dir, tmp_path):
+    return Node(memory_dir, str(tmp_path / "durable"))
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def listed(node, memory_dir, *, status=0):
+    done = command("ls", node.dirpath, "--memory-dir", memory_dir, "--json")
+    assert done.exit_code == status, done.stderr
+    return {row["name"]: row for row in json.loads(done.stdout)["checkpoints"]}
+
+
+def test_each_checkpoint_is_one_row_that_says_where_it_is_and_what_became_of_it(node, memory_dir):
+    node.save("1.ckpt", b"A" * 1000, metric=Metric("val_loss", 0.25), created=1.8e9)
+    node.alias("last.ckpt", "1.ckpt")
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    node.save("2.ckpt", b"B", durable=False)
+    node.save("3.ckpt", b"C" * 5000)
+    node.alias("last.ckpt", "3.ckpt")
+    node.alias("new.ckpt", "3.ckpt")
+    rows = listed(node, memory_dir)
+    states = {name: (row["state"], *row["where"]) for name, row in rows.items()}
+    assert states == {
+        "3.ckpt": ("waiting", "memory"),
+        "new.ckpt": ("waiting",),
+        "2.ckpt": ("memory_only", "memory"),
+        "1.ckpt": ("durable", "memory", "durable"),
+        "last.ckpt": ("durable", "memory", "durable"),
+    }
+    assert [name for name, row in rows.items() if row["is_latest"]] == ["3.ckpt"]
+    assert (rows["last.ckpt"]["alias_of"], rows["new.ckpt"]["alias_of"]) == ("1.ckpt", "3.ckpt")
+    assert rows["1.ckpt"]["metric"] == {"monitor": "val_loss", "value": 0.25}
+    assert rows["1.ckpt"]["created"] == "2027-01-15T08:00:00.000Z"
+    assert (rows["1.ckpt"]["size_bytes"], rows["1.ckpt"]["url"]) == (1000, f"{node.dirpath}/1.ckpt")
+    # In memory alone it is damaged, so the durable tier's counts; and nowhere else, so it is corrupt.
+    for stored in node.tier.parts()[:2]:
+        node.tier.quarantine(stored.folder, "a chunk differs")
+    rows = listed(node, memory_dir, status=1)
+    assert (rows["1.ckpt"]["state"], rows["1.ckpt"]["where"]) == ("durable", ["durable"])
+    assert (rows["2.ckpt"]["state"], rows["2.ckpt"]["where"]) == ("corrupt", [])
+    assert "quarantine: a chunk differs" in rows["1.ckpt"]["problem"]
+    assert "quarantine: a chunk differs" in rows["2.ckpt"]["problem"]
+
+
+def test_parts_without_a_manifest_are_incomplete(node, memory_dir):
+    part, files = make_part("step_7", 7, 1, dirpath=node.dirpath)
+    assert commit.put_part(DirectoryStore(node.dirpath), part, views_of(files)) == "sent"
+    row = listed(node, memory_dir)["step_7"]
+    assert (row["state"], row["step"], row["save_id"], row["is_latest"]) == ("incomplete", 7, op_id(7), False)
+    assert row["problem"] == "1 of 2 parts on the durable tier, and no manifest"
+    # The same save is still on its way from this node.
+    node.part("step_7", 7, 0)
+    row = listed(node, memory_dir)["step_7"]
+    assert (row["state"], row["where"], row["parts"], row["parts_here"]) == ("waiting", ["memory", "durable"], 2, 1)
+
+
+def test_without_a_dirpath_it_is_this_nodes_memory_of_all_jobs(memory_dir, tmp_path):
+    one = Node(memory_dir, str(tmp_path / "one"), namespace="one")
+    two = Node(memory_dir, "s3://bucket/run", namespace="two", endpoint_url="http://127.0.0.1:9")
+    one.save("a.ckpt", b"A")
+    two.save("b.ckpt", b"B", durable=False)
+    lines = [line.split("\t") for line in command("ls", "--memory-dir", memory_dir).stdout.splitlines()]
+    found = [(name, where, state, note, dirpath) for name, *_, where, _, state, note, dirpath in lines[1:]]
+    assert found == [
+        ("a.ckpt", "memory", "waiting", "latest", one.dirpath),
+        ("b.ckpt", "memory", "memory only", "latest", two.dirpath),
+    ]
+    assert isinstance(command("ls", "--memory-dir", f"{memory_dir}/none").exception, ConfigError)
+
+
+def test_where_the_durable_tier_is_silent_memory_is_listed(memory_dir, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
+        node.save("1.ckpt", b"A")
+        where = ("s3://bucket/run", "--memory-dir", memory_dir, "--timeout", "1")
+        done = command("ls", *where, "--endpoint-url", endpoint, "--json")
+        assert isinstance(done.exception, StoreUnavailableError)
+        document = json.loads(done.stdout)
+        assert "has not answered for 1 s" in document["durable_error"]
+        assert [(row["name"], row["state"]) for row in document["checkpoints"]] == [("1.ckpt", "waiting")]
+        # Of another server nothing is listed, but said.
+        other = command("ls", *where, "--endpoint-url", "http://127.0.0.1:9")
+    assert (isinstance(other.exception, StoreUnavailableError), other.stdout) == (True, "")
+    assert f"node memory has checkpoints of s3://bucket/run at {endpoint}, which is another server" in other.stderr
+
+
+def test_nothing_at_a_dirpath_is_an_error_unless_memory_has_something_of_it(node, memory_dir):
+    where = (node.dirpath, "--memory-dir", memory_dir)
+    assert isinstance(command("ls", *where).exception, CheckpointNotFoundError)
+    node.save("1.ckpt", b"A")
+    assert "1.ckpt" in command("ls", *where).stdout

@@ -1,0 +1,128 @@
+"""The command that shows all that is known of one checkpoint."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Annotated
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.listing import look_at
+from tiered_checkpoint_io.cli.options import (
+    SHM,
+    TIMEOUT_S,
+    Dirpath,
+    Endpoint,
+    Json,
+    MemoryDir,
+    Profile,
+    Region,
+    Timeout,
+    config_of,
+    name_of,
+)
+from tiered_checkpoint_io.cli.output import printable, say, show, write_json
+from tiered_checkpoint_io.cli.rows import age_text, note_of, state_text
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.inventory.details import HASH, Details, details_of
+from tiered_checkpoint_io.inventory.node import HeldPart
+from tiered_checkpoint_io.inventory.record import iso
+from tiered_checkpoint_io.logs import size_text
+
+
+def show_checkpoint(
+    dirpath: Dirpath,
+    name: Annotated[str, typer.Argument(help="The checkpoint, or tiered:latest.")],
+    memory_dir: MemoryDir = SHM,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+    as_json: Json = False,
+) -> None:
+    """Shows all that is known of a checkpoint: facts, tiers, parts, files, aliases, and what wrote it."""
+    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    wanted = name_of(config, name)
+    look, error = look_at(config, memory_dir)
+    if error is None:
+        found = ask(config, lambda store: details_of(wanted, look, store))
+    else:
+        found = details_of(wanted, look, None)
+        if not found:
+            # What the durable tier has under that name is not known.
+            raise error
+    if not found:
+        raise CheckpointNotFoundError(
+            f"no such checkpoint: {wanted}",
+            operation="show",
+            key=config.dirpath,
+            hint="list what is there: tiered-ckpt ls",
+        )
+    if as_json:
+        text = str(error) if error is not None else None
+        write_json("show", {"name": wanted, "durable_error": text, "saves": [each.to_json() for each in found]})
+    else:
+        for number, each in enumerate(found):
+            if number:
+                say("")
+            _show(each)
+    if error is not None:
+        raise error
+    is_damaged = any(each.info.state in ("corrupt", "newer_release") or each.problem for each in found)
+    raise typer.Exit(1 if is_damaged else 0)
+
+
+def _show(each: Details) -> None:
+    info, content = each.info, each.content
+    facts = {
+        "name": info.name,
+        "url": info.url,
+        "state": state_text(info),
+        "where": ", ".join(info.where),
+        "note": note_of(info, {}),
+        "problem": each.problem,
+        "step": info.step,
+        "epoch": info.epoch,
+        "metric": f"{info.metric.monitor} = {info.metric.value!r}" if info.metric is not None else None,
+        "size": size_text(info.size_bytes),
+        "created": f"{iso(info.created)}, {age_text(info.created, datetime.now(timezone.utc))} ago"
+        if info.created
+        else None,
+        "kind": info.kind,
+        "resumable": "yes" if info.resumable else "no",
+        "parts": info.parts or None,
+        "save id": info.save_id,
+        "manifest": each.manifest_key,
+        "aliases": ", ".join(each.aliases),
+        "being overwritten": ", ".join(each.previous),
+        "namespace": content.namespace if content is not None else None,
+        "ranks of the job": content.world_size if content is not None else None,
+        "written by": ", ".join(f"{what} {version}" for what, version in content.writer.items())
+        if content is not None
+        else None,
+        "hashes": f"{HASH} of each chunk" if each.files else None,
+    }
+    for what, value in facts.items():
+        if value not in (None, ""):
+            say(printable(f"{what}: {value}"))
+    if each.held:
+        say("Parts on this node:")
+        columns = ("rank", "tier", "size", "state", "on peers too", "namespace", "folder")
+        show("", [_part_row(part) for part in each.held], *columns)
+    if each.files:
+        say("Files:")
+        show("", [(path, size_text(size)) for path, size in each.files.items()], "path", "size")
+
+
+def _part_row(each: HeldPart) -> tuple[str, ...]:
+    stored = each.stored
+    return (
+        str(stored.part.rank),
+        each.tier,
+        size_text(stored.part.content.size),
+        "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only",
+        "yes" if stored.replicated else "no",
+        each.namespace,
+        str(stored.folder),
+    )

@@ -1,0 +1,223 @@
+"""For programs beside the training: what is there, which is the latest, and what becomes durable.
+
+Each call opens the durable tier anew, waits ``durable_timeout_s`` (15 s) at most for a server that is silent, and reads
+neither a checkpoint's bytes nor torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    FormatVersionError,
+    StoreUnavailableError,
+    WaitTimeoutError,
+)
+from tiered_checkpoint_io.inventory.look import Look, Looker
+from tiered_checkpoint_io.inventory.news import News
+from tiered_checkpoint_io.inventory.record import CheckpointInfo
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import Store, open_store, place_of
+from tiered_checkpoint_io.stores.silence import answer_within
+
+_log = logging.getLogger("tiered_checkpoint_io.inventory")
+#: How often programs look by default, seconds: one list of a small prefix each time.
+EVERY_S = 10.0
+
+
+def list_checkpoints(
+    dirpath: str | os.PathLike[str], *, memory_dir: str | None = None, **options: Any
+) -> list[CheckpointInfo]:
+    """All checkpoints of a durable tier, the latest save first; what can't be read is last.
+
+    Args:
+        dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
+        memory_dir: Also what this node's memory holds of it: the folder, mostly ``/dev/shm``. None for the durable tier
+            alone.
+        options: Of the configuration, what the durable tier needs: ``endpoint_url``, ``region``, ``profile``,
+            ``durable_timeout_s`` ...
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at all at this dirpath.
+        ConfigError: A value is not allowed, or there is no such memory_dir.
+        StoreError: The durable tier could not be asked.
+    """
+    return _Tiers(dirpath, memory_dir, options).look().checkpoints
+
+
+def find_latest(
+    dirpath: str | os.PathLike[str], *, memory_dir: str | None = None, **options: Any
+) -> CheckpointInfo | None:
+    """What ``tiered:latest`` means: the latest save (not the greatest step) that training can resume from.
+
+    Args:
+        dirpath: As for :func:`list_checkpoints`; so are the others.
+        memory_dir: With it, a checkpoint that only this node's memory has counts as well.
+        options: Of the durable tier.
+
+    Returns:
+        The checkpoint; None where there is none, also where there is nothing at this dirpath.
+
+    Raises:
+        FormatVersionError: A newer release wrote a checkpoint, which may be the latest.
+        ConfigError: As :func:`list_checkpoints`.
+        StoreError: As :func:`list_checkpoints`.
+    """
+    try:
+        look = _Tiers(dirpath, memory_dir, options).look()
+    except CheckpointNotFoundError:
+        return None
+    for each in look.checkpoints:
+        if each.state == "newer_release":
+            raise FormatVersionError(each.problem, operation="find", key=each.url, hint="update this package")
+    return next((each for each in look.checkpoints if each.is_latest), None)
+
+
+def wait_for(
+    dirpath: str | os.PathLike[str],
+    *,
+    step: int,
+    timeout_s: float,
+    every_s: float = EVERY_S,
+    clock: Clock = SYSTEM,
+    **options: Any,
+) -> CheckpointInfo:
+    """Waits until a checkpoint of a training step is durable.
+
+    Args:
+        dirpath: The durable tier; it need not exist yet.
+        step: The step; of several checkpoints the latest save is given.
+        timeout_s: How long to wait, seconds.
+        every_s: How often to look, seconds.
+        clock: For all waits.
+        options: Of the durable tier, as for :func:`list_checkpoints`.
+
+    Raises:
+        WaitTimeoutError: None has become durable in time; says which was the latest.
+        ConfigError: As :func:`list_checkpoints`.
+        StoreError: The durable tier refuses, or is unreachable at the first look; later it is asked again.
+    """
+    tiers, end = _Tiers(dirpath, None, options, clock), clock.monotonic() + timeout_s
+    found: list[CheckpointInfo] = []
+    while True:
+        found = tiers.looked_again(found)
+        durable = [each for each in found if each.state == "durable"]
+        for each in durable:
+            if each.step == step:
+                return each
+        left = end - clock.monotonic()
+        if left <= 0:
+            there = f"the latest is {durable[0].name}, step {durable[0].step}" if durable else "there is none"
+            raise WaitTimeoutError(
+                f"no checkpoint of step {step} became durable within {timeout_s:.0f} s; {there}",
+                operation="wait",
+                tier="durable",
+                key=tiers.place.dirpath,
+                step=step,
+            )
+        clock.sleep(min(every_s, left))
+
+
+def new_checkpoints(
+    dirpath: str | os.PathLike[str],
+    *,
+    after: str | None = None,
+    idle_timeout_s: float | None = None,
+    stop: threading.Event | None = None,
+    every_s: float = EVERY_S,
+    clock: Clock = SYSTEM,
+    **options: Any,
+) -> Iterator[CheckpointInfo]:
+    """Each checkpoint that becomes durable, once, in the order of the saves.
+
+    An alias or a copy, such as ``last.ckpt``, is none of its own. One that becomes durable only behind a later save is
+    given when it does. A checkpoint may be deleted while it is worked on, by the retention of its run.
+
+    Args:
+        dirpath: The durable tier; it need not exist yet.
+        after: Where to begin: the greatest ``save_id`` that was worked on before a restart; "" for all that is there.
+            None for what becomes durable from now on.
+        idle_timeout_s: End after so many seconds without a new one; None for never.
+        stop: End when this is set.
+        every_s: How often to look, seconds.
+        clock: For all waits.
+        options: Of the durable tier, as for :func:`list_checkpoints`.
+
+    Raises:
+        ConfigError: As :func:`list_checkpoints`.
+        StoreError: The durable tier refuses, or is unreachable at the first look; later, one line is logged, and it is
+            asked again.
+    """
+    # Here, and not at the first step of the iterator: wrong use shows where it is.
+    tiers = _Tiers(dirpath, None, options, clock)
+    return _news(tiers, News(after), idle_timeout_s, stop or threading.Event(), every_s, clock)
+
+
+def _news(
+    tiers: _Tiers, news: News, idle_timeout_s: float | None, stop: threading.Event, every_s: float, clock: Clock
+) -> Iterator[CheckpointInfo]:
+    found: list[CheckpointInfo] = []
+    last = clock.monotonic()
+    while not stop.is_set():
+        found = tiers.looked_again(found)
+        for each in news.of(found):
+            yield each
+            last = clock.monotonic()
+            if stop.is_set():
+                return
+        left = every_s if idle_timeout_s is None else min(every_s, last + idle_timeout_s - clock.monotonic())
+        if left <= 0:
+            return
+        clock.wait(stop, left)
+
+
+class _Tiers:
+    """The tiers that a program asks about, looked at again and again."""
+
+    def __init__(
+        self, dirpath: str | os.PathLike[str], memory_dir: str | None, options: dict[str, Any], clock: Clock = SYSTEM
+    ) -> None:
+        self._config = TieredCheckpointConfig.from_any(dirpath=os.fspath(dirpath), **options)
+        self.place = place_of(self._config)
+        self._clock = clock
+        self._looker = Looker(self.place, memory_dir, clock=clock)
+        self._unfinished_too = memory_dir is not None
+        self._has_answered = self._is_silent = False
+
+    def look(self) -> Look:
+        """Raises CheckpointNotFoundError, ConfigError and StoreError as :func:`list_checkpoints`."""
+
+        def ask() -> Look:
+            store: Store = open_store(self._config, clock=self._clock)
+            try:
+                return self._looker.look(store, unfinished_too=self._unfinished_too)
+            finally:
+                store.close()
+
+        what = self.place.dirpath
+        return answer_within(self._config.durable_timeout_s, ask, what=what, clock=self._clock)
+
+    def looked_again(self, before: list[CheckpointInfo]) -> list[CheckpointInfo]:
+        """What is there now; while a tier that has answered before is unreachable, what was there before."""
+        try:
+            found = self.look().checkpoints
+        except CheckpointNotFoundError:
+            found = []
+        except StoreUnavailableError as error:
+            if not self._has_answered:
+                raise
+            if not self._is_silent:
+                _log.warning("%s; asking again every few seconds", error)
+            self._is_silent = True
+            return before
+        self._has_answered, self._is_silent = True, False
+        return found
+
+
+__all__ = ["CheckpointInfo", "find_latest", "list_checkpoints", "new_checkpoints", "wait_for"]

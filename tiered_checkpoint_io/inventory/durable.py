@@ -1,0 +1,207 @@
+"""What a durable tier holds: all checkpoints, which of them ``tiered:latest`` means, and saves without a manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Selector, choose
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    FormatVersionError,
+    InvalidNameError,
+    ManifestError,
+    StoreNotFoundError,
+)
+from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Manifest, Part
+from tiered_checkpoint_io.stores import Store
+from tiered_checkpoint_io.stores.base import folders_of
+
+#: No list is coarser in its times than this, seconds.
+_COARSEST_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint by its name: its manifest, or why that can't be understood; neither where there is none."""
+
+    name: str
+    manifest: Manifest | None = None
+    error: ManifestError | InvalidNameError | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self.manifest is not None or self.error is not None
+
+
+def read(store: Store, name: str) -> Found:
+    """Looks for one checkpoint.
+
+    Raises:
+        StoreError: The tier could not be asked.
+    """
+    try:
+        return Found(name, read_manifest(store, name))
+    except (ManifestError, InvalidNameError) as error:
+        # The others are there all the same.
+        return Found(name, error=error)
+
+
+def read_all(store: Store) -> list[Found]:
+    """All checkpoints of a tier; raises as :func:`read`."""
+    return Reader().read_all(store)
+
+
+def checkpoints(store: Store, reader: Reader | None = None) -> list[Found]:
+    """All checkpoints of a tier: the latest save first, aliases and copies behind it, what can't be read last.
+
+    Raises:
+        CheckpointNotFoundError: The directory does not exist, or there is nothing at all below the URL.
+        StoreError: The tier could not be asked.
+    """
+    found = (reader or Reader()).read_all(store)
+    if not found and not _exists(store):
+        raise CheckpointNotFoundError(
+            "there is nothing at this dirpath", operation="list", tier="durable", key=store.url, hint="check dirpath"
+        )
+    manifests = {each.name: each.manifest for each in found if each.manifest is not None}
+
+    def order(each: Found) -> tuple[str, bool]:
+        if each.manifest is None:
+            return "", False
+        # An alias follows its target, which may have been overwritten.
+        return manifests.get(each.manifest.alias_of or "", each.manifest).content.order
+
+    found.sort(key=lambda each: each.manifest is not None and each.manifest.alias_of is not None)
+    return sorted(found, key=order, reverse=True)
+
+
+def newer(found: Sequence[Found]) -> FormatVersionError | None:
+    """Why one of them can't be understood, where a newer release wrote it: it may be the latest."""
+    return next((each.error for each in found if isinstance(each.error, FormatVersionError)), None)
+
+
+def latest(found: Sequence[Found]) -> Candidate | None:
+    """What ``tiered:latest`` means of these, by the engine's own choice; None where it means none.
+
+    Raises:
+        FormatVersionError: See :func:`newer`; a restart is refused as well.
+    """
+    error = newer(found)
+    if error is not None:
+        raise error
+    manifests = [each.manifest for each in found if each.manifest is not None]
+    return next(iter(choose(Catalog({}, manifests), Selector("latest"))), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was read last of a name: the size and time that the list had for it, and since when."""
+
+    stamp: tuple[int, float]
+    since: float
+    found: Found | None = None
+    is_settled: bool = False
+
+
+class Reader:
+    """Reads all checkpoints of a tier again and again, and of those that did not change nothing but the list.
+
+    A list tells when an object was written, to the second. So a manifest is read again until it was read once so long
+    after it had come that a later change shows.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
+        self._known: dict[str, _Known] = {}
+
+    def read_all(self, store: Store) -> list[Found]:
+        """All checkpoints of the tier, ordered by name; raises as :func:`read`."""
+        now = self._clock.monotonic()
+        listed = {ids.name_from_manifest_key(entry.key): entry for entry in store.list(ids.MANIFEST_PREFIX)}
+
+        def look(name: str) -> Found:
+            stamp, before = (listed[name].size, listed[name].modified), self._known.get(name)
+            if before is None or before.stamp != stamp:
+                before = _Known(stamp, now)
+            if before.found is None or not before.is_settled:
+                before = _Known(stamp, before.since, read(store, name), now - before.since > _COARSEST_S)
+            self._known[name] = before
+            assert before.found is not None
+            return before.found
+
+        names = sorted(name for name in listed if name is not None)
+        found = in_parallel(look, names)
+        for name in self._known.keys() - set(names):
+            self._known.pop(name, None)
+        return [each for each in found if each.is_there]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A save of which the durable tier has parts, and no manifest.
+
+    Attributes:
+        save_id: Its id.
+        part: One of those parts; None where none can be read.
+        ranks: The ranks whose parts are there.
+        modified: When the last of them came, seconds since the epoch by the store's clock.
+    """
+
+    save_id: str
+    part: Part | None
+    ranks: tuple[int, ...]
+    modified: float
+
+
+def unfinished(store: Store, found: Sequence[Found]) -> list[Unfinished]:
+    """Saves without a manifest, by one list of folders, and one for each of those saves.
+
+    ``found`` are all checkpoints, listed before: what is committed in between is not unfinished, and is left out.
+
+    Raises:
+        StoreError: The tier could not be asked.
+    """
+    if any(each.manifest is None for each in found):
+        # Which saves those manifests are of, nothing can tell.
+        return []
+    contents = [
+        content for each in found if each.manifest for content in (each.manifest.content, *each.manifest.previous)
+    ]
+    known = {save_id for content in contents for save_id in (content.save_id, content.copy_of)}
+    made = [
+        _unfinished(store, each) for each in sorted(folders_of(store, ids.SAVES_PREFIX) - known) if ids.is_save_id(each)
+    ]
+    return [each for each in made if each is not None]
+
+
+def _unfinished(store: Store, save_id: str) -> Unfinished | None:
+    entries = {ids.rank_of_description(entry.key): entry for entry in store.list(ids.save_prefix(save_id))}
+    ranks = sorted(rank for rank in entries if rank is not None)
+    if not ranks:
+        return None
+    part = None
+    key = ids.description_key(save_id, ranks[0])
+    try:
+        part = Part.from_json(store.get(key), where=f"{store.url}/{key}")
+        manifest = read(store, part.name).manifest
+        if manifest is not None and manifest.content.save_id == save_id:
+            return None
+    except StoreNotFoundError:
+        # Cleared up, or committed and deleted, since it was listed.
+        return None
+    except ManifestError:
+        part = None
+    modified = max(entry.modified for entry in entries.values())
+    return Unfinished(save_id, part, tuple(ranks), modified)
+
+
+def _exists(store: Store) -> bool:
+    if ids.url_scheme(store.url) is None:
+        return os.path.isdir(store.url)
+    return next(iter(store.list("")), None) is not None

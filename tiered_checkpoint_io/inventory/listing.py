@@ -1,0 +1,212 @@
+"""One row for each checkpoint, from what the tiers hold. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tiered_checkpoint_io.engine.drain.operations import NAMING
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
+from tiered_checkpoint_io.errors import FormatVersionError
+from tiered_checkpoint_io.inventory.durable import Found, Unfinished
+from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, State, Tier, info, time_of, url_of
+from tiered_checkpoint_io.model.manifest import Content, Manifest
+from tiered_checkpoint_io.model.place import Place
+
+
+@dataclass(frozen=True, slots=True)
+class DurableTier:
+    """What a look at a durable tier found: all names with a manifest, and saves without one."""
+
+    found: Sequence[Found] = ()
+    unfinished: Sequence[Unfinished] = ()
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        return [each.manifest for each in self.found if each.manifest is not None]
+
+
+def checkpoints_of(place: Place, durable: DurableTier | None, node: NodeMemory) -> list[CheckpointInfo]:
+    """All checkpoints of one durable tier, the latest save first; what can't be read is last.
+
+    Args:
+        place: The durable tier.
+        durable: What it holds; None where it was not asked, or did not answer.
+        node: What this node's memory holds, of any durable tier.
+    """
+    node = node.at(place)
+    asked = durable is not None
+    durable = durable or DurableTier()
+    saves: dict[str, list[HeldPart]] = {}
+    for each in node.held:
+        saves.setdefault(each.stored.save_id, []).append(each)
+    broken: dict[str, list[BrokenPart]] = {}
+    for damage in node.broken:
+        broken.setdefault(damage.save_id or str(damage.folder), []).append(damage)
+    rows = [_durable_row(place, each, saves, broken, durable.manifests) for each in durable.found]
+    rows += _queued_rows(place, node, durable.manifests)
+    seen = {row.save_id for row in rows if not row.alias_of}
+    rows += [_unfinished_row(place, each, saves, node) for each in durable.unfinished if each.save_id not in seen]
+    seen |= {row.save_id for row in rows if not row.alias_of}
+    rows += [
+        _memory_row(place, held, node, asked=asked, broken=broken) for save, held in saves.items() if save not in seen
+    ]
+    seen |= saves.keys()
+    rows += [_broken_row(place, each) for save, them in broken.items() if save not in seen for each in them[:1]]
+    meant = _latest(durable, node)
+    return _in_order(
+        replace(row, is_latest=meant is not None and not row.alias_of and row.save_id == meant.save_id) for row in rows
+    )
+
+
+def _latest(durable: DurableTier, node: NodeMemory) -> Candidate | None:
+    """What a restart would take of all this, by the engine's own choice; None where it takes none, or is refused."""
+    newer = any(isinstance(each.error, FormatVersionError) for each in durable.found)
+    if newer or any(each.is_newer for each in node.broken):
+        # What a newer release wrote may be the latest.
+        return None
+    held = [
+        Held(part.name, part.rank, part.content, part.commits, not stored.is_replica, stored.replicated)
+        for stored, part in ((each.stored, each.stored.part) for each in node.held)
+    ]
+    aliases = {each.name: each.target for each in node.waiting if each.action in NAMING}
+    catalog = Catalog({"here": held}, durable.manifests, aliases)
+    return next(iter(choose(catalog, Selector("latest"), replicas=True)), None)
+
+
+# ------------------------------------------------------------------------------------------ rows
+def _durable_row(
+    place: Place,
+    each: Found,
+    saves: dict[str, list[HeldPart]],
+    broken: dict[str, list[BrokenPart]],
+    manifests: Sequence[Manifest],
+) -> CheckpointInfo:
+    manifest, dirpath = each.manifest, place.dirpath
+    if manifest is None:
+        state: State = "newer_release" if isinstance(each.error, FormatVersionError) else "corrupt"
+        url = url_of(dirpath, each.name)
+        return CheckpointInfo(name=each.name, url=url, dirpath=dirpath, state=state, problem=str(each.error))
+    # An alias follows its target, which may have been overwritten.
+    target = next((other for other in manifests if other.name == manifest.alias_of), manifest)
+    content = target.content
+    held = saves.get(content.save_id, [])
+    return info(
+        manifest.name,
+        dirpath,
+        content,
+        state="durable",
+        alias_of=manifest.alias_of,
+        where=(*_tiers(held), "durable"),
+        parts_here=_ranks(held),
+        problem=_problem(broken.get(content.save_id, [])),
+    )
+
+
+def _queued_rows(place: Place, node: NodeMemory, manifests: Sequence[Manifest]) -> Iterable[CheckpointInfo]:
+    """Aliases and copies that wait for the durable tier; an alias that is there already, and is to move, is one row."""
+    contents = {manifest.name: manifest.content for manifest in manifests}
+    committed = set(contents)
+    contents |= {each.stored.part.name: each.stored.part.content for each in node.held}
+    last = {each.name: each for each in node.waiting if each.action in NAMING}
+    for name, request in last.items():
+        content = contents.get(request.target)
+        if content is None or name in committed:
+            continue
+        made = {"alias_of": request.target} if request.action == "alias" else {"copy_of": content.save_id}
+        save_id = content.save_id if request.action == "alias" else request.op_id
+        yield info(name, place.dirpath, content, state="waiting", **{**made, "save_id": save_id})
+
+
+def _memory_row(
+    place: Place, held: Sequence[HeldPart], node: NodeMemory, *, asked: bool, broken: dict[str, list[BrokenPart]]
+) -> CheckpointInfo:
+    """A save that this node's memory has, and that has no manifest as far as is known."""
+    part = held[0].stored.part
+    return info(
+        part.name,
+        place.dirpath,
+        part.content,
+        state=_memory_state(held, node, asked=asked),
+        where=_tiers(held),
+        size_bytes=sum(each.stored.part.content.size for each in held),
+        parts_here=_ranks(held),
+        problem=_problem(broken.get(part.save_id, [])),
+    )
+
+
+def _memory_state(held: Sequence[HeldPart], node: NodeMemory, *, asked: bool) -> State:
+    if any(each.stored.pending for each in held):
+        return "uploading" if held[0].stored.part.name in node.working_on else "waiting"
+    if asked:
+        # The durable tier does not have it: it was never to, or it was removed there, or the upload was given up.
+        return "memory_only"
+    is_there = all(
+        each.stored.part.durable and (each.outcome is None or each.outcome.state == "committed") for each in held
+    )
+    return "durable" if is_there else "memory_only"
+
+
+def _unfinished_row(
+    place: Place, each: Unfinished, saves: dict[str, list[HeldPart]], node: NodeMemory
+) -> CheckpointInfo:
+    held = saves.get(each.save_id, [])
+    if any(part.stored.pending for part in held):
+        row = _memory_row(place, held, node, asked=True, broken={})
+        return replace(row, where=(*row.where, "durable"))
+    content: Content | None = each.part.content if each.part is not None else None
+    count = f"{len(each.ranks)} of {content.parts} parts" if content is not None else f"{len(each.ranks)} parts"
+    problem = f"{count} on the durable tier, and no manifest"
+    where: tuple[Tier, ...] = (*_tiers(held), "durable")
+    if each.part is None or content is None:
+        name, url = f"save {each.save_id}", url_of(place.dirpath, "")
+        return CheckpointInfo(
+            name=name,
+            url=url,
+            dirpath=place.dirpath,
+            save_id=each.save_id,
+            state="incomplete",
+            where=where,
+            created=time_of(each.modified),
+            problem=problem,
+        )
+    return info(
+        each.part.name,
+        place.dirpath,
+        content,
+        state="incomplete",
+        where=where,
+        parts_here=_ranks(held),
+        resumable=False,
+        problem=problem,
+    )
+
+
+def _broken_row(place: Place, each: BrokenPart) -> CheckpointInfo:
+    state: State = "newer_release" if each.is_newer else "corrupt"
+    if each.part is not None:
+        return info(each.part.name, place.dirpath, each.part.content, state=state, resumable=False, problem=each.why)
+    name = str(each.folder)
+    return CheckpointInfo(
+        name=name, url=name, dirpath=place.dirpath, save_id=each.save_id, state=state, problem=each.why
+    )
+
+
+def _tiers(held: Sequence[HeldPart]) -> tuple[Tier, ...]:
+    order: tuple[Tier, ...] = ("memory", "spill", "replicas")
+    return tuple(tier for tier in order if any(each.tier == tier for each in held))
+
+
+def _ranks(held: Sequence[HeldPart]) -> int:
+    return len({each.stored.part.rank for each in held})
+
+
+def _problem(broken: Sequence[BrokenPart]) -> str:
+    return f"memory: {broken[0].why}" if broken else ""
+
+
+def _in_order(rows: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The latest save first, aliases and copies behind what they stand for, what can't be read last."""
+    by_name = sorted(rows, key=lambda row: row.name)
+    return sorted(by_name, key=lambda row: row.order, reverse=True)

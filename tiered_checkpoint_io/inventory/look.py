@@ -1,0 +1,68 @@
+"""Looks at both tiers, and gives what they hold as one list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.inventory.durable import Reader, checkpoints, unfinished
+from tiered_checkpoint_io.inventory.listing import DurableTier, checkpoints_of
+from tiered_checkpoint_io.inventory.node import NodeMemory, look_at_node
+from tiered_checkpoint_io.inventory.record import CheckpointInfo
+from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.stores import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at the tiers found.
+
+    Attributes:
+        place: The durable tier that was asked for.
+        durable: What it holds; None where it was not asked, or did not answer.
+        node: What this node's memory holds, of all durable tiers; empty where it was not looked at.
+    """
+
+    place: Place
+    durable: DurableTier | None
+    node: NodeMemory
+
+    @property
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """One row for each checkpoint of the durable tier, the latest save first."""
+        return checkpoints_of(self.place, self.durable, self.node)
+
+
+class Looker:
+    """Looks at the same tiers again and again; see :class:`Reader`."""
+
+    def __init__(self, place: Place, memory_dir: str | None = None, *, clock: Clock = SYSTEM) -> None:
+        """Takes the durable tier, and the folder of node memory; None not to look there."""
+        self._place = place
+        self._memory_dir = memory_dir
+        self._reader = Reader(clock)
+
+    def look(self, store: Store | None, *, unfinished_too: bool = True) -> Look:
+        """Looks at both tiers, at memory first: what is committed in between is seen twice, and not missed.
+
+        Args:
+            store: The durable tier; None to look at memory alone.
+            unfinished_too: Whether to look for saves without a manifest as well.
+
+        Raises:
+            CheckpointNotFoundError: There is nothing at all at this dirpath.
+            ConfigError: There is no such folder of node memory.
+            StoreError: The durable tier could not be asked.
+        """
+        node = look_at_node(self._memory_dir) if self._memory_dir is not None else NodeMemory()
+        look = Look(self._place, None, node)
+        if store is None:
+            return look
+        try:
+            found = checkpoints(store, self._reader)
+        except CheckpointNotFoundError:
+            if self._place not in node.places:
+                raise
+            found = []
+        return replace(look, durable=DurableTier(found, unfinished(store, found) if unfinished_too else ()))

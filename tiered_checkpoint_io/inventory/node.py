@@ -1,0 +1,141 @@
+"""What this node's memory holds: each namespace, looked at once, without asking a server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered_checkpoint_io.engine.drain.locks import is_locked
+from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
+from tiered_checkpoint_io.errors import FormatVersionError, ManifestError
+from tiered_checkpoint_io.inventory.record import Tier
+from tiered_checkpoint_io.inventory.roots import all_roots, tier_at
+from tiered_checkpoint_io.memory.parts import PART_FILE, REPLICAS, StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """An intact part in node memory, as far as its description tells.
+
+    Attributes:
+        stored: What it is, and where it lies.
+        tier: Which memory: the node's, its spill, or what it keeps for other nodes.
+        namespace: Whose.
+        outcome: What the drain has noted of its upload; None where there is none, or too long ago.
+    """
+
+    stored: StoredPart
+    tier: Tier
+    namespace: str
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenPart:
+    """A part that can't be used.
+
+    Attributes:
+        folder: Where it lies.
+        why: What is wrong with it.
+        part: What it was; None where that can't be read.
+        place: The durable tier that it belongs to, or, where its description can't be read, that of its namespace.
+        is_newer: Whether a newer release wrote it: then it is not damaged.
+    """
+
+    folder: Path
+    why: str
+    part: Part | None
+    place: Place | None
+    is_newer: bool = False
+
+    @property
+    def save_id(self) -> str:
+        """The save that it is of, as its description or its folder tells; "" where neither does."""
+        if self.part is not None:
+            return self.part.save_id
+        in_quarantine = self.folder.name.removeprefix(f"{REPLICAS}.").partition(".rank-")[0]
+        return next((each for each in (self.folder.parent.name, in_quarantine) if ids.is_save_id(each)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """What all namespaces of this user on this node hold.
+
+    Attributes:
+        held: Intact parts.
+        broken: Parts that can't be used.
+        waiting: Operations that wait for the durable tier, in order.
+        working_on: Names of the checkpoints that drains upload now.
+    """
+
+    held: tuple[HeldPart, ...] = ()
+    broken: tuple[BrokenPart, ...] = ()
+    waiting: tuple[Request, ...] = ()
+    working_on: frozenset[str] = frozenset()
+
+    def at(self, place: Place) -> NodeMemory:
+        """What of it belongs to one durable tier."""
+        return NodeMemory(
+            tuple(each for each in self.held if each.stored.part.place == place),
+            tuple(each for each in self.broken if each.place == place),
+            tuple(each for each in self.waiting if each.place == place),
+            self.working_on,
+        )
+
+    @property
+    def places(self) -> list[Place]:
+        """The durable tiers that something here belongs to."""
+        found = {each.stored.part.place for each in self.held} | {each.place for each in self.waiting if each.dirpath}
+        return sorted(found | {each.place for each in self.broken if each.place is not None}, key=str)
+
+
+def look_at_node(memory_dir: str) -> NodeMemory:
+    """Looks at the memory of this node.
+
+    Raises:
+        ConfigError: The folder does not exist.
+    """
+    held: list[HeldPart] = []
+    broken: list[BrokenPart] = []
+    waiting: list[Request] = []
+    working_on: set[str] = set()
+    for root in all_roots(memory_dir):
+        # What is cleaned away while it is looked at is gone.
+        with contextlib.suppress(FileNotFoundError):
+            tier, queue = tier_at(root), Queue(root)
+            outcomes = {each.op_id: each for each in queue.outcomes()}
+            for stored in (*tier.parts(), *tier.replicas.parts()):
+                where = _tier_of(tier, stored)
+                held.append(HeldPart(stored, where, root.name, outcomes.get(stored.op_id)))
+            broken += _broken(tier)
+            waiting += queue.look(tier)
+            if (root / LOCK_FILE).exists() and is_locked(root / LOCK_FILE):
+                working_on.add(queue.progress().name)
+    return NodeMemory(tuple(held), tuple(broken), tuple(waiting), frozenset(working_on - {""}))
+
+
+def _tier_of(tier: MemoryTier, stored: StoredPart) -> Tier:
+    if stored.is_replica:
+        return "replicas"
+    return "spill" if tier.is_spilled(stored.folder) else "memory"
+
+
+def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:
+    for folder, error in (*tier.damaged(), *tier.replicas.damaged()):
+        yield BrokenPart(folder, str(error), None, tier.place, isinstance(error, FormatVersionError))
+    for folder in tier.quarantined():
+        part, why = None, "found damaged"
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            why = (folder / "reason.txt").read_text() or why
+        path = folder / PART_FILE
+        with contextlib.suppress(OSError, ManifestError):
+            part = Part.from_json(path.read_bytes(), where=str(path)).known(tier.place)
+        yield BrokenPart(folder, f"in quarantine: {why}", part, part.place if part is not None else tier.place)

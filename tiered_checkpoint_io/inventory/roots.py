@@ -1,0 +1,66 @@
+"""The roots of memory tiers on this node, as the last trainer had them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.memory.spill import AUTO
+from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import place_of
+
+
+def all_roots(memory_dir: str) -> list[Path]:
+    """The memory tiers of all of this user's namespaces.
+
+    Raises:
+        ConfigError: The folder does not exist.
+    """
+    if not os.path.isdir(memory_dir):
+        raise ConfigError(f"there is no folder {memory_dir}", hint="check --memory-dir")
+    folder = namespace_root(memory_dir, "default").parent
+    return sorted(each for each in folder.glob("*") if _is_tier(each))
+
+
+def existing(root: Path) -> Path:
+    """Gives the root of a memory tier back.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not _is_tier(root):
+        raise ConfigError(f"no memory tier at {root}", hint="check --memory-dir and --namespace, or --root")
+    return root
+
+
+def _is_tier(root: Path) -> bool:
+    return all((root / folder).is_dir() for folder in FOLDERS)
+
+
+def last_config(root: Path) -> TieredCheckpointConfig | None:
+    """The configuration of the last trainer; None where it can't be read."""
+    try:
+        return TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text())
+    except (OSError, ConfigError, ValueError):
+        return None
+
+
+def tier_at(root: Path) -> MemoryTier:
+    """The memory tier of a root with its spill."""
+    tier, config = MemoryTier(root), last_config(root)
+    tier.use_spill(config.spill_dir if config is not None else AUTO)
+    tier.place = place_of(config) if config is not None else None
+    return tier
+
+
+def undone(root: Path) -> int:
+    """How many saves, aliases and deletes wait for the durable tier, but for what only a further save sets free."""
+    try:
+        return len(Queue(root).doable(tier_at(root)))
+    except FileNotFoundError:
+        # Half cleaned away already.
+        return 0
