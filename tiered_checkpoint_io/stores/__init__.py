@@ -18,8 +18,12 @@ __all__ = ["Content", "Metrics", "ObjectInfo", "Store", "UploadJournal", "config
 def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, clock: Clock = SYSTEM) -> Store:
     """The durable store of a configuration, or of another root with its options; nothing is asked of it yet.
 
+    ``s3://`` and directories are this package's; for another URL, a store that is installed (see ``installed``) comes
+    before fsspec.
+
     Raises:
-        ConfigError: The client library for this kind of URL is missing; says what to install.
+        ConfigError: The client library for this kind of URL is missing; says what to install. Or the store that is
+            installed for it can't be used.
     """
     root = ids.normalize_dirpath(dirpath) if dirpath is not None else config.dirpath
     scheme = ids.url_scheme(root)
@@ -32,6 +36,11 @@ def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, cl
             from tiered_checkpoint_io.stores.directory import DirectoryStore
 
             return DirectoryStore(root, clock=clock)
+        from tiered_checkpoint_io.stores.installed import installed_store
+
+        made = installed_store(scheme, root, config)
+        if made is not None:
+            return made
         from tiered_checkpoint_io.stores.remote import RemoteStore
 
         return RemoteStore(root, clock=clock)

@@ -1,0 +1,99 @@
+"""A store of another package, found by its entry point: it keeps the contract, and a job's commands use it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.draining import Node
+from support.first_hour import blocks_of
+
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import installed, open_store
+from tiered_checkpoint_io.testing.contract import StoreContract
+
+ROOT = Path(__file__).parents[2]
+#: The example of docs/stores.md, and a function that gives no store.
+MODULE, TESTS = [text for _, language, text in blocks_of((ROOT / "docs/stores.md").read_text()) if language == "python"]
+BROKEN = """
+def no_store(url, config):
+    return None
+"""
+
+
+def install(folder, value="acme_store:open_acme", package="acme-store"):
+    """What ``pip install`` leaves: a module, and the metadata of a package that names it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "acme_store.py").write_text(MODULE + BROKEN)
+    metadata = folder / f"{package.replace('-', '_')}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{installed.GROUP}]\nacme = {value}\n")
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    monkeypatch.syspath_prepend(str(install(site)))
+    installed._entry_points.cache_clear()
+    yield site
+    installed._entry_points.cache_clear()
+    sys.modules.pop("acme_store", None)
+
+
+def test_the_tests_of_the_document_are_these():
+    assert "class TestAcmeStore(StoreContract)" in TESTS
+    assert f'[project.entry-points."{installed.GROUP}"]' in (ROOT / "docs/stores.md").read_text()
+
+
+@pytest.mark.matrix
+class TestInstalledStore(StoreContract):
+    @pytest.fixture
+    def store(self, site, tmp_path):
+        store = open_store(TieredCheckpointConfig.from_any(dirpath=f"acme://{tmp_path}/root"))
+        assert type(store).__name__ == "AcmeStore"
+        yield store
+        store.close()
+
+
+def test_a_drain_and_the_commands_use_it(site, tmp_path, memory_dir):
+    """In processes of their own, as users have them."""
+    url = f"acme://{tmp_path}/durable"
+    node = Node(memory_dir, url)
+    node.save("1.ckpt", b"A" * 1000)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+
+    def command(*arguments):
+        line = [sys.executable, "-m", "tiered_checkpoint_io", *arguments]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    command("drain", "--root", str(node.root), "--once")
+    assert "durable\tlatest" in command("ls", url, "--memory-dir", memory_dir).replace("\tfull", "")
+    assert command("verify", url) == "intact   1.ckpt\n"
+    assert (tmp_path / "durable.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("acme_store:missing", "acme_store:missing of acme-broken, can't be imported"),
+        ("acme_store:no_store", "acme_store:no_store of acme-broken gave a NoneType"),
+        ("both", "acme:// has several stores: acme_store:open_acme of acme-one, acme_store:open_acme of acme-two"),
+    ],
+)
+def test_one_that_can_not_be_used_is_an_error_that_names_its_package(value, said, tmp_path, monkeypatch):
+    packages = {"acme-one": "acme_store:open_acme", "acme-two": "acme_store:open_acme"}
+    for package, each in packages.items() if value == "both" else [("acme-broken", value)]:
+        install(tmp_path / "site", each, package)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    installed._entry_points.cache_clear()
+    with pytest.raises(ConfigError) as caught:
+        open_store(TieredCheckpointConfig.from_any(dirpath="acme://x"))
+    installed._entry_points.cache_clear()
+    sys.modules.pop("acme_store", None)
+    assert said in str(caught.value)
