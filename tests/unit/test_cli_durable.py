@@ -6,7 +6,8 @@ import pytest
 from support.draining import Node, part_of
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io.cli import app, durable
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli.verify import _check_durable, _look
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError, StoreConfigError
 from tiered_checkpoint_io.model.documents import dump
@@ -47,7 +48,7 @@ def test_names_are_whole_in_the_order_of_saves_and_latest_is_marked(node):
     assert [row[-1] for row in rows.values()] == ["", "latest", "alias of c[/b].ckpt", "", ""]
     assert (rows["weights.ckpt"][5], rows["z.ckpt"][5]) == ("full, not resumable", "full")
     verified = command("verify", node.dirpath, "tiered:latest")
-    assert (verified.exit_code, verified.stdout) == (0, "intact   c[/b].ckpt\n")
+    assert (verified.exit_code, verified.stdout) == (0, "intact   durable  c[/b].ckpt\n")
 
 
 def test_one_damaged_manifest_hides_no_other_checkpoint(node):
@@ -69,7 +70,7 @@ def test_what_a_newer_release_wrote_may_be_the_latest(node):
     verified = command("verify", node.dirpath)
     assert (verified.exit_code, verified.stdout.count("DAMAGED")) == (1, 0)
     (line,) = [line for line in verified.stdout.splitlines() if not line.startswith("intact")]
-    assert line.startswith("NEWER    z.ckpt: it needs a newer release: format version 99")
+    assert line.startswith("NEWER    durable  z.ckpt: it needs a newer release: format version 99")
     assert isinstance(command("verify", node.dirpath, "tiered:latest").exception, FormatVersionError)
 
 
@@ -89,7 +90,7 @@ def test_a_name_or_path_that_is_not_there_is_an_error_and_no_damage(node, tmp_pa
         assert command(*wrong).exit_code == 2
 
 
-def test_what_is_overwritten_while_it_is_read_is_not_damaged(node, capsys):
+def test_what_is_overwritten_while_it_is_read_is_not_damaged(node):
     """A save of another run commits between two reads."""
 
     class Overwritten(DirectoryStore):
@@ -101,8 +102,9 @@ def test_what_is_overwritten_while_it_is_read_is_not_damaged(node, capsys):
                 self.put(manifest_key("z.ckpt"), replace(manifest, content=other.content).to_json())
             super().read_into(key, offset, buffer)
 
-    assert durable._verify_all(Overwritten(node.dirpath), None)
-    assert "changed  z.ckpt" in capsys.readouterr().out
+    store, rows = Overwritten(node.dirpath), []
+    _check_durable(store, _look(store, None, []), rows.append, silent=True)
+    assert {row.name: row.state for row in rows if row.state != "intact"} == {"z.ckpt": "changed"}
 
 
 def test_on_a_real_server(s3_server, s3_bucket, memory_dir, monkeypatch):
@@ -116,8 +118,8 @@ def test_on_a_real_server(s3_server, s3_bucket, memory_dir, monkeypatch):
     node.save("a.ckpt", b"A")
     assert command("drain", "--root", str(node.root), "--once").exit_code == 0
     assert list(listed(command("ls", url, *options))) == ["a.ckpt", "b.ckpt"]
-    assert command("verify", url, *options).stdout == "intact   a.ckpt\nintact   b.ckpt\n"
-    assert command("verify", url, "tiered:latest", *options).stdout == "intact   a.ckpt\n"
+    assert command("verify", url, *options).stdout == "intact   durable  a.ckpt\nintact   durable  b.ckpt\n"
+    assert command("verify", url, "tiered:latest", *options).stdout == "intact   durable  a.ckpt\n"
     assert isinstance(command("ls", url + "-mistyped", *options).exception, CheckpointNotFoundError)
     assert isinstance(command("ls", "s3://no-such-bucket-here/run", *options).exception, StoreConfigError)
     assert "nobody" in str(command("ls", url, *options, "--profile", "nobody").exception)

@@ -110,7 +110,7 @@ def test_errors_are_one_line_and_have_a_status(dirpath, tmp_path):
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("error: there is nothing at this dirpath")
     assert end(start("ls", dirpath, "--timeout", "0"))[0] == 2
-    assert end(start("verify", dirpath))[:2] == (0, "intact   c[/b].ckpt\n")
+    assert end(start("verify", dirpath))[:2] == (0, "intact   durable  c[/b].ckpt\n")
 
 
 def test_on_a_terminal_it_is_a_table(dirpath):

@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from tiered_checkpoint_io.cli import clean, durable, listing, memory, showing
+from tiered_checkpoint_io.cli import clean, exporting, listing, memory, showing, verify
 from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version
 from tiered_checkpoint_io.cli.output import printable, say
@@ -40,8 +40,8 @@ def _options(version: Version = False) -> None:
 app.command("status")(memory.status)
 app.command("ls")(listing.list_all)
 app.command("show")(showing.show_checkpoint)
-app.command("verify")(durable.verify_durable)
-app.command("export")(durable.export_durable)
+app.command("verify")(verify.verify)
+app.command("export")(exporting.export)
 app.command("drain")(memory.drain)
 app.command("clean")(clean.clean)
 

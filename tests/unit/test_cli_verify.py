@@ -1,0 +1,106 @@
+"""The command that verifies both tiers, and how it shows its progress."""
+
+import json
+
+import pytest
+from support.draining import Node, part_of
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli import progress as shown
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def flip(path, at=0):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def node(memory_dir, tmp_path):
+    """One checkpoint on both tiers, one of two ranks on both, one in memory alone, and a replica."""
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.save("a.ckpt", b"A" * 100)
+    for rank in (0, 1):
+        node.part("b", 2, rank)
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    node.save("c.ckpt", b"C" * 100, durable=False)
+    slot = node.tier.replicas.acquire(3)
+    slot.view[:3] = b"DDD"
+    node.tier.replicas.commit(part_of("d.ckpt", b"DDD", 9, node.dirpath), {"d.ckpt": slot})
+    return node
+
+
+def verified(node, *arguments):
+    done = command("verify", node.dirpath, "--root", str(node.root), "--json", *arguments)
+    document = json.loads(done.stdout)
+    assert (document["version"], document["command"], document["intact"]) == (1, "verify", done.exit_code == 0)
+    return done.exit_code, document["checkpoints"]
+
+
+def test_damage_is_named_by_file_tier_and_rank(node, tmp_path):
+    status, rows = verified(node)
+    copies = {(row["name"], row["tier"], row["rank"], row["copy"]) for row in rows}
+    assert status == 0
+    assert {row["state"] for row in rows} == {"intact"}
+    assert copies == {
+        *((name, "durable", None, None) for name in ("a.ckpt", "b")),
+        *(("b", "memory", rank, "own") for rank in (0, 1)),
+        *((name, "memory", 0, "own") for name in ("a.ckpt", "c.ckpt")),
+        ("d.ckpt", "memory", 0, "replica"),
+    }
+    (held,) = node.root.glob("saves/*/rank-00000/c.ckpt")
+    (copy,) = node.root.glob("replicas/*/rank-00000/d.ckpt")
+    shard = tmp_path / "run" / "b" / "__1_1.distcp"
+    for path in (held, copy, shard):
+        flip(path)
+    status, rows = verified(node)
+    damaged = {row["file"]: (row["tier"], row["rank"], row["copy"]) for row in rows if row["state"] == "damaged"}
+    assert status == 1
+    assert damaged == {
+        str(held): ("memory", 0, "own"),
+        str(copy): ("memory", 0, "replica"),
+        str(shard): ("durable", 1, None),
+    }
+    lines = command("verify", node.dirpath, "--root", str(node.root)).stdout.splitlines()
+    (line,) = [line for line in lines if "c.ckpt" in line]
+    assert line == f"DAMAGED  memory   c.ckpt rank 0: {held}: bytes 0-100 of 'c.ckpt' differ from their hash"
+    # Damage is left where it is: a restart quarantines it, and looks for the next copy.
+    assert held.exists()
+
+
+def test_one_tier_and_one_checkpoint(node):
+    assert [row["tier"] for row in verified(node, "--tier", "memory")[1]] == ["memory"] * 5
+    assert [row["tier"] for row in verified(node, "--tier", "durable")[1]] == ["durable"] * 2
+    assert [(row["name"], row["tier"]) for row in verified(node, "a.ckpt")[1]] == [
+        ("a.ckpt", "memory"),
+        ("a.ckpt", "durable"),
+    ]
+    # A restart takes the replica: it is the latest save.
+    assert [row["name"] for row in verified(node, "tiered:latest")[1]] == ["d.ckpt"]
+    alone = command("verify", "--root", str(node.root))
+    assert (alone.exit_code, alone.stdout.count("memory "), alone.stdout.count("durable")) == (0, 5, 0)
+    assert command("verify", "--tier", "durable").exit_code == 2
+    missing = command("verify", node.dirpath, "never.ckpt", "--root", str(node.root))
+    assert isinstance(missing.exception, CheckpointNotFoundError)
+
+
+def test_progress_in_lines_has_rate_and_time_left(monkeypatch, capsys):
+    assert shown.line("memory", 1 << 20, 3 << 20, 0.5) == "memory: 1.00 MiB of 3.00 MiB, 2.00 MiB/s, 1 s left"
+    monkeypatch.setattr(shown, "EVERY_S", 0.0)
+    for silent in (True, False):
+        with shown.progress("memory", 3 << 20, silent=silent) as meter:
+            meter.add(1 << 20)
+            meter.at(3 << 20)
+            meter.at(0)
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == (0 if silent else 2)
+    assert "3.00 MiB of 3.00 MiB" in err

@@ -1,0 +1,213 @@
+"""The command that reads checkpoints of both tiers, and compares every byte with its hash."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.catalog import Found, checkpoints, newer, read
+from tiered_checkpoint_io.cli.checking import (
+    Checked,
+    Damage,
+    Report,
+    State,
+    check_part,
+    damage_of,
+    held_in,
+    unreadable,
+)
+from tiered_checkpoint_io.cli.options import (
+    SHM,
+    TIMEOUT_S,
+    Endpoint,
+    Json,
+    MemoryDir,
+    Profile,
+    Region,
+    Root,
+    Timeout,
+    config_of,
+    name_of,
+    root_of,
+)
+from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.cli.roots import all_roots, existing, tier_at
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores import Store
+
+
+class Tier(str, Enum):
+    """Which tier to look at."""
+
+    memory = "memory"
+    durable = "durable"
+
+
+_Parts = Sequence[tuple[MemoryTier, StoredPart]]
+_WORDS = {"intact": "intact", "changed": "changed", "newer": "NEWER", "damaged": "DAMAGED"}
+_WHY = {"changed": "removed or overwritten while it was read", "newer": "it needs a newer release"}
+
+
+def verify(
+    dirpath: Annotated[
+        str | None, typer.Argument(help="The durable tier; without it, only this node's memory is read.")
+    ] = None,
+    name: Annotated[str | None, typer.Argument(help="One checkpoint, or tiered:latest; all by default.")] = None,
+    tier: Annotated[Tier | None, typer.Option(help="Only this tier; both by default.")] = None,
+    root: Root = None,
+    memory_dir: MemoryDir = SHM,
+    namespace: Annotated[str | None, typer.Option(help="Of memory: this namespace alone.")] = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+    json: Json = False,
+) -> None:
+    """Reads checkpoints and compares every byte with its hash: on the durable tier, and in this node's memory.
+
+    In memory: this node's own parts, replicas of other nodes' parts, and the spill; with DIRPATH, those that belong to
+    it. Names the file, the tier and the rank of what is damaged. Changes nothing. Exit status 1 where anything is
+    damaged.
+    """
+    if dirpath is None and tier is Tier.durable:
+        raise typer.BadParameter("--tier durable needs DIRPATH")
+    config = config_of(dirpath, endpoint_url, region, profile, timeout) if dirpath is not None else None
+    wanted = name_of(config, name) if config is not None and name is not None else None
+    rows: list[Checked] = []
+    asks = config is not None and tier is not Tier.memory
+
+    def report(row: Checked) -> None:
+        rows.append(row)
+        if not json:
+            say(_line(row))
+
+    tiers = _tiers(root, memory_dir, namespace) if tier is not Tier.durable else []
+    held: _Parts = [(each, stored) for each in tiers for stored in held_in(each)]
+    found: list[Found] | None = None
+    if config is not None:
+        held = [(each, stored) for each, stored in held if stored.part.dirpath == config.dirpath]
+        tiers = [each for each in tiers if each.place is not None and each.place.dirpath == config.dirpath]
+        if wanted == ids.LATEST:
+            found = ask(config, lambda store: _look(store, None, held)) if asks else []
+            held, found = _latest(held, found)
+        elif wanted is not None:
+            held = [(each, stored) for each, stored in held if stored.part.name == wanted]
+    _check_memory(tiers if wanted is None else [], held, report, silent=json)
+    if config is not None and asks:
+
+        def check(store: Store) -> None:
+            _check_durable(store, _look(store, wanted, held) if found is None else found, report, silent=json)
+
+        ask(config, check)
+    if not rows:
+        # Who meant another place must not take this for good news.
+        text = f"no such checkpoint: {wanted}" if wanted is not None else "no checkpoint to verify"
+        where = config.dirpath if config is not None else memory_dir
+        hint = "list what is there: tiered-ckpt ls, and tiered-ckpt status"
+        raise CheckpointNotFoundError(text, operation="verify", tier=tier.value if tier else None, key=where, hint=hint)
+    good = all(row.is_good for row in rows)
+    if json:
+        write_json("verify", {"dirpath": dirpath, "intact": good, "checkpoints": [row.to_json() for row in rows]})
+    raise typer.Exit(0 if good else 1)
+
+
+def _tiers(root: Path | None, memory_dir: str, namespace: str | None) -> list[MemoryTier]:
+    if root is not None or namespace is not None:
+        return [tier_at(existing(root_of(root, memory_dir, namespace)))]
+    return [tier_at(each) for each in all_roots(memory_dir)] if os.path.isdir(memory_dir) else []
+
+
+def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[Found]:
+    """What the durable tier has of a name, or in all; nothing at the dirpath is no error where memory has something."""
+    if wanted is not None:
+        return [each for each in [read(store, wanted)] if each.is_there]
+    try:
+        return checkpoints(store)
+    except CheckpointNotFoundError:
+        if held:
+            return []
+        raise
+
+
+def _latest(held: _Parts, found: Sequence[Found]) -> tuple[_Parts, list[Found]]:
+    """The copies of the checkpoint that a restart on this node would take.
+
+    Raises:
+        FormatVersionError: A newer release wrote what may be the latest; a restart is refused as well.
+    """
+    if (error := newer(found)) is not None:
+        raise error
+    parts = [
+        Held(part.name, part.rank, part.content, part.commits, not each.is_replica, each.replicated)
+        for each in (stored for _, stored in held)
+        for part in [each.part]
+    ]
+    manifests = [each.manifest for each in found if each.manifest is not None]
+    meant = next(iter(choose(Catalog({"here": parts}, manifests), Selector("latest"), replicas=True)), None)
+    if meant is None:
+        return [], []
+    return (
+        [(tier, stored) for tier, stored in held if stored.save_id == meant.save_id],
+        [each for each in found if meant.durable is not None and each.name == meant.name],
+    )
+
+
+def _check_memory(tiers: Sequence[MemoryTier], held: _Parts, report: Report, *, silent: bool) -> None:
+    with progress("memory", sum(stored.part.content.size for _, stored in held), silent=silent) as meter:
+        for tier, stored in held:
+            report(check_part(tier, stored, meter))
+    for tier in tiers:
+        for row in unreadable(tier):
+            report(row)
+
+
+def _check_durable(store: Store, found: Sequence[Found], report: Report, *, silent: bool) -> None:
+    sizes = {each.manifest.content.save_id: each.manifest.content.size for each in found if each.manifest is not None}
+    known: dict[str, Damage | None] = {}
+    with progress("durable tier", sum(sizes.values()), silent=silent) as meter:
+        for each in found:
+            report(_checked(store, each, known, meter))
+
+
+def _checked(store: Store, each: Found, known: dict[str, Damage | None], meter: Meter) -> Checked:
+    """Reads one checkpoint; what several names stand for is read once."""
+    name, manifest = each.name, each.manifest
+    if manifest is None:
+        # What can't be read is not known to be damaged, nor to be intact.
+        state: State = "newer" if isinstance(each.error, FormatVersionError) else "damaged"
+        return Checked(name, "durable", state, error=str(each.error))
+    if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)) is not None:
+        manifest = target
+    content = manifest.content
+    row = Checked(name, "durable", "intact", step=content.step, size_bytes=content.size)
+    if content.save_id not in known:
+        known[content.save_id] = damage_of(store, manifest, meter)
+    damage = known[content.save_id]
+    if damage is None:
+        return row
+    if read(store, manifest.name).manifest != manifest:
+        return replace(row, state="changed")
+    return replace(row, state="damaged", rank=damage.rank, file=damage.file, error=damage.error)
+
+
+def _line(row: Checked) -> str:
+    """A row for people."""
+    rank = f" rank {row.rank}" if row.rank is not None else ""
+    copy = f" ({row.copy})" if row.copy not in ("", "own") else ""
+    why = _WHY.get(row.state, "")
+    error = f"{row.file}: {row.error}" if row.file else row.error
+    said = ": ".join(filter(None, (why, error)))
+    return printable(f"{_WORDS[row.state]:<9}{row.tier:<9}{row.name}{rank}{copy}{': ' if said else ''}{said}")
