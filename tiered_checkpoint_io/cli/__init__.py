@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from tiered_checkpoint_io.cli import clean, exporting, listing, memory, showing, verify
+from tiered_checkpoint_io.cli import clean, exporting, flush, listing, memory, showing, verify
 from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version
 from tiered_checkpoint_io.cli.output import printable, say
@@ -44,6 +44,7 @@ app.command("verify")(verify.verify)
 app.command("export")(exporting.export)
 app.command("drain")(memory.drain)
 app.command("clean")(clean.clean)
+app.command("flush")(flush.flush)
 
 
 def main() -> None:

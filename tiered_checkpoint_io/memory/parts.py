@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ManifestError
-from tiered_checkpoint_io.memory.private import sync_folder, write_private
+from tiered_checkpoint_io.memory.private import sync_folder, write_atomic, write_private
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
@@ -150,6 +150,28 @@ def mark(folder: Path, name: str, *, synced: bool = False) -> None:
             # The mark itself takes no descriptor, and is there.
             if not is_scarcity(error):
                 raise
+
+
+def mark_durable(stored: StoredPart) -> StoredPart:
+    """Has a part uploaded that was to stay in memory, or whose upload was given up: from now on it waits for that.
+
+    No index names the description of such a part yet, so it may change.
+
+    Raises:
+        CheckpointNotFoundError: The part is gone.
+        MemoryFullError: There is no space for its new description; it is as it was.
+    """
+    part = replace(stored.part, durable=True)
+    try:
+        if stored.part != part:
+            write_atomic(stored.folder / PART_FILE, part.to_json())
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(stored.folder / DRAINED, stored.folder / f".{DRAINED}")
+        if not (stored.folder / PART_FILE).exists():
+            raise gone(stored)
+    except FileNotFoundError as error:
+        raise gone(stored) from error
+    return replace(stored, part=part, drained=False)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,134 @@
+"""The command that uploads what is in node memory alone, because the node is about to go."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from support.draining import Node
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.drain.flushing import to_flush
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError
+from tiered_checkpoint_io.memory.parts import StoredPart, mark_durable
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def flushed(node, *arguments):
+    done = command("flush", *arguments, "--root", str(node.root), "--json")
+    document = json.loads(done.stdout)
+    assert document["command"] == "flush"
+    assert document["flushed"] == (done.exit_code == 0)
+    return done, {row["name"]: row["state"] for row in document["checkpoints"]}
+
+
+def in_memory_alone(node, name, number, rank=0):
+    """One rank's part of a save of two ranks, as a memory step leaves it."""
+    op_id = node.part(name, number, rank)
+    (stored,) = [each for each in node.tier.parts() if each.op_id == op_id]
+    (stored.folder / "part.json").write_bytes(replace(stored.part, durable=False).to_json())
+
+
+def test_the_newest_step_in_memory_becomes_durable_with_the_trainer_dead(memory_dir, tmp_path):
+    """Also where no drain ever ran over this memory."""
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.save("old.ckpt", b"O", durable=False)
+    node.save("new.ckpt", b"N" * 100, durable=False)
+    node.save("weights.ckpt", b"W", durable=False, resumable=False)
+    os.unlink(node.root / "drain.json")
+    done, states = flushed(node)
+    assert (done.exit_code, states) == (0, {"new.ckpt": "durable"})
+    store = DirectoryStore(node.dirpath)
+    assert store.get("new.ckpt") == b"N" * 100
+    assert read_manifest(store, "old.ckpt") is None
+    # Once more: there is nothing to do, and that is no error.
+    again = command("flush", "--root", str(node.root))
+    assert (again.exit_code, again.stdout) == (
+        0,
+        f"durable     new.ckpt (step 2, 0.10 KiB) at {node.dirpath}\n",
+    )
+    assert flushed(node, "--all")[1] == {"old.ckpt": "durable", "new.ckpt": "durable", "weights.ckpt": "durable"}
+    assert command("verify", node.dirpath, "--tier", "durable").exit_code == 0
+
+
+def test_what_can_not_be_uploaded_stays_queued_and_is_said(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    missing = command("flush", "--root", str(node.root))
+    assert isinstance(missing.exception, CheckpointNotFoundError)
+    node.save("a.ckpt", b"A", durable=False)
+    assert "no such checkpoint: b.ckpt" in str(command("flush", "b.ckpt", "--root", str(node.root)).exception)
+    assert command("flush", "a.ckpt", "--all", "--root", str(node.root)).exit_code == 2
+    # A file stands where the durable tier's directory should be.
+    (tmp_path / "run").write_text("in the way")
+    done, states = flushed(node)
+    assert states == {"a.ckpt": "queued"}
+    assert isinstance(done.exception, DrainError)
+    assert "a.ckpt did not reach the durable tier" in str(done.exception)
+    (tmp_path / "run").unlink()
+    assert flushed(node)[1] == {"a.ckpt": "durable"}
+
+
+@pytest.mark.matrix
+def test_a_save_of_two_nodes_is_committed_once_both_are_flushed(memory_dir, tmp_path):
+    first, second = (Node(memory_dir, str(tmp_path / "run"), namespace=name) for name in ("one", "two"))
+    for rank, node in enumerate((first, second)):
+        in_memory_alone(node, "s", 1, rank)
+    done, states = flushed(second)
+    assert (done.exit_code, states) == (0, {"s": "uploaded"})
+    line = command("flush", "--root", str(second.root)).stdout
+    assert "not committed yet: the parts of ranks 0 are not on this node, run tiered-ckpt flush on theirs" in line
+    assert flushed(first)[1] == {"s": "durable"}
+    assert flushed(second)[1] == {"s": "durable"}
+
+
+@pytest.mark.matrix
+def test_the_coordinator_waits_for_the_other_nodes_only_so_long(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    in_memory_alone(node, "s", 1)
+    done, states = flushed(node, "--timeout", "2")
+    assert states == {"s": "queued"}
+    assert "not durable after 2 s" in str(done.exception)
+    node.cancel(node.tier.parts()[0].save_id)
+    assert command("drain", "--root", str(node.root)).exit_code == 0
+
+
+@pytest.mark.matrix
+def test_an_upload_that_was_given_up_is_asked_for_again(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.cancel(node.save("a.ckpt", b"A"))
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert node.states()[node.tier.parts()[0].op_id] == "skipped"
+    assert flushed(node)[1] == {"a.ckpt": "durable"}
+
+
+def test_which_saves_are_flushed(memory_dir):
+    node = Node(memory_dir, "s3://bucket/run")
+    for number, rank in ((1, 0), (1, 1), (2, 0)):
+        node.part(f"step_{number}", number, rank)
+    # All ranks are on this node: the newest save never became complete.
+    assert [save.name for save in to_flush(node.tier.parts())] == ["step_1"]
+    node.save("full.ckpt", b"F")
+    assert [save.name for save in to_flush(node.tier.parts())] == ["full.ckpt"]
+    node.part("step_4", 4, 1)
+    # Of a save of several nodes this one can't tell whether it is complete.
+    chosen = to_flush(node.tier.parts())
+    assert [(save.name, save.missing) for save in chosen] == [("step_4", [0]), ("full.ckpt", [])]
+    assert [save.name for save in to_flush(node.tier.parts(), name="step_2")] == ["step_2"]
+
+
+def test_a_part_that_retention_takes_meanwhile_is_gone(memory_dir):
+    node = Node(memory_dir, "s3://bucket/run")
+    node.save("a.ckpt", b"A", durable=False)
+    (stored,) = node.tier.parts()
+    made = mark_durable(stored)
+    assert made == StoredPart(replace(stored.part, durable=True), stored.folder, drained=False)
+    assert [each.pending for each in node.tier.parts()] == [True]
+    node.tier.remove(made)
+    with pytest.raises(CheckpointNotFoundError):
+        mark_durable(stored)

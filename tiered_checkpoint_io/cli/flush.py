@@ -1,0 +1,194 @@
+"""The command that uploads what is in node memory alone, because the node is about to go."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Namespace, Root, root_of
+from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.cli.roots import existing, last_config, tier_at
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain.flushing import HeldSave, to_flush
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, TieredCheckpointError
+from tiered_checkpoint_io.logs import get_logger, size_text
+from tiered_checkpoint_io.memory.parts import mark_durable
+from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.memory.spill import spill_dir_of
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.stores import config_at
+
+#: Between two looks at the drain's progress, seconds.
+_LOOK_S = 0.2
+#: So many ranks are named in a line.
+_NAMED = 16
+
+
+def flush(
+    name: Annotated[str | None, typer.Argument(help="One checkpoint; by default the newest to resume from.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False,
+    root: Root = None,
+    memory_dir: MemoryDir = SHM,
+    namespace: Namespace = None,
+    timeout: Annotated[
+        int, typer.Option(min=1, max=24 * 3600, help="How long to wait for the uploads in all, seconds.")
+    ] = 600,
+    json: Json = False,
+) -> None:
+    """Uploads what is in this node's memory alone: before the node goes, whether the trainer lives or not.
+
+    By default the newest checkpoint that training can resume from, and all that is queued. The drain uploads it like
+    any other: the one that runs, or a new one, which goes on where this command is interrupted. Of a checkpoint whose
+    parts are on several nodes, run this on each of them: it is committed once all parts are there.
+    """
+    if everything and name is not None:
+        raise typer.BadParameter("give a name, or --all")
+    root = existing(root_of(root, memory_dir, namespace))
+    tier, queue = tier_at(root), Queue(root)
+    saves = to_flush(tier.parts(), name=name, everything=everything)
+    if not saves:
+        text = "no checkpoint that training can resume from" if name is None else f"no such checkpoint: {name}"
+        hint = "see what is there: tiered-ckpt status"
+        raise CheckpointNotFoundError(text, operation="flush", tier="memory", key=str(root), hint=hint)
+    config = _config(root, saves[0].place)
+    _mark(queue, saves)
+    error = _upload(tier, config, timeout, silent=json)
+    rows = [_row(config, tier, queue, save) for save in saves]
+    if json:
+        good = error is None and any(row["state"] in ("durable", "uploaded") for row in rows)
+        write_json("flush", {"namespace": root.name, "flushed": good, "checkpoints": rows})
+    else:
+        for row in rows:
+            say(_line(row))
+    if error is not None:
+        raise error
+    raise typer.Exit(0 if any(row["state"] in ("durable", "uploaded") for row in rows) else 1)
+
+
+def _config(root: Path, place: Place) -> TieredCheckpointConfig:
+    """The last trainer's configuration; of one that uploaded nothing yet, what its checkpoints say, noted for a drain.
+
+    Raises:
+        MemoryFullError: There is no space to note it.
+    """
+    config = last_config(root)
+    if config is None:
+        made = TieredCheckpointConfig.from_any(
+            dirpath=place.dirpath, memory_dir=str(root.parent.parent), namespace=root.name
+        )
+        config = config_at(made, place)
+        config = replace(config, spill_dir=spill_dir_of(config.spill_dir))
+        write_atomic(root / CONFIG_FILE, config.to_json().encode())
+    return config
+
+
+def _mark(queue: Queue, saves: Sequence[HeldSave]) -> None:
+    """Has the drain upload the parts that it would leave in memory."""
+    for save in saves:
+        for stored in save.parts:
+            outcome = queue.outcome(stored.op_id)
+            is_given_up = stored.drained and outcome is not None and outcome.state == "skipped"
+            if not stored.part.durable or is_given_up:
+                # One that retention removes right now is not there any more: said at the end.
+                with contextlib.suppress(CheckpointNotFoundError):
+                    mark_durable(stored)
+    queue.ring()
+
+
+def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *, silent: bool) -> DrainError | None:
+    """Waits until all that is queued is uploaded, by a drain of its own where none runs; why it was not, else None."""
+    # A thread of this process would end with it.
+    handle = DrainHandle(tier, replace(config, drain="process"), get_logger(tier.root.name))
+    waiting = {each.op_id: each.stored.part.content.size for each in handle.queue.look(tier) if each.stored is not None}
+    try:
+        with progress("upload", sum(waiting.values()), silent=silent) as meter, _followed(handle, tier, waiting, meter):
+            handle.flush(timeout)
+    except DrainError as error:
+        return error
+    finally:
+        handle.close(timeout_s=0)
+    return None
+
+
+@contextlib.contextmanager
+def _followed(handle: DrainHandle, tier: MemoryTier, waiting: dict[str, int], meter: Meter) -> Iterator[None]:
+    """Counts the bytes that the drain has sent while the block runs."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(_LOOK_S):
+            with contextlib.suppress(OSError):
+                left = {each.op_id for each in handle.queue.look(tier)}
+                done = sum(size for op_id, size in waiting.items() if op_id not in left)
+                meter.at(done + handle.queue.progress().bytes_done)
+
+    thread = threading.Thread(target=follow, name="tiered-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> dict[str, Any]:
+    """What became of a save."""
+    pending = {each.op_id for each in queue.look(tier)}
+    outcomes = [queue.outcome(each.op_id) for each in save.parts]
+    error = next((each.error for each in outcomes if each is not None and each.state != "committed"), "")
+    if any(each.op_id in pending for each in save.parts):
+        state = "queued"
+    elif any(each is not None and each.state != "committed" for each in outcomes):
+        state = "not_durable"
+    elif save.commits and all(outcomes):
+        state = "durable"
+    else:
+        state, error = _asked(config, save)
+    return {
+        "name": save.name,
+        "dirpath": save.place.dirpath,
+        "step": save.content.step if save.content.step >= 0 else None,
+        "state": state,
+        "ranks": sorted(each.part.rank for each in save.parts),
+        "missing_ranks": save.missing,
+        "size_bytes": sum(each.part.content.size for each in save.parts),
+        "error": error or None,
+    }
+
+
+def _asked(config: TieredCheckpointConfig, save: HeldSave) -> tuple[str, str]:
+    """What the durable tier says of a save of which this node has sent all that it has."""
+    try:
+        manifest = ask(config_at(config, save.place), lambda store: read_manifest(store, save.name), save.place.dirpath)
+    except TieredCheckpointError as error:
+        return "uploaded", f"could not check whether it is committed: {error.message}"
+    if manifest is not None and manifest.content.save_id == save.content.save_id:
+        return "durable", ""
+    if save.missing:
+        return "uploaded", ""
+    return "not_durable", "it is neither in memory nor on the durable tier any more"
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    step = f"step {row['step']}, " if row["step"] is not None else ""
+    text = f"{row['state'].replace('_', ' '):<12}{row['name']} ({step}{size_text(row['size_bytes'])})"
+    text += f" at {row['dirpath']}" if row["state"] == "durable" else ""
+    missing = row["missing_ranks"]
+    if missing and row["state"] != "durable":
+        ranks = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
+        text += f"; not committed yet: the parts of ranks {ranks} are not on this node, run tiered-ckpt flush on theirs"
+    return printable(f"{text}: {row['error']}" if row["error"] else text)
