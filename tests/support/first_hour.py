@@ -44,7 +44,7 @@ _PLACEHOLDERS = [
     (r" {2,}", " "),
 ]
 #: A save id: time, counter and a random part.
-_IDS = re.compile(r"\b\d{8,}[0-9a-zA-Z]*(-[0-9a-zA-Z]+)+\b")
+_IDS = re.compile(r"\b\d{8,}[0-9a-zA-Z.]*(-[0-9a-zA-Z]+)+\b")
 
 
 def normalized(text, places):
