@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from tiered_checkpoint_io.cli import clean, exporting, flush, listing, memory, showing, verify
+from tiered_checkpoint_io.cli import clean, exporting, flush, listing, memory, pull, showing, verify
 from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version
 from tiered_checkpoint_io.cli.output import printable, say
@@ -45,6 +45,7 @@ app.command("export")(exporting.export)
 app.command("drain")(memory.drain)
 app.command("clean")(clean.clean)
 app.command("flush")(flush.flush)
+app.command("pull")(pull.pull)
 
 
 def main() -> None:

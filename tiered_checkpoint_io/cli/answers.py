@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from tiered_checkpoint_io.cli.ending import GRACE_S
 from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
@@ -21,8 +22,20 @@ def is_waiting() -> bool:
     return any(thread.is_alive() for thread in _asking)
 
 
-def ask(config: TieredCheckpointConfig, work: Callable[[Store], _T], dirpath: str | None = None) -> _T:
+def ask(
+    config: TieredCheckpointConfig,
+    work: Callable[[Store], _T],
+    dirpath: str | None = None,
+    *,
+    stop: threading.Event | None = None,
+) -> _T:
     """Opens the durable tier of a configuration, or another with its options, and asks it what ``work`` asks.
+
+    Args:
+        config: How to reach it.
+        work: What to ask.
+        dirpath: Another than the configured one.
+        stop: Is set where this leaves before ``work`` has ended, which then has a moment to clear up.
 
     Raises:
         StoreUnavailableError: It was silent for ``durable_timeout_s``; every five seconds of that are shown.
@@ -41,4 +54,11 @@ def ask(config: TieredCheckpointConfig, work: Callable[[Store], _T], dirpath: st
     def count_down(silent_s: float, left_s: float) -> None:
         say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
 
-    return answer_within(config.durable_timeout_s, open_and_ask, what=where, count_down=count_down)
+    try:
+        return answer_within(config.durable_timeout_s, open_and_ask, what=where, count_down=count_down)
+    except BaseException:
+        if stop is not None:
+            stop.set()
+            for thread in list(_asking):
+                thread.join(GRACE_S)
+        raise

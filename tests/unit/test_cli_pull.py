@@ -1,0 +1,79 @@
+"""The command that brings a checkpoint from the durable tier to this node's memory, or to a folder."""
+
+import json
+import os
+
+import pytest
+import torch
+from support.draining import Node
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError
+from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def run(memory_dir, tmp_path):
+    """A run's dirpath, with a full checkpoint by a trainer's IO; its node is lost."""
+    dirpath = str(tmp_path / "run")
+    io = TieredCheckpointIO(dirpath=dirpath, memory_dir=memory_dir, namespace="before", drain="thread")
+    io.save_checkpoint({"global_step": 5, "weights": torch.arange(1000.0)}, f"{dirpath}/step=5.ckpt")
+    io.teardown()
+    assert command("clean", "--memory-dir", memory_dir, "--namespace", "before").exit_code == 0
+    return dirpath
+
+
+def test_a_restart_reads_from_memory_what_was_pulled(run, memory_dir):
+    done = command("pull", run, "--memory-dir", memory_dir, "--json")
+    document = json.loads(done.stdout)
+    assert (done.exit_code, document["name"], document["step"], document["ranks"]) == (0, "step=5.ckpt", 5, [0])
+    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir)
+    state = io.load_checkpoint("tiered:latest")
+    assert io.checkpointer.restored.tier == "memory"
+    assert torch.equal(state["weights"], torch.arange(1000.0))
+    io.teardown()
+    # Again: nothing is fetched; a damaged copy is taken away first.
+    again = command("pull", run, "--memory-dir", memory_dir)
+    assert (again.exit_code, "already, intact" in again.stdout) == (0, True)
+    (held,) = (namespace_root(memory_dir, document["namespace"])).glob("saves/*/*/step=5.ckpt")
+    held.write_bytes(b"?" * held.stat().st_size)
+    assert "pulled step=5.ckpt" in command("pull", run, "step=5.ckpt", "--memory-dir", memory_dir).stdout
+    assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
+
+
+def test_to_a_folder_and_what_goes_wrong(run, memory_dir, tmp_path):
+    to = tmp_path / "here"
+    assert command("pull", run, "--to", str(to), "--memory-dir", memory_dir).exit_code == 0
+    assert torch.load(to / "step=5.ckpt")["global_step"] == 5
+    assert isinstance(command("pull", run, "--to", str(to)).exception, ExportError)
+    assert isinstance(command("pull", run, "never.ckpt").exception, CheckpointNotFoundError)
+    assert command("pull", run, "--namespace", "../x").exit_code == 2
+    damaged = tmp_path / "run" / "step=5.ckpt"
+    damaged.write_bytes(b"?" * damaged.stat().st_size)
+    for arguments in (("--memory-dir", memory_dir), ("--to", str(tmp_path / "new"))):
+        assert isinstance(command("pull", run, *arguments).exception, CorruptCheckpointError)
+    # Nothing is left of them.
+    assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    (root,) = (path for path in namespace_root(memory_dir, "x").parent.iterdir() if path.name != "before")
+    assert [*MemoryTier(root).parts(), *os.listdir(root / "slots")] == []
+
+
+@pytest.mark.matrix
+def test_parts_of_some_ranks(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    for rank in (0, 1):
+        node.part("s", 1, rank)
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    pulled = ("pull", node.dirpath, "--memory-dir", memory_dir, "--namespace", "other")
+    assert command(*pulled, "--rank", "2").exit_code == 2
+    assert json.loads(command(*pulled, "--rank", "1", "--json").stdout)["ranks"] == [1]
+    tier = MemoryTier(namespace_root(memory_dir, "other"))
+    assert [stored.part.rank for stored in tier.parts()] == [1]
+    assert command(*pulled).exit_code == 0
+    assert [(stored.part.rank, stored.pending) for stored in tier.parts()] == [(0, False), (1, False)]
