@@ -13,7 +13,7 @@ from tiered_checkpoint_io.redaction import shown
 #: What Lightning's tuner keeps for a moment, to come back to it.
 _SCRATCH = (".lr_find_", ".scale_batch_size_")
 #: Where a whole training state has its optimizers: Lightning's key, and Megatron's.
-_OPTIMIZERS = ("optimizer_states", "optimizer")
+OPTIMIZERS = ("optimizer_states", "optimizer")
 
 
 def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
@@ -21,7 +21,7 @@ def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
     if os.path.basename(os.fspath(path)).startswith(_SCRATCH):
         return False
     is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
-    return not is_lightnings or any(key in checkpoint for key in _OPTIMIZERS)
+    return not is_lightnings or any(key in checkpoint for key in OPTIMIZERS)
 
 
 class StorageOptions(NamedTuple):

@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from tiered_checkpoint_io.cli import clean, exporting, flush, listing, memory, pull, showing, verify
+from tiered_checkpoint_io.cli import clean, exporting, flush, importing, listing, memory, pull, showing, verify
 from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version
 from tiered_checkpoint_io.cli.output import printable, say
@@ -46,6 +46,7 @@ app.command("drain")(memory.drain)
 app.command("clean")(clean.clean)
 app.command("flush")(flush.flush)
 app.command("pull")(pull.pull)
+app.command("import")(importing.import_)
 
 
 def main() -> None:

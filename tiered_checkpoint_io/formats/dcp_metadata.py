@@ -10,6 +10,8 @@ import io
 import pathlib
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +46,17 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
+#: Where an item lies in the SageMaker library's checkpoints.
+_OF_SAGEMAKER = ("amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info", "_SageMakerStorageInfo")
+
+
+@dataclass
+class _SageMakerInfo:
+    rank: int
+    offset: int
+    length: int
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         allowed = _ALLOWED.get((module, name))
@@ -55,17 +68,37 @@ class _Unpickler(pickle.Unpickler):
         return allowed
 
 
-def parse_metadata(data: bytes | memoryview, *, tier: str, where: str) -> metadata.Metadata:
+class _SageMakerUnpickler(_Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        return _SageMakerInfo if (module, name) == _OF_SAGEMAKER else super().find_class(module, name)
+
+
+def parse_metadata(
+    data: bytes | memoryview, *, tier: str, where: str, shard_name: Callable[[int], str] | None = None
+) -> metadata.Metadata:
     """What a ``.metadata`` file says that was found in ``tier``, at the key or path ``where``.
+
+    Args:
+        data: The file's content.
+        tier: For errors.
+        where: For errors.
+        shard_name: Where it may be of the SageMaker library, which names ranks and no files: the file of a rank.
 
     Raises:
         CorruptCheckpointError: It is not such a file, holds other things than DCP writes, or names
             files outside of its folder.
     """
     try:
-        found = _Unpickler(io.BytesIO(data)).load()
+        found = (_Unpickler if shard_name is None else _SageMakerUnpickler)(io.BytesIO(data)).load()
         if not isinstance(found, metadata.Metadata):
             raise TypeError(f"it holds a {type(found).__name__}")
+        if shard_name is not None:
+            found.storage_data = {
+                index: filesystem._StorageInfo(shard_name(info.rank), info.offset, info.length)
+                if isinstance(info, _SageMakerInfo)
+                else info
+                for index, info in (found.storage_data or {}).items()
+            }
         _check(found)
     except Exception as error:
         # A damaged pickle may raise anything.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _compat_pickle
 import copyreg
+import io
 import pickle
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
@@ -271,6 +272,20 @@ def names_in(pickled: BinaryIO) -> Names:
         Exception: It is no pickle, or damaged.
     """
     names = Names()
+    _outlined(pickled, names)
+    return names
+
+
+def outline(pickled: bytes) -> Any:
+    """What a pickle holds, with stand-ins for tensors and all else that it names: dictionaries, numbers and text stay.
+
+    Raises:
+        Exception: It is no pickle, or damaged.
+    """
+    return _outlined(io.BytesIO(pickled), Names())
+
+
+def _outlined(pickled: BinaryIO, names: Names) -> Any:
     # What was registered for a number is put in its place without a look-up.
     if copyreg._extension_cache:  # type: ignore[attr-defined]
         raise pickle.UnpicklingError("this process has extensions for pickle")
@@ -283,8 +298,7 @@ def names_in(pickled: BinaryIO) -> Names:
         def persistent_load(self, pid: Any) -> None:
             """A tensor's storage."""
 
-    Unpickler(pickled, encoding="utf-8").load()
-    return names
+    return Unpickler(pickled, encoding="utf-8").load()
 
 
 def _modern(module: str, name: str) -> str:

@@ -1,0 +1,175 @@
+"""The command that makes checkpoints of others committed ones: each kind is loaded again, bytes unchanged."""
+
+import json
+import pickle
+import sys
+import tarfile
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.distributed.checkpoint.metadata import Metadata
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import TieredCheckpointIO, dcp
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def imported(*arguments):
+    done = command("import", *arguments, "--json")
+    document = json.loads(done.stdout)
+    assert (document["command"], document["imported"]) == ("import", done.exit_code == 0)
+    return done.exit_code, {row["name"]: row for row in document["checkpoints"]}
+
+
+def fit(folder, max_steps, **options):
+    trainer = Trainer(
+        default_root_dir=folder,
+        max_steps=max_steps,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{key: value for key, value in options.items() if key == "plugins"},
+    )
+    trainer.fit(BoringModel(), ckpt_path=options.get("ckpt_path"))
+    return trainer
+
+
+@dataclass
+class _SageMakerStorageInfo:
+    rank: int
+    offset: int
+    length: int
+
+
+#: Where the library has it.
+_SageMakerStorageInfo.__module__ = "amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info"
+
+
+def as_sagemaker_writes(state, base, step, monkeypatch):
+    """A step of one rank: DCP's items in ``checkpoint.pt``, and metadata with the library's own class in it."""
+    name = _SageMakerStorageInfo.__module__
+    plain = base / "plain"
+    torch_dcp.save(state, checkpoint_id=plain)
+    metadata: Metadata = pickle.loads((plain / ".metadata").read_bytes())
+    metadata.storage_data = {
+        index: _SageMakerStorageInfo(0, info.offset, info.length) for index, info in metadata.storage_data.items()
+    }
+    folder = base / "ns" / "rank_0" / f"step_{step}"
+    folder.mkdir(parents=True)
+    (plain / "__0_0.distcp").rename(folder / "checkpoint.pt")
+    with monkeypatch.context() as patch:
+        for length in range(1, 5):
+            patch.setitem(sys.modules, ".".join(name.split(".")[:length]), module := types.ModuleType("library"))
+        module._SageMakerStorageInfo = _SageMakerStorageInfo
+        (folder / "metadata.metadata").write_bytes(pickle.dumps(metadata))
+    (plain / ".metadata").unlink()
+    return folder
+
+
+def test_a_training_goes_on_from_lightnings_own_checkpoints(tmp_path, memory_dir):
+    for steps in (2, 4):
+        fit(tmp_path, steps).save_checkpoint(tmp_path / "old" / f"epoch=0-step={steps}.ckpt")
+    fit(tmp_path, 1).save_checkpoint(tmp_path / "old" / "weights.ckpt", weights_only=True)
+    run = tmp_path / "run"
+    status, rows = imported(tmp_path / "old", run)
+    assert status == 0
+    assert {name: (row["step"], row["resumable"]) for name, row in rows.items()} == {
+        "weights.ckpt": (1, False),
+        "epoch=0-step=2.ckpt": (2, True),
+        "epoch=0-step=4.ckpt": (4, True),
+    }
+    name = "epoch=0-step=4.ckpt"
+    assert (run / name).read_bytes() == (tmp_path / "old" / name).read_bytes()
+    assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
+    io = TieredCheckpointIO(dirpath=str(run), memory_dir=memory_dir)
+    assert fit(tmp_path, 6, plugins=[io], ckpt_path="tiered:latest").global_step == 6
+    assert io.checkpointer.restored.name == name
+    # Nothing is overwritten unless that is asked for.
+    status, rows = imported(tmp_path / "old", run)
+    assert (status, {row["state"] for row in rows.values()}) == (1, {"exists"})
+    (run / "other.ckpt").write_text("somebody's file")
+    status, rows = imported(tmp_path / "old" / name, run, "--name", "other.ckpt")
+    assert (status, rows["other.ckpt"]["state"]) == (1, "exists")
+    assert imported(tmp_path / "old" / name, run, "--name", "other.ckpt", "--force")[0] == 0
+    assert command("verify", run, "other.ckpt", "--tier", "durable").exit_code == 0
+
+
+def test_sharded_checkpoints_of_torch_and_of_the_sagemaker_library(tmp_path, memory_dir, monkeypatch):
+    state = {"weights": torch.arange(1000.0), "step": 7}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "dcp" / "step_6")
+    as_sagemaker_writes(state, tmp_path / "smp", 7, monkeypatch)
+    run = tmp_path / "run"
+    assert imported(tmp_path / "dcp" / "step_6", run)[1]["step_6"]["kind"] == "sharded"
+    status, rows = imported(tmp_path / "smp" / "ns", run)
+    assert (status, list(rows), rows["step_7"]["step"]) == (0, ["step_7"], 7)
+    for options in ({"checkpoint_id": "step_6"}, {}):
+        loaded = {"weights": torch.zeros(1000), "step": 0}
+        dcp.load(loaded, dirpath=str(run), memory_dir=memory_dir, **options)
+        assert torch.equal(loaded["weights"], state["weights"])
+        assert loaded["step"] == 7
+    # Plain DCP reads it, too.
+    loaded = {"weights": torch.zeros(1000)}
+    torch_dcp.load(loaded, checkpoint_id=run / "step_7")
+    assert torch.equal(loaded["weights"], state["weights"])
+
+
+def test_what_is_damaged_or_hostile_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    run, source = tmp_path / "run", tmp_path / "smp"
+    folder = as_sagemaker_writes({"weights": torch.arange(1000.0)}, source, 7, monkeypatch)
+    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:-1])
+    status, rows = imported(source / "ns", run)
+    assert (status, rows["step_7"]["state"]) == (1, "failed")
+    assert "__0_0.distcp has" in rows["step_7"]["error"]
+
+    class Runs:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    (folder / "metadata.metadata").write_bytes(pickle.dumps(Runs()))
+    torch.save({"global_step": 1, "it": Runs()}, tmp_path / "hostile.ckpt")
+    (tmp_path / "text.ckpt").write_text("text")
+    status, rows = imported(source / "ns", run)
+    assert "which torch.distributed.checkpoint does not write" in rows["step_7"]["error"]
+    assert "not a file that torch.save writes" in imported(tmp_path / "text.ckpt", run)[1]["text.ckpt"]["error"]
+    # Its bytes may be kept: nothing in them is run.
+    assert imported(tmp_path / "hostile.ckpt", run)[1]["hostile.ckpt"]["step"] == 1
+    assert not (tmp_path / "ran").exists()
+    assert sorted(path.name for path in run.iterdir() if path.is_file()) == ["hostile.ckpt"]
+    for missing in (tmp_path / "nowhere", tmp_path / "ran", run / ".tiered"):
+        assert isinstance(command("import", missing, run).exception, CheckpointNotFoundError)
+    assert command("import", tmp_path / "hostile.ckpt", run, "--name", "../x").exit_code == 2
+
+
+@pytest.mark.matrix
+def test_from_s3_and_nemos_archive(tmp_path, memory_dir, s3_server, s3_bucket):
+    torch.save({"weights": torch.ones(10)}, tmp_path / "model_weights.ckpt")
+    with tarfile.open(tmp_path / "m.nemo", "w") as archive:
+        for name in ("model_config.yaml", "model_weights.ckpt"):
+            (tmp_path / "model_config.yaml").write_text("{}")
+            archive.add(tmp_path / name, arcname=f"./{name}")
+    url = f"s3://{s3_bucket}/run"
+    status, rows = imported(tmp_path / "m.nemo", url)
+    assert (status, rows["m.ckpt"]["resumable"]) == (0, False)
+    back = imported(f"{url}/m.ckpt", tmp_path / "back", "--name", "n.ckpt")
+    assert (back[0], torch.equal(torch.load(tmp_path / "back" / "n.ckpt")["weights"], torch.ones(10))) == (0, True)
+    # A folder there, and files that lie where they are imported to.
+    s3_server.client.put_object(
+        Bucket=s3_bucket, Key="plain/step=3.ckpt", Body=(tmp_path / "model_weights.ckpt").read_bytes()
+    )
+    assert list(imported(f"s3://{s3_bucket}/plain", f"s3://{s3_bucket}/plain")[1]) == ["step=3.ckpt"]
+    assert command("verify", f"s3://{s3_bucket}/plain", "--memory-dir", memory_dir).exit_code == 0

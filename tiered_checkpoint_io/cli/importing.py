@@ -1,0 +1,167 @@
+"""The command that makes checkpoints of others, bytes unchanged, committed ones of a durable tier."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.options import (
+    TIMEOUT_S,
+    Dirpath,
+    Endpoint,
+    Json,
+    Profile,
+    Region,
+    Timeout,
+    config_of,
+    wrong_use,
+)
+from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.cli.progress import progress
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import Store, open_store, place_of
+
+if TYPE_CHECKING:
+    from tiered_checkpoint_io.imports import Imported
+    from tiered_checkpoint_io.imports.layouts import Found
+
+
+def import_(
+    source: Annotated[str, typer.Argument(help="A file or folder of others: a path, an S3 URL, or any fsspec URL.")],
+    dirpath: Dirpath,
+    name: Annotated[
+        str | None, typer.Option(help="What to call it, where SOURCE is one checkpoint; by default as there.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace checkpoints and files that have the names already.")] = False,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+    json: Json = False,
+) -> None:
+    """Makes checkpoints of others committed ones of DIRPATH, bytes unchanged; tiered:latest then takes the last.
+
+    Takes files of torch.save (Lightning, NeMo), NeMo's .nemo archives (the weights in them), folders of
+    torch.distributed.checkpoint, and the SageMaker library's rank_R/step_N folders. Looks at them without running
+    anything that is in them. The order is that of their steps, and they count as saved now.
+    """
+    with wrong_use():
+        origin = ids.normalize_dirpath(source)
+        target = ids.normalize_dirpath(dirpath)
+        wanted = ids.validate_name(name) if name is not None else None
+    # The options are about S3, wherever that is.
+    is_target = ids.is_s3_url(target) or not ids.is_s3_url(origin)
+    config = config_of(target if is_target else origin, endpoint_url, region, profile, timeout)
+    rows: list[Imported] = []
+    stop = threading.Event()
+
+    def done(row: Imported) -> None:
+        rows.append(row)
+        if not json:
+            say(_line(row))
+
+    def look() -> None:
+        if stop.is_set():
+            raise StoreError("interrupted", operation="import", tier="durable", key=target)
+
+    def work(store: Store) -> None:
+        from tiered_checkpoint_io.imports import import_checkpoints
+
+        others, file = _opened(config, origin)
+        try:
+            found, size = _found(others, file, wanted)
+            # Read to be hashed, and sent.
+            with progress("import", 2 * size, silent=json) as meter:
+
+                def count(amount: int) -> None:
+                    look()
+                    meter.add(amount)
+
+                place = place_of(config, target)
+                import_checkpoints(others, found, store, place, force=force, progress=count, done=done)
+        finally:
+            others.close()
+
+    ask(config, work, target, stop=stop)
+    good = all(row.state == "imported" for row in rows)
+    if json:
+        documents = [
+            {
+                "name": row.name,
+                "state": row.state,
+                "kind": row.kind,
+                "step": row.step if row.step >= 0 else None,
+                "resumable": row.resumable,
+                "size_bytes": row.size_bytes,
+                "error": row.error or None,
+            }
+            for row in rows
+        ]
+        write_json("import", {"source": source, "dirpath": target, "imported": good, "checkpoints": documents})
+    raise typer.Exit(0 if good else 1)
+
+
+def _opened(config: TieredCheckpointConfig, origin: str) -> tuple[Store, str]:
+    """The folder that a source is, or that it lies in, and then its own name there."""
+    parent, _, name = origin.rpartition("/")
+    is_local = ids.url_scheme(origin) is None
+    if not parent or parent.endswith(":/") or (is_local and os.path.isdir(origin)):
+        return open_store(config, origin), ""
+    store = open_store(config, parent)
+    try:
+        store.size(name)
+    except StoreNotFoundError:
+        store.close()
+        return open_store(config, origin), ""
+    return store, name
+
+
+def _found(store: Store, file: str, wanted: str | None) -> tuple[list[Found], int]:
+    """The checkpoints of others, in order, and how many bytes they have.
+
+    Raises:
+        CheckpointNotFoundError: There are none.
+    """
+    from tiered_checkpoint_io.imports.layouts import find, find_file
+
+    listed = {entry.key: entry for entry in store.list(file) if file in ("", entry.key)}
+    if file:
+        found = [find_file(file, listed[file].modified)]
+    else:
+        base = store.url.rstrip("/").rpartition("/")[2]
+        found = find([(entry.key, entry.modified) for entry in listed.values()], base=base)
+    if not found:
+        text = "no checkpoint that can be imported is there"
+        hint = (
+            "a file of torch.save, a .nemo archive, a folder of torch.distributed.checkpoint, or rank_R/step_N folders"
+        )
+        raise CheckpointNotFoundError(text, operation="import", key=ids.join_url(store.url, file), hint=hint)
+    if wanted is not None:
+        if len(found) > 1:
+            raise typer.BadParameter(f"--name is for one checkpoint, and there are {len(found)}")
+        found = [_renamed(found[0], wanted)]
+    return found, sum(listed[key].size for each in found for key in each.files.values())
+
+
+def _renamed(found: Found, name: str) -> Found:
+    is_full = found.layout in ("torch", "nemo")
+    files = {name.rpartition("/")[2]: key for key in found.files.values()} if is_full else found.files
+    return replace(found, name=name, files=files)
+
+
+def _line(row: Imported) -> str:
+    """A row for people."""
+    if row.state != "imported":
+        hint = "; give --force to replace it" if row.state == "exists" else ""
+        return printable(f"{'FAILED' if row.state == 'failed' else 'exists':<10}{row.name}: {row.error}{hint}")
+    step = f"step {row.step}, " if row.step >= 0 else ""
+    note = "" if row.resumable else "; not resumable: load it by name"
+    return printable(f"imported  {row.name} ({step}{size_text(row.size_bytes)}{note})")

@@ -1,0 +1,228 @@
+"""Commits checkpoints that others wrote, bytes unchanged, to a durable tier."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from tiered_checkpoint_io.adapters.storage_options import OPTIMIZERS, is_resumable
+from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.manifests import exists, newest_save_id, read_manifest
+from tiered_checkpoint_io.engine.save.facts import position, versions
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, TieredCheckpointError
+from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
+from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.formats.unpickling import outline
+from tiered_checkpoint_io.imports.layouts import Found, shard_name
+from tiered_checkpoint_io.imports.reading import Source, weights_in
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
+from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.stores.base import Content as Bytes
+from tiered_checkpoint_io.stores.base import Store
+
+#: Chunks that are read at once to be hashed, each into a buffer of its own (16 MiB).
+_READS = 4
+#: Where a training state of others tells how far it is.
+_STEPS = ("global_step", "step", "epoch")
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What became of one checkpoint.
+
+    Attributes:
+        name: The checkpoint's, in the durable tier.
+        state: ``imported``; ``exists``: something has its name already; ``failed``.
+        kind: ``full`` or ``sharded``.
+        step: The training step; -1 where nothing tells it.
+        resumable: Whether ``tiered:latest`` takes it.
+        size_bytes: Bytes of its files.
+        error: Why it was not imported.
+    """
+
+    name: str
+    state: Literal["imported", "exists", "failed"]
+    kind: Literal["full", "sharded"]
+    step: int = -1
+    resumable: bool = False
+    size_bytes: int = 0
+    error: str = ""
+
+
+def import_checkpoints(
+    source: Store,
+    found: list[Found],
+    target: Store,
+    place: Place,
+    *,
+    force: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+    done: Callable[[Imported], None] = lambda _: None,
+) -> list[Imported]:
+    """Commits checkpoints that others wrote, in their order; the last one is then the newest of the tier.
+
+    Args:
+        source: Where they are.
+        found: What :func:`layouts.find` found there.
+        target: The durable tier.
+        place: Where that is.
+        force: Replace what has their names already.
+        progress: Called with the bytes that were hashed or sent, from any thread; what it raises ends the work, and
+            nothing is left of the checkpoint that was in work.
+        done: Called with each once it is done.
+
+    Raises:
+        StoreError: A store could not be asked.
+    """
+    run = ids.new_run_id(after=newest_save_id(target))
+    made = []
+    for number, each in enumerate(found, 1):
+        kind: Literal["full", "sharded"] = "full" if each.layout in ("torch", "nemo") else "sharded"
+        try:
+            imported = _import(source, each, target, place, ids.save_id(run, number), force=force, progress=progress)
+        except StoreNotFoundError as error:
+            imported = Imported(each.name, "failed", kind, error=error.message)
+        except StoreError:
+            raise
+        except TieredCheckpointError as error:
+            imported = Imported(each.name, "failed", kind, error=str(error))
+        done(imported)
+        made.append(imported)
+    return made
+
+
+def _import(
+    source: Store,
+    found: Found,
+    target: Store,
+    place: Place,
+    save_id: str,
+    *,
+    force: bool,
+    progress: Callable[[int], None],
+) -> Imported:
+    is_full = found.layout in ("torch", "nemo")
+    kind: Literal["full", "sharded"] = "full" if is_full else "sharded"
+    name = ids.validate_name(found.name)
+    paths = {basename: name if is_full else f"{name}/{basename}" for basename in found.files}
+    if not force and (why := _in_the_way(source, found, target, name, paths)):
+        return Imported(name, "exists", kind, error=why)
+    files: dict[str, Bytes] = {}
+    for basename, key in found.files.items():
+        files[basename] = Source(source, key, source.size(key))
+    if found.layout == "nemo":
+        (basename,) = files
+        files = {basename: weights_in(_source(files[basename]), source)}
+    step, epoch, resumable = found.step if found.step is not None else -1, -1, True
+    if is_full:
+        step, epoch, resumable = _facts(_source(next(iter(files.values()))), name)
+    else:
+        files[METADATA] = memoryview(_metadata(found, files))
+    entries = tuple(_entry(paths[basename], data, progress) for basename, data in files.items())
+    content = Content(
+        save_id=save_id,
+        step=step,
+        epoch=epoch,
+        kind=kind,
+        created=found.modified,
+        world_size=1,
+        writer=versions(),
+        files=entries,
+        parts=1,
+        coordinator=0,
+        switch=name.rpartition("/")[2] if is_full else METADATA,
+        resumable=resumable and found.layout != "nemo",
+    )
+    part = Part(name, 0, content, place.dirpath, durable=True, server=place.server)
+    fate = commit.commit(target, part, files, progress=progress)
+    if fate == "replaced":
+        return Imported(name, "exists", kind, error="a later save has taken its name meanwhile")
+    return Imported(name, "imported", kind, step, content.resumable, content.size)
+
+
+def _in_the_way(source: Store, found: Found, target: Store, name: str, paths: Mapping[str, str]) -> str:
+    """What has the name already; "" where nothing has."""
+    if read_manifest(target, name) is not None:
+        return "a checkpoint of this name is there"
+    for basename, path in paths.items():
+        # Files that lie where they are imported to are taken as they are.
+        is_itself = ids.join_url(source.url, found.files[basename]) == ids.join_url(target.url, path)
+        if not is_itself and exists(target, path):
+            return f"a file that no manifest names is there: {path}"
+    return ""
+
+
+def _source(data: Bytes) -> Source:
+    assert isinstance(data, Source)
+    return data
+
+
+def _facts(source: Source, name: str) -> tuple[int, int, bool]:
+    """Step, epoch, and whether training can resume from a file of torch.save; nothing in it is run.
+
+    Raises:
+        CorruptCheckpointError: It is no such file, or of the format that torch wrote before release 1.6.
+    """
+    try:
+        with source.opened() as file:
+            pickled = torch._C.PyTorchFileReader(file).get_record("data.pkl")
+        state: Any = outline(pickled)
+    except TieredCheckpointError:
+        raise
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CorruptCheckpointError(
+            "not a file that torch.save writes since torch 1.6",
+            operation="import",
+            key=source.key,
+            hint="load an older one by torch.load, and save it again",
+        ) from error
+    step, epoch = position(state, name)
+    keys = state.keys() if isinstance(state, dict) else ()
+    return step, epoch, any(key in keys for key in (*OPTIMIZERS, *_STEPS)) and is_resumable(state, name)
+
+
+def _metadata(found: Found, files: Mapping[str, Bytes]) -> bytes:
+    """``.metadata`` of a sharded checkpoint, after a look whether all that it names is there.
+
+    Raises:
+        CorruptCheckpointError: It is missing or damaged, or a file is missing or too short.
+    """
+    if METADATA not in files:
+        raise CorruptCheckpointError(
+            "it has no metadata: its save did not end", operation="import", key=next(iter(found.files.values()))
+        )
+    with files[METADATA][0 : len(files[METADATA])] as view:
+        data = bytes(view)
+    where = found.files[METADATA]
+    metadata = parse_metadata(data, tier="durable", where=where, shard_name=shard_name)
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for path, end in sorted(ends.items()):
+        if path not in files or len(files[path]) < end:
+            size = f"has {len(files[path])} bytes" if path in files else "is missing"
+            raise CorruptCheckpointError(f"{path} {size}; {end} were expected", operation="import", key=where)
+    if found.layout != "sagemaker":
+        return data
+    # The path that it was saved to is another class here than where it was written.
+    metadata.storage_meta = None
+    return pickle.dumps(metadata)
+
+
+def _entry(path: str, data: Bytes, progress: Callable[[int], None]) -> FileEntry:
+    size = len(data)
+    chunk_size = chunk_size_for(size)
+
+    def one(chunk: tuple[int, int]) -> str:
+        offset, length = chunk
+        with data[offset : offset + length] as piece:
+            progress(length)
+            return hash_bytes(piece)
+
+    return FileEntry(path, size, chunk_size, tuple(in_parallel(one, chunk_ranges(size, chunk_size), _READS)))

@@ -1,0 +1,117 @@
+"""Which checkpoints of others lie in a folder, by the names of its files; pure.
+
+::
+
+    name.ckpt, name.pt, name.pth                     torch.save: Lightning, NeMo, plain torch
+    name.nemo                                        NeMo's archive; the weights in it
+    name/.metadata, name/__0_0.distcp ...            torch.distributed.checkpoint
+    rank_0/step_5/{checkpoint.pt,metadata.metadata}  the SageMaker library, one folder for each rank
+    step_5/rank_0/...                                the same within Ray Train
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import METADATA
+
+Layout = Literal["torch", "nemo", "dcp", "sagemaker"]
+
+_TORCH = (".ckpt", ".pt", ".pth")
+_NEMO = ".nemo"
+_SHARD, _SHARD_METADATA = "checkpoint.pt", "metadata.metadata"
+_OF_RANK = re.compile(
+    r"(?P<base>(?:.*/)?)(?:rank_(?P<rank>\d+)/step_(?P<step>\d+)|step_(?P<step2>\d+)/rank_(?P<rank2>\d+))/[^/]+\Z"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that others wrote.
+
+    Attributes:
+        name: What it is called where it is imported to.
+        layout: How its files lie.
+        files: Where each of its files is read, by the basename that it gets.
+        step: The step that the folder tells; None where it tells none.
+        modified: When the last of its files was written, seconds since the epoch.
+    """
+
+    name: str
+    layout: Layout
+    files: dict[str, str]
+    step: int | None
+    modified: float
+
+
+def find(listed: Iterable[tuple[str, float]], *, base: str) -> list[Found]:
+    """The checkpoints among files, in the order of their steps, and of their times where they tell none.
+
+    Args:
+        listed: Each file's key and time.
+        base: What the folder itself is called, where it is a checkpoint.
+    """
+    times = {key: modified for key, modified in listed if not key.startswith(ids.META_PREFIX)}
+    found = [*_sagemaker(times), *_dcp(times, base)]
+    taken = {key for each in found for key in each.files.values()}
+    # What lies below a sharded checkpoint is part of it.
+    folders = tuple(f"{each.name}/" for each in found if each.layout == "dcp")
+    for key, modified in times.items():
+        name = key.rpartition("/")[2]
+        if key in taken or METADATA in times or key.startswith(folders) or name.startswith("."):
+            continue
+        if key.endswith(_TORCH):
+            found.append(Found(key, "torch", {name: key}, ids.step_in_name(key), modified))
+        elif key.endswith(_NEMO):
+            named = f"{key.removesuffix(_NEMO)}.ckpt"
+            found.append(Found(named, "nemo", {named.rpartition("/")[2]: key}, ids.step_in_name(key), modified))
+    return sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.modified, each.name))
+
+
+def find_file(key: str, modified: float) -> Found:
+    """The checkpoint that one file is, whatever its name ends with."""
+    named = find([(key, modified)], base="")
+    return named[0] if named else Found(key, "torch", {key: key}, ids.step_in_name(key), modified)
+
+
+def _dcp(times: dict[str, float], base: str) -> list[Found]:
+    found = []
+    for key in times:
+        folder, _, name = key.rpartition("/")
+        if name == METADATA:
+            prefix = f"{folder}/" if folder else ""
+            files = {each[len(prefix) :]: each for each in times if each.startswith(prefix)}
+            # Those beside it alone: what is in folders below belongs to other tools.
+            files = {basename: each for basename, each in files.items() if "/" not in basename}
+            modified = max(times[each] for each in files.values())
+            found.append(Found(folder or base, "dcp", files, ids.step_in_name(folder or base), modified))
+    return found
+
+
+def _sagemaker(times: dict[str, float]) -> list[Found]:
+    steps: dict[tuple[str, int], dict[str, str]] = {}
+    for key in times:
+        match = _OF_RANK.match(key)
+        if match is None:
+            continue
+        rank, step = int(match["rank"] or match["rank2"]), int(match["step"] or match["step2"])
+        name = key.rpartition("/")[2]
+        files = steps.setdefault((match["base"], step), {})
+        if name == _SHARD:
+            files[shard_name(rank)] = key
+        elif name == _SHARD_METADATA:
+            files[METADATA] = key
+    return [
+        Found(f"{base}step_{step}", "sagemaker", files, step, max(times[key] for key in files.values()))
+        for (base, step), files in steps.items()
+        if files
+    ]
+
+
+def shard_name(rank: int) -> str:
+    """The basename that a rank's file gets: as torch.distributed.checkpoint calls it."""
+    return f"__{rank}_0.distcp"

@@ -1,0 +1,100 @@
+"""The bytes of a file of others, read piece by piece from wherever it lies."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+from tiered_checkpoint_io.errors import CorruptCheckpointError
+from tiered_checkpoint_io.stores.base import Store
+
+#: What NeMo calls the weights in its archive.
+_WEIGHTS = "model_weights.ckpt"
+_READ_AHEAD = 1 << 20
+
+
+class Source:
+    """A range of bytes of an object: the ``Content`` of an upload. For many threads.
+
+    Attributes:
+        look: Called before each read; what it raises ends the work.
+    """
+
+    def __init__(self, store: Store, key: str, size: int, *, start: int = 0) -> None:
+        self._store = store
+        self.key = key
+        self._size = size
+        self._start = start
+        self.look: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]:
+        start, stop, _ = piece.indices(self._size)
+        return self._piece(start, max(0, stop - start))
+
+    @contextlib.contextmanager
+    def _piece(self, start: int, length: int) -> Iterator[memoryview]:
+        self.look()
+        with memoryview(bytearray(length)) as view:
+            if length:
+                self._store.read_into(self.key, self._start + start, view)
+            yield view
+
+    def opened(self) -> io.BufferedReader:
+        """The same, as a file."""
+        return io.BufferedReader(_File(self), _READ_AHEAD)
+
+
+class _File(io.RawIOBase):
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._source)}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        with self._source[self._at : self._at + len(buffer)] as piece:
+            buffer[: len(piece)] = piece
+            self._at += len(piece)
+            return len(piece)
+
+
+def weights_in(source: Source, store: Store) -> Source:
+    """The file of weights within NeMo's archive.
+
+    Raises:
+        CorruptCheckpointError: It is no such archive, or is compressed.
+    """
+    try:
+        with source.opened() as file, tarfile.open(fileobj=cast("Any", file), mode="r:") as archive:
+            member = next((each for each in archive if each.name.rpartition("/")[2] == _WEIGHTS), None)
+    except tarfile.TarError as error:
+        raise CorruptCheckpointError(
+            f"not a NeMo archive: {error}", operation="import", key=source.key, hint="unpack a compressed one: gunzip"
+        ) from error
+    if member is None or not member.isreg():
+        raise CorruptCheckpointError(
+            f"the archive has no {_WEIGHTS}",
+            operation="import",
+            key=source.key,
+            hint="of one with a distributed checkpoint, unpack it and import the folder",
+        )
+    return Source(store, source.key, member.size, start=member.offset_data)
