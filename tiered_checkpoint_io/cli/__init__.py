@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from tiered_checkpoint_io.cli import clean, exporting, flush, importing, listing, memory, pull, showing, verify
+from tiered_checkpoint_io.cli import clean, doctor, exporting, flush, importing, listing, memory, pull, showing, verify
 from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version
 from tiered_checkpoint_io.cli.output import printable, say
@@ -47,6 +47,7 @@ app.command("clean")(clean.clean)
 app.command("flush")(flush.flush)
 app.command("pull")(pull.pull)
 app.command("import")(importing.import_)
+app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

@@ -41,21 +41,32 @@ def ask(
         StoreUnavailableError: It was silent for ``durable_timeout_s``; every five seconds of that are shown.
         BaseException: What ``work`` raises.
     """
-    where = printable(dirpath or config.dirpath)
 
     def open_and_ask() -> _T:
-        _asking.add(threading.current_thread())
         store = open_store(config, dirpath)
         try:
             return work(store)
         finally:
             store.close()
 
+    return answer(config, dirpath or config.dirpath, open_and_ask, stop=stop)
+
+
+def answer(
+    config: TieredCheckpointConfig, where: str, work: Callable[[], _T], *, stop: threading.Event | None = None
+) -> _T:
+    """What ``work`` gives, which asks the durable tier ``where``; raises as :func:`ask` does."""
+    where = printable(where)
+
+    def noted() -> _T:
+        _asking.add(threading.current_thread())
+        return work()
+
     def count_down(silent_s: float, left_s: float) -> None:
         say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
 
     try:
-        return answer_within(config.durable_timeout_s, open_and_ask, what=where, count_down=count_down)
+        return answer_within(config.durable_timeout_s, noted, what=where, count_down=count_down)
     except BaseException:
         if stop is not None:
             stop.set()

@@ -25,6 +25,18 @@ _COPY_WHOLE, _COPY_PART = 1024 * MIB, 256 * MIB
 _DELETES = 1000
 
 
+def write_options_of(config: TieredCheckpointConfig) -> dict[str, str]:
+    """What a configuration asks of each request that makes an object, by boto3's names."""
+    options = {
+        "ServerSideEncryption": config.sse,
+        "SSEKMSKeyId": config.sse_kms_key_id,
+        "ACL": config.acl,
+        "StorageClass": config.storage_class,
+        "ChecksumAlgorithm": config.checksum_algorithm,
+    }
+    return {key: value for key, value in options.items() if value is not None}
+
+
 class S3Store:
     """A durable tier below a prefix of an S3 bucket."""
 
@@ -62,13 +74,6 @@ class S3Store:
     @classmethod
     def from_config(cls, config: TieredCheckpointConfig, url: str, clock: Clock = SYSTEM) -> S3Store:
         """The store for ``url`` with the options of a configuration."""
-        options = {
-            "ServerSideEncryption": config.sse,
-            "SSEKMSKeyId": config.sse_kms_key_id,
-            "ACL": config.acl,
-            "StorageClass": config.storage_class,
-            "ChecksumAlgorithm": config.checksum_algorithm,
-        }
         return cls(
             url,
             part_size=config.chunk_size_MB * MIB,
@@ -77,7 +82,7 @@ class S3Store:
             endpoint_url=config.endpoint_url,
             region=config.region,
             profile=config.profile,
-            write_options={key: value for key, value in options.items() if value is not None},
+            write_options=write_options_of(config),
             expected_bucket_owner=config.expected_bucket_owner,
             request_payer=config.request_payer,
             clock=clock,

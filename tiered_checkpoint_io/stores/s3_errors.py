@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from typing import Any
 
 import botocore.exceptions
@@ -50,6 +51,8 @@ _BAD_KEYS = {
     "SignatureDoesNotMatch",
     "TokenRefreshRequired",
 }
+#: The time of a request is too far from the server's: 15 minutes on AWS.
+_CLOCK = "RequestTimeTooSkewed"
 _NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _BUSY = {"InternalError", "OperationAborted", "RequestTimeout", "RequestTimeoutException", "SlowDown"}
@@ -110,6 +113,19 @@ def is_changed(error: BaseException | None) -> bool:
     return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412)
 
 
+def answer_of(error: StoreError) -> Mapping[str, Any]:
+    """The server's answer for which one of our errors was raised, as boto3 has it; empty where there was none."""
+    return getattr(error.__cause__, "response", None) or {}
+
+
+def is_just_denied(error: StoreError) -> bool:
+    """Whether credentials that are good lack a right."""
+    answer = answer_of(error)
+    code = str(answer.get("Error", {}).get("Code"))
+    is_other = code in _BAD_KEYS or code == _CLOCK or code.startswith("ExpiredToken")
+    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") in (401, 403) and not is_other
+
+
 def may_be_credentials(error: StoreError) -> bool:
     """Whether one of our errors may be for credentials that others have taken the place of."""
     answer: Any = getattr(error.__cause__, "response", None)
@@ -148,7 +164,7 @@ def _meaning(code: str, status: int, bucket: str, region: str | None) -> _Meanin
         return StoreChangedError, "another run, or another node, works on the same name; it is looked at anew"
     if code in _BUSY or code.startswith("Throttl") or status in _BUSY_STATUS:
         return StoreUnavailableError, None
-    if code == "RequestTimeTooSkewed":
+    if code == _CLOCK:
         return StoreAccessError, "this machine's clock is wrong by more than the server allows"
     if code in _BAD_KEYS or code.startswith("ExpiredToken"):
         return StoreAccessError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT

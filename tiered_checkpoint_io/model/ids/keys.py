@@ -16,6 +16,8 @@ SAVES_PREFIX = META_PREFIX + "saves/"
 LEASE_PREFIX = META_PREFIX + "leases/"
 #: Small objects that are written, read and deleted to see whether that is possible.
 PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
+#: The objects by which ``tiered-ckpt doctor`` tries each right.
+DOCTOR_PREFIX = META_PREFIX + "doctor/"
 
 #: Of a manifest's key, behind the checkpoint's name.
 MANIFEST_SUFFIX = ".json"
@@ -75,6 +77,11 @@ def lease_key(namespace: str, token: str) -> str:
 def preflight_key(token: str) -> str:
     """``.tiered/preflight/<token>``."""
     return PREFLIGHT_PREFIX + token
+
+
+def doctor_prefix(token: str) -> str:
+    """``.tiered/doctor/<token>/``: what one visit makes."""
+    return f"{DOCTOR_PREFIX}{token}/"
 
 
 class PartKey(NamedTuple):

@@ -1,0 +1,98 @@
+"""Which rights each request needs, and the IAM statements that grant them: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.s3_facts import Tried
+
+#: The actions that AWS asks for at each request of the probe, which sends all those that the store sends.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "list": ("s3:ListBucket",),
+    "absent": ("s3:ListBucket",),
+    "put": ("s3:PutObject",),
+    "get": ("s3:GetObject",),
+    "head": ("s3:GetObject",),
+    "create": ("s3:PutObject",),
+    "part": ("s3:PutObject",),
+    "complete": ("s3:PutObject",),
+    "list_parts": ("s3:ListMultipartUploadParts",),
+    "abort": ("s3:AbortMultipartUpload",),
+    "copy": ("s3:GetObject", "s3:PutObject"),
+    "copy_part": ("s3:GetObject", "s3:PutObject"),
+    "list_uploads": ("s3:ListBucketMultipartUploads",),
+    "delete": ("s3:DeleteObject",),
+    "delete_many": ("s3:DeleteObject",),
+}
+#: What follows where an action is missing.
+WITHOUT = {
+    "s3:ListBucket": "restarts find no checkpoint, and a first save fails",
+    "s3:PutObject": "nothing is uploaded",
+    "s3:GetObject": "nothing can be restored, and no save is committed",
+    "s3:DeleteObject": "old checkpoints are never removed, and no name can be overwritten",
+    "s3:AbortMultipartUpload": "parts of uploads that broke off stay, and cost storage",
+    "s3:ListMultipartUploadParts": "uploads in parts can't be taken up again, nor copies checked",
+    "s3:ListBucketMultipartUploads": "uploads that dead processes left are never found, and cost storage",
+    "s3:PutObjectAcl": "nothing is uploaded with this acl",
+    "kms:GenerateDataKey": "nothing is uploaded that this key encrypts",
+    "kms:Decrypt": "nothing can be restored that this key encrypts, nor uploaded in parts",
+}
+ON_BUCKET = ("s3:ListBucket", "s3:ListBucketMultipartUploads")
+KMS = ("kms:GenerateDataKey", "kms:Decrypt")
+
+
+def missing_actions(tries: Iterable[Tried], *, acl: bool, kms: bool) -> list[str]:
+    """The actions that are missing, as far as refusals tell.
+
+    A refused request that needs several is explained by those that are known to be missing; where none is, all of them
+    may be.
+
+    Args:
+        tries: What was tried.
+        acl: Whether objects are written with an ACL, which needs a right of its own.
+        kms: Whether a KMS key encrypts them.
+    """
+    denied = {each.request for each in tries if each.is_denied}
+    missing: list[str] = []
+    for request, actions in sorted(NEEDS.items(), key=lambda item: len(item[1])):
+        if request in denied and not set(actions) & set(missing):
+            missing += actions
+    if "s3:PutObject" in missing and acl:
+        missing.append("s3:PutObjectAcl")
+    if kms and {"s3:PutObject", "s3:GetObject"} & set(missing):
+        missing += KMS
+    return sorted(missing, key=list(WITHOUT).index)
+
+
+def statements(url: str, region: str, actions: Sequence[str], kms_key: str = "") -> list[dict[str, Any]]:
+    """IAM statements that allow these actions below an S3 URL; those of one resource are one statement.
+
+    Args:
+        url: ``s3://bucket/prefix``, or one of an access point.
+        region: Of the bucket, which tells AWS's partition.
+        actions: Of S3 and KMS.
+        kms_key: The key's ARN; a placeholder stands where it is not known.
+    """
+    bucket, prefix = ids.parse_s3_url(url)
+    partition = "aws-cn" if region.startswith("cn-") else "aws-us-gov" if region.startswith("us-gov-") else "aws"
+    is_access_point = bucket.startswith("arn:")
+    on_bucket = bucket if is_access_point else f"arn:{partition}:s3:::{bucket}"
+    below = "/".join(filter(None, (on_bucket, "object" if is_access_point else "", prefix, "*")))
+    key = kms_key if kms_key.startswith("arn:") else f"arn:{partition}:kms:REGION:ACCOUNT:key/{kms_key or 'KEY'}"
+    kinds = {
+        "TieredCheckpointBucket": (on_bucket, [each for each in actions if each in ON_BUCKET]),
+        "TieredCheckpointObjects": (below, [each for each in actions if each not in ON_BUCKET and each not in KMS]),
+        "TieredCheckpointKey": (key, [each for each in actions if each in KMS]),
+    }
+    return [
+        {"Sid": sid, "Effect": "Allow", "Action": sorted(wanted), "Resource": resource}
+        for sid, (resource, wanted) in kinds.items()
+        if wanted
+    ]
+
+
+def policy(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A policy of these statements, ready to be pasted."""
+    return {"Version": "2012-10-17", "Statement": list(found)}

@@ -1,0 +1,103 @@
+"""What can be measured of an S3 bucket: plain facts, as :mod:`s3_probe` finds them. Imports no client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+#: What a server makes of the condition of a write: judges it, takes no notice of it, refuses it as such, or refuses
+#: what it should allow; None where it could not be tried.
+Condition = Literal["judged", "ignored", "refused", "misjudged"] | None
+
+
+class Tried(NamedTuple):
+    """One request, and how it ended.
+
+    Attributes:
+        request: Its name, as in ``rights.NEEDS``.
+        code: "" where it succeeded; else the server's error code, the HTTP status, or the exception's name.
+        text: The error in one sentence.
+        server_text: What the server itself says, which on AWS names the right that is missing.
+        hint: What to do.
+        is_denied: Whether a right is missing.
+        is_passing: Whether it may succeed later without a change.
+    """
+
+    request: str
+    code: str = ""
+    text: str = ""
+    server_text: str = ""
+    hint: str = ""
+    is_denied: bool = False
+    is_passing: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.code)
+
+
+class Leftovers(NamedTuple):
+    """Unfinished uploads below the prefix that are older than a day.
+
+    Attributes:
+        number: How many.
+        size: Bytes of the parts of those that were looked at.
+        looked_at: How many these are.
+    """
+
+    number: int
+    size: int
+    looked_at: int
+
+
+class Settings(NamedTuple):
+    """What the bucket's owner has set.
+
+    Attributes:
+        versioning: ``Enabled``, ``Suspended`` or "".
+        rules: Of its lifecycle, as boto3 has them.
+        locked_days: For how long Object Lock keeps new objects; 0 for not at all.
+        unread: The settings that could not be read, by the actions that this needs.
+    """
+
+    versioning: str = ""
+    rules: tuple[Mapping[str, Any], ...] = ()
+    locked_days: int = 0
+    unread: tuple[str, ...] = ()
+
+
+class BucketFacts(NamedTuple):
+    """What was measured of the bucket below a prefix.
+
+    Attributes:
+        url: ``s3://bucket/prefix``.
+        endpoint_url: Where requests went.
+        region: For which they were signed.
+        bucket_region: Where the server says that the bucket is; "" where it does not.
+        path_style: Whether the bucket's name is in the path, and not in the host's name.
+        skew_s: By how many seconds this machine's clock is ahead of the server's; None where it tells no time.
+        tries: All requests that were tried; where the first was not answered as from a bucket, that one alone.
+        conditions: What becomes of the conditions of writes, by request.
+        kms_key: The KMS key by which an object was encrypted; "" for none.
+        leftovers: None where they could not be listed.
+        settings: What the owner has set.
+        left_behind: Keys of this probe that could not be removed.
+    """
+
+    url: str
+    endpoint_url: str
+    region: str
+    bucket_region: str
+    path_style: bool
+    skew_s: float | None
+    tries: tuple[Tried, ...]
+    conditions: Mapping[str, Condition] = {}
+    kms_key: str = ""
+    leftovers: Leftovers | None = None
+    settings: Settings = Settings()
+    left_behind: tuple[str, ...] = ()
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether a bucket answered, be it that a right is missing."""
+        return not self.tries[0].failed or self.tries[0].is_denied
