@@ -15,7 +15,7 @@ READ_ONLY = {
     "Version": "2012-10-17",
     "Statement": [{"Effect": "Allow", "Action": ["s3:GetObject", "s3:ListBucket"], "Resource": "*"}],
 }
-ALL = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}
+ALL = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
 #: Requests by which the users below are made; from the next one on moto looks at rights.
 _SET_UP = 7
 
@@ -34,7 +34,9 @@ class ServerWithRights:
         )
         self.endpoint_url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
         self.client("s3", "x", "x").create_bucket(Bucket=BUCKET)
+        self.keys = ("x", "x")
         self.writer, self.reader = self.user("writer", ALL), self.user("reader", READ_ONLY)
+        self.keys = (self.writer["AWS_ACCESS_KEY_ID"], self.writer["AWS_SECRET_ACCESS_KEY"])
         return self
 
     def __exit__(self, *_):
@@ -59,7 +61,7 @@ class ServerWithRights:
 
     def user(self, name, policy):
         """The environment by which boto3 comes as a new user."""
-        iam = self.client("iam", "x", "x")
+        iam = self.client("iam", *self.keys)
         iam.create_user(UserName=name)
         key = iam.create_access_key(UserName=name)["AccessKey"]
         iam.put_user_policy(UserName=name, PolicyName="p", PolicyDocument=json.dumps(policy))

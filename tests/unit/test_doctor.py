@@ -128,6 +128,7 @@ BUCKETS = {
     "clock, a little": (bucket(skew_s=45.0), "clock", "warn", "45 s ahead of"),
     "region": (bucket(bucket_region="us-east-2"), "region", "warn", "set region: us-east-2"),
     "endpoint": (bucket(region="us-east-2"), "region", "fail", "endpoint is of eu-west-1"),
+    "copy alone": (bucket({"copy"}), "copy", "fail", "look for a Deny"),
     "conditions": (bucket(conditions={"put If-Match": "ignored"}), "conditional writes", "warn", "at the same moment"),
     "no such thing": (bucket(failed={"copy": ("NotImplemented", "S3 failed")}), "copy", "warn", "aliases"),
     "no put": (bucket(failed={"put": ("EntityTooLarge", "S3 failed")}), "put", "fail", "each save needs this"),
@@ -164,7 +165,9 @@ def test_what_is_not_reached_is_one_line(request_clock, expected):
 @pytest.mark.parametrize(
     ("denied", "missing"),
     [
-        ({"copy"}, ["s3:PutObject", "s3:GetObject"]),
+        ({"copy"}, []),
+        ({"absent"}, ["s3:ListBucket"]),
+        ({"get", "head", "absent"}, ["s3:GetObject"]),
         ({"get", "head", "copy", "copy_part"}, ["s3:GetObject"]),
         ({"delete"}, ["s3:DeleteObject"]),
         (set(), []),

@@ -264,7 +264,9 @@ class _Probe:
                 self._ask("delete_object", entry["Key"][len(self._client.prefix) :])
             except StoreError:
                 left.append(entry["Key"])
-        return tuple(key for key in sorted(left) if key in mine)
+        if any(each.request == "abort" and each.failed for each in self._tries):
+            left.append(self._below(self._parts))
+        return tuple(sorted({key for key in left if key in mine}))
 
     # ---------------------------------------------------------------------- what others left and set
     def _leftovers(self) -> Leftovers | None:

@@ -34,7 +34,7 @@ def judge_bucket(facts: BucketFacts, config: TieredCheckpointConfig) -> list[Che
     if not facts.is_reached:
         return _unreached(facts)
     checks = [Check("durable", "ok", "bucket", f"{facts.url} answers at {facts.endpoint_url}" + _style(facts))]
-    checks += [*_region(facts), *_clock(facts), *_rights(facts, config), *_failures(facts)]
+    checks += [*_region(facts), *_clock(facts), *_rights(facts, config), *_failures(facts, config)]
     checks += [*_conditions(facts), *_leftovers(facts), *judge_settings(facts.settings, facts.url)]
     if facts.left_behind:
         keys = ", ".join(facts.left_behind)
@@ -162,15 +162,23 @@ def _rights(facts: BucketFacts, config: TieredCheckpointConfig) -> list[Check]:
     return checks
 
 
-def _failures(facts: BucketFacts) -> list[Check]:
-    """What failed for another reason than a right."""
-    return [_failure(each) for each in facts.tries if each.failed and not each.is_denied]
+def _failures(facts: BucketFacts, config: TieredCheckpointConfig) -> list[Check]:
+    """What failed for another reason than a right that is missing."""
+    missing = set(_missing(facts, config))
+    return [
+        _failure(each)
+        for each in facts.tries
+        if each.failed and not (each.is_denied and missing & set(rights.NEEDS[each.request]))
+    ]
 
 
 def _failure(each: Tried) -> Check:
     follows = _DISPENSABLE.get(each.request)
     said = f" ({each.server_text})" if each.server_text else ""
     measured = f"{each.text}{said}"
+    if each.is_denied:
+        do = "its rights are there: look for a Deny, in the bucket's policy, the VPC endpoint's, or the organization's"
+        return Check("durable", "fail", each.request, measured, do)
     if follows is not None:
         return Check("durable", "warn", each.request, f"{measured}; {follows}")
     do = each.hint or ("try again later" if each.is_passing else "see what the server allows: each save needs this")

@@ -11,7 +11,8 @@ from tiered_checkpoint_io.stores.s3_facts import Tried
 #: The actions that AWS asks for at each request of the probe, which sends all those that the store sends.
 NEEDS: dict[str, tuple[str, ...]] = {
     "list": ("s3:ListBucket",),
-    "absent": ("s3:ListBucket",),
+    # Of what is not there, AWS says so only to who may list the bucket.
+    "absent": ("s3:GetObject", "s3:ListBucket"),
     "put": ("s3:PutObject",),
     "get": ("s3:GetObject",),
     "head": ("s3:GetObject",),
@@ -46,19 +47,24 @@ KMS = ("kms:GenerateDataKey", "kms:Decrypt")
 def missing_actions(tries: Iterable[Tried], *, acl: bool, kms: bool) -> list[str]:
     """The actions that are missing, as far as refusals tell.
 
-    A refused request that needs several is explained by those that are known to be missing; where none is, all of them
-    may be.
+    A refused request that needs several actions is explained by those that are known to be missing; where none is, by
+    those that no other request has shown to be there.
 
     Args:
         tries: What was tried.
         acl: Whether objects are written with an ACL, which needs a right of its own.
         kms: Whether a KMS key encrypts them.
     """
-    denied = {each.request for each in tries if each.is_denied}
-    missing: list[str] = []
-    for request, actions in sorted(NEEDS.items(), key=lambda item: len(item[1])):
-        if request in denied and not set(actions) & set(missing):
-            missing += actions
+    ended = {each.request: each for each in tries}
+    denied = [request for request in NEEDS if request in ended and ended[request].is_denied]
+    alone = {request: actions[0] for request, actions in NEEDS.items() if len(actions) == 1}
+    shown = {action for request, action in alone.items() if request in ended and not ended[request].failed}
+    missing = list(dict.fromkeys(alone[request] for request in denied if request in alone))
+    for request in denied:
+        if not set(NEEDS[request]) & set(missing):
+            missing += [action for action in NEEDS[request] if action not in shown]
+    if "absent" in denied and not set(NEEDS["absent"]) & set(missing):
+        missing.append("s3:ListBucket")
     if "s3:PutObject" in missing and acl:
         missing.append("s3:PutObjectAcl")
     if kms and {"s3:PutObject", "s3:GetObject"} & set(missing):
