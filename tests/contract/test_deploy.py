@@ -1,0 +1,280 @@
+"""Each file of deploy/: what it allows is enough, each part of it is needed, and servers take it."""
+
+import copy
+import json
+import re
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from string import Template
+
+import pytest
+import torch
+from support.fault_proxy import FaultProxy
+from support.iam import Judge
+from support.refusing import BUCKET, ServerWithRights
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli.doctor import rights
+from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store, write_options_of
+from tiered_checkpoint_io.testing.contract import MemoryJournal
+from tiered_checkpoint_io.testing.servers import S3Server
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+ACCOUNT, OWNER, ROLE, REGION = "111122223333", "444455556666", "trainer", "us-east-1"
+KEY_ARN = f"arn:aws:kms:{REGION}:{OWNER}:key/11111111-2222-3333-4444-555555555555"
+OBJECT_ACTIONS = [
+    *("s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject"),
+    *("s3:ListMultipartUploadParts", "s3:PutObject"),
+]
+SERVER = ("endpoint_url", "sse", "sse_kms_key_id")
+ACTIONS = ["s3:ListBucket", "s3:ListBucketMultipartUploads", *OBJECT_ACTIONS]
+
+
+def document(name, prefix="run"):
+    filled = Template((DEPLOY / name).read_text()).substitute(
+        BUCKET=BUCKET,
+        PREFIX=prefix,
+        ACCOUNT=ACCOUNT,
+        KEY_ACCOUNT=OWNER,
+        ROLE=ROLE,
+        REGION=REGION,
+        KEY_ARN=KEY_ARN,
+    )
+    return json.loads(filled)
+
+
+def without(policy, action):
+    """The policy without an action; a statement that has no other goes."""
+    left = copy.deepcopy(policy)
+    for statement in left["Statement"]:
+        actions = statement["Action"] if isinstance(statement["Action"], list) else [statement["Action"]]
+        statement["Action"] = [each for each in actions if each != action]
+    return {**left, "Statement": [each for each in left["Statement"] if each["Action"]]}
+
+
+@pytest.fixture(scope="module")
+def moto():
+    with ServerWithRights() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(moto, monkeypatch):
+    for name, value in moto.writer.items():
+        monkeypatch.setenv(name, value)
+    with FaultProxy(moto.endpoint_url) as proxy:
+        yield proxy
+
+
+class Job:
+    """A job whose requests are judged."""
+
+    def __init__(self, proxy, memory_dir, *documents, prefix, **options):
+        self.judge = Judge(*documents, account=ACCOUNT, region=REGION, role=ROLE, key_arn=KEY_ARN)
+        proxy.plan = self.judge.plan
+        self.url = f"s3://{BUCKET}/{prefix}"
+        self.options = {
+            "dirpath": self.url,
+            "memory_dir": memory_dir,
+            "drain": "thread",
+            "on_save_error": "raise",
+            "endpoint_url": proxy.endpoint_url,
+            "chunk_size_MB": 8,
+            "wait_timeout_s": 30,
+            **options,
+        }
+        self.made = []
+
+    def io(self, **options):
+        self.made.append(TieredCheckpointIO(**{**self.options, **options}))
+        return self.made[-1]
+
+    def trains(self):
+        """Saves in parts, overwrites, aliases, deletes, restores on another node, and renews its lease."""
+        io = self.io()
+        io.save_checkpoint(state(1), "a.ckpt")
+        io.save_checkpoint(state(2), "b.ckpt")
+        io.save_checkpoint(state(3), "b.ckpt")
+        io.checkpointer.wait()
+        io.remove_checkpoint("a.ckpt")
+        io.checkpointer.wait()
+        io.teardown()
+        self.restores(3)
+        with pytest.raises(TieredCheckpointError):
+            self.io(namespace="third").load_checkpoint("a.ckpt")
+
+    def restores(self, step):
+        io = self.io(namespace=f"node-{secrets.token_hex(4)}")
+        assert io.load_checkpoint("tiered:latest")["global_step"] == step
+        assert io.checkpointer.restored.tier == "durable"
+        io.teardown()
+
+    def tidies(self):
+        """Takes an upload up again that broke off, copies, and finds and aborts what a dead node left."""
+        config = TieredCheckpointConfig(dirpath=self.url, **{key: self.options.get(key) for key in SERVER})
+        store = S3Store.from_config(replace(config, chunk_size_MB=8), self.url)
+        try:
+            data, journal = memoryview(bytes(20 * MIB)), MemoryJournal()
+            begun = store._client.ask("create_multipart_upload", "x", write_options_of(config))["UploadId"]
+            journal.write({"url": store.url, "key": "x", "upload_id": begun, "size": len(data), "part_size": 8 * MIB})
+            store.upload("x", data, journal=journal)
+            store.copy("x", "y", len(data), check=lambda: None)
+            store._client.ask("create_multipart_upload", "z", {})
+            assert store.abort_stale_uploads() == 1
+            store.delete_all(["x", "y"])
+            assert not list(store.list("x"))
+        finally:
+            store.close()
+
+    def ends(self):
+        for io in self.made:
+            try:
+                io.teardown()
+            except TieredCheckpointError:
+                pass
+
+
+def state(step):
+    return {"w": torch.arange(3.0 * MIB) + step, "global_step": step}
+
+
+@pytest.fixture
+def job(moto, proxy, memory_dir):
+    jobs = []
+
+    def start(*documents, **options):
+        jobs.append(Job(proxy, memory_dir, *documents, **{"prefix": "run", **options}))
+        return jobs[-1]
+
+    yield start
+    proxy.plan = lambda *_: None
+    for each in jobs:
+        each.ends()
+    S3Server(moto.endpoint_url, *moto.keys).empty(BUCKET)
+
+
+def test_the_rights_to_train_are_enough_and_none_is_idle(job):
+    training = job(document("iam/train.json"))
+    training.trains()
+    training.tidies()
+    assert training.judge.used == set(ACTIONS)
+    # Doctor asks for no other, and knows all.
+    assert {action for actions in rights.NEEDS.values() for action in actions} == set(ACTIONS)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("action", ACTIONS)
+def test_without_any_of_them_something_fails(job, action):
+    training = job(without(document("iam/train.json", prefix="without"), action), prefix="without")
+    with pytest.raises(TieredCheckpointError, match="AccessDenied|403"):
+        training.tidies() if "Multipart" in action else training.trains()
+
+
+def test_rights_to_train_end_at_the_prefix(job):
+    training = job(document("iam/train.json"), prefix="another")
+    with pytest.raises(TieredCheckpointError, match="AccessDenied"):
+        training.trains()
+
+
+def both(*names):
+    """One policy of several files, as an identity has them."""
+    found = [document(name) for name in names]
+    return {**found[0], "Statement": [statement for each in found for statement in each["Statement"]]}
+
+
+@pytest.mark.matrix
+def test_the_rights_to_evaluate_are_to_read_and_no_more(job):
+    training = job(both("iam/train.json"))
+    training.trains()
+    reading = job(document("iam/evaluate.json"))
+    reading.restores(3)
+    done = CliRunner().invoke(app, ["verify", reading.url, "--endpoint-url", reading.options["endpoint_url"]])
+    assert (done.exit_code, done.stdout) == (0, "intact   b.ckpt\n")
+    assert reading.judge.used == {"s3:ListBucket", "s3:GetObject"}
+    with pytest.raises(TieredCheckpointError, match="AccessDenied"):
+        reading.io(namespace="another").save_checkpoint(state(4), "c.ckpt")
+
+
+@pytest.mark.matrix
+def test_a_bucket_of_another_account_lets_the_role_in_and_no_other(job):
+    owner = document("iam/cross-account-bucket-policy.json")
+    training = job(document("iam/train.json"), owner)
+    training.trains()
+    training.tidies()
+    allowed = [action for each in owner["Statement"] for action in each["Action"]]
+    assert sorted(allowed) == sorted(ACTIONS)
+    training.judge.principal = f"arn:aws:iam::{ACCOUNT}:role/another"
+    with pytest.raises(TieredCheckpointError, match="AccessDenied"):
+        training.restores(3)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("missing", [None, "kms:Decrypt", "kms:GenerateDataKey"])
+@pytest.mark.parametrize("where", ["the identity", "the key"])
+def test_a_bucket_with_a_key(job, missing, where):
+    identity, key = both("iam/train.json", "iam/kms.json"), document("iam/kms-key-policy.json")
+    if missing is not None and where == "the identity":
+        identity = without(identity, missing)
+    elif missing is not None:
+        key = without(key, missing)
+    training = job(identity, key, sse="aws:kms", sse_kms_key_id=KEY_ARN)
+    if missing is None:
+        training.trains()
+        training.tidies()
+        assert training.judge.used == {*ACTIONS, "kms:Decrypt", "kms:GenerateDataKey"}
+    else:
+        with pytest.raises(TieredCheckpointError, match="AccessDenied"):
+            training.trains()
+
+
+@pytest.mark.matrix
+def test_a_vpc_endpoint_lets_through_what_trains_and_no_more(job):
+    everything = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}
+    endpoint = document("vpc-endpoint-policy.json")
+    training = job(everything, endpoint)
+    training.trains()
+    training.tidies()
+    training.judge.context["aws:PrincipalAccount"] = OWNER
+    with pytest.raises(TieredCheckpointError, match="AccessDenied"):
+        training.restores(3)
+    with pytest.raises(TieredCheckpointError, match="AccessDenied"):
+        job(everything, endpoint, prefix="others").trains()
+
+
+def test_doctor_is_content_with_the_rights_and_the_lifecycle(job, moto, memory_dir):
+    owner = moto.client("s3", *moto.keys)
+    owner.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"})
+    owner.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=document("lifecycle.json"))
+    try:
+        for rights_given, unread in ((("iam/train.json", "iam/doctor.json"), []), (("iam/train.json",), ["settings"])):
+            training = job(both(*rights_given))
+            given = [
+                "--memory-dir",
+                memory_dir,
+                "--endpoint-url",
+                training.options["endpoint_url"],
+                "--quick",
+                "--json",
+            ]
+            done = CliRunner().invoke(app, ["doctor", training.url, *given])
+            checks = [each for each in json.loads(done.stdout)["checks"] if each["group"] == "durable"]
+            assert (done.exit_code, [each["what"] for each in checks if each["status"] != "ok"]) == (
+                *(0, [f"bucket {each}" for each in unread]),
+            )
+    finally:
+        owner.delete_bucket_lifecycle(Bucket=BUCKET)
+        owner.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Suspended"})
+        owner.close()
+
+
+def test_the_readme_tells_of_each_file_and_each_name_to_fill_in():
+    said = (DEPLOY / "README.md").read_text()
+    for file in DEPLOY.rglob("*.json"):
+        assert f"`{file.relative_to(DEPLOY)}`" in said
+        for name in re.findall(r"\$\{(\w+)\}", file.read_text()):
+            assert f"`{name}`" in said
