@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+#: Stands for a durable tier where none is named: nothing is asked of it.
+NOWHERE = "/"
+
 Status = Literal["ok", "warn", "fail"]
 
 

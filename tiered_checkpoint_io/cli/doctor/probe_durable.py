@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from tiered_checkpoint_io.cli.answers import answer, ask
 from tiered_checkpoint_io.cli.doctor.facts import RateFacts
-from tiered_checkpoint_io.engine.preflight import try_requests
 from tiered_checkpoint_io.errors import StoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.s3_facts import BucketFacts
+from tiered_checkpoint_io.stores.tries import try_requests
 
 _MIB = 1 << 20
 #: The sizes that are sent one after the other, until one takes long enough to tell.
