@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.retention import Best, Latest
 
 OURS = {"memory_every_n_train_steps", "s3_every_n_train_steps", "save_on_train_end"}
 #: What only newer releases of Lightning know.
@@ -102,6 +103,7 @@ def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
 
     io = {"class_path": "tiered_checkpoint_io.TieredCheckpointIO"}
     io["init_args"] = {"dirpath": runs.dirpath, "memory_dir": runs.memory_dir, "max_pending": 3}
+    io["init_args"]["retention"] = [{"latest": 3}, {"best": 1, "metric": "loss"}]
     callback = {"class_path": "tiered_checkpoint_io.callbacks.TieredModelCheckpoint"}
     callback["init_args"] = {
         "s3_every_n_train_steps": 50,
@@ -121,4 +123,5 @@ def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
     assert (made.monitor, made.save_top_k, made._every_n_train_steps) == ("loss", 3, 50)
     assert isinstance(cli.trainer.strategy.checkpoint_io, AsyncCheckpointIO)
     assert cli.trainer.strategy.checkpoint_io.config.max_pending == 3
+    assert cli.trainer.strategy.checkpoint_io.config.retention == (Latest(3), Best(1, "loss"))
     assert cli.trainer.strategy.checkpoint_io.config.memory_dir == str(Path(runs.memory_dir))

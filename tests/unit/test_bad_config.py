@@ -66,6 +66,7 @@ BAD = [
     ("safe_globals", "my.Class", "a list of names", {}),
     ("safe_globals", ["my.Class", "os.system()"], "a list of names", {}),
     ("safe_globals", ["Class"], "a list of names", {}),
+    ("retention", "latest", "a mapping such as", {}),
     ("drain", "forked", "process, thread", {}),
     ("save_on_train_end", "no", "true or false", {}),
     ("preflight", "maybe", "error, warn, off", {}),

@@ -23,6 +23,7 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig
+from tiered_checkpoint_io.model.retention import Policies
 
 REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
@@ -50,6 +51,7 @@ class TieredCheckpointIO(CheckpointIO):
         memory_every_n_train_steps: int | None = 10,
         s3_every_n_train_steps: int | None = 50,
         memory_keep_last: int = 2,
+        retention: Policies = (),
         memory_allocation_percentage: int = 50,
         chunk_size_MB: int = 64,  # noqa: N803 - the name that NeMo's users know
         max_write_concurrency: Concurrency = "auto",
@@ -98,6 +100,7 @@ class TieredCheckpointIO(CheckpointIO):
             s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves
                 that to ModelCheckpoint's other triggers.
             memory_keep_last: How many checkpoints memory keeps.
+            retention: Which checkpoints the durable tier keeps: see docs/retention.md.
             memory_allocation_percentage: Per cent of the node's memory that checkpoints may take,
                 shared by all ranks of the node; 20 to 100.
             chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
@@ -130,8 +133,7 @@ class TieredCheckpointIO(CheckpointIO):
             sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
             sse_kms_key_id: The KMS key for it.
             expected_bucket_owner: AWS account that must own the bucket.
-            request_payer: ``requester`` for a bucket where the requester pays; these requests are then on your
-                account.
+            request_payer: ``requester`` for a bucket where the requester pays: requests are then on your account.
             acl: Canned ACL of written objects.
             storage_class: Storage class of written objects.
             checksum_algorithm: Additional checksum that S3 keeps for written objects.

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.retention import Policies, policies_from
 from tiered_checkpoint_io.redaction import shown, without_secrets
 
 #: What S3 serves a second and prefix, and the headroom that is left for others.
@@ -95,6 +96,8 @@ class TieredCheckpointConfig:
         s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves that to
             ModelCheckpoint's other triggers. Read by ``TieredModelCheckpoint.from_config``.
         memory_keep_last: How many checkpoints memory keeps.
+        retention: Which checkpoints the durable tier keeps, such as ``{latest: 3, every_steps: 1000}``; without a
+            policy all that are not deleted otherwise. See docs/retention.md.
         memory_allocation_percentage: Per cent of the node's memory that checkpoints may take,
             shared by all ranks of the node; 20 to 100.
         chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
@@ -145,6 +148,7 @@ class TieredCheckpointConfig:
     memory_every_n_train_steps: int | None = 10
     s3_every_n_train_steps: int | None = 50
     memory_keep_last: int = 2
+    retention: Policies = ()
     memory_allocation_percentage: int = 50
     chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
     max_write_concurrency: Concurrency = "auto"
@@ -220,6 +224,7 @@ class TieredCheckpointConfig:
         if not listed or not all(isinstance(n, str) and _GLOBAL.fullmatch(n) for n in names):
             _refuse("safe_globals", names, "a list of names such as 'package.module.Class'")
         object.__setattr__(self, "safe_globals", tuple(names))
+        object.__setattr__(self, "retention", policies_from(self.retention))
         if self.verify is not True:
             _refuse("verify", self.verify, "true only: nothing is restored unverified")
         self._check_s3()

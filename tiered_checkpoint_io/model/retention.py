@@ -1,0 +1,344 @@
+"""Which checkpoints of the durable tier are kept: the policies as data, and one pure decision.
+
+Checkpoints of one training step are one *unit*, kept or removed together: averages beside weights, the parts of process
+groups that save side by side, and what two callbacks saved at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, NoReturn, TypeAlias
+
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.manifest import Kind, Manifest
+
+_HOUR_S = 3600.0
+_MOST = 1 << 40
+_EXAMPLE = "a mapping such as {latest: 3, every_steps: 1000, best: {best: 2, metric: val_loss, mode: min}}, or a list"
+
+
+# ----------------------------------------------------------------------------------- checkpoints
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What keeps a checkpoint from being deleted.
+
+    Attributes:
+        name: The checkpoint.
+        token: The pin itself: a checkpoint may have several.
+        save_id: What had the name when it was pinned.
+        reason: Why, for people; may be empty.
+        host: Where it was pinned.
+        created: When, seconds since the epoch.
+        expires: From when on it counts no more; None for never.
+    """
+
+    name: str
+    token: str
+    save_id: str
+    reason: str
+    host: str
+    created: float
+    expires: float | None = None
+
+    def holds(self, now: float) -> bool:
+        """Whether it has not expired."""
+        return self.expires is None or now < self.expires
+
+    @property
+    def text(self) -> str:
+        """For people: by whom, and why."""
+        return f"pinned from {self.host}" + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the decision goes by, of one checkpoint or alias.
+
+    Attributes:
+        name: Its name.
+        save_id: Of the save; as text, ids sort in the order of the saves.
+        step: The training step; -1 where it is not known.
+        created: Seconds since the epoch, by the writer's clock.
+        kind: The payload.
+        resumable: Whether training can resume from it.
+        size: Bytes.
+        metrics: Values by name: what a ModelCheckpoint monitored, and what was added since.
+        alias_of: Of an alias, the name that it stands for.
+        is_copy: Whether it is a copy that moves on with the run, as ``last.ckpt``.
+        is_changing: Whether an overwrite of it is under way.
+        pins: What was pinned under its name, expired ones included.
+    """
+
+    name: str
+    save_id: str
+    step: int = -1
+    created: float = 0.0
+    kind: Kind = "full"
+    resumable: bool = True
+    size: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    alias_of: str | None = None
+    is_copy: bool = False
+    is_changing: bool = False
+    pins: tuple[Pin, ...] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest, metrics: Mapping[str, float], pins: Iterable[Pin]) -> Checkpoint:
+        """What a manifest says, with the metrics that were added since and the pins of its name."""
+        content = manifest.content
+        saved = {content.metric.monitor: content.metric.value} if content.metric is not None else {}
+        return cls(
+            name=manifest.name,
+            save_id=content.save_id,
+            step=content.step,
+            created=content.created,
+            kind=content.kind,
+            resumable=content.resumable,
+            size=content.size,
+            metrics={**saved, **metrics},
+            alias_of=manifest.alias_of,
+            is_copy=bool(content.copy_of),
+            is_changing=bool(manifest.previous),
+            pins=tuple(pins),
+        )
+
+
+_Unit: TypeAlias = Sequence[Checkpoint]
+
+
+# -------------------------------------------------------------------------------------- policies
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """Keeps the latest saves: so many steps that training can resume from, and so many of others."""
+
+    latest: int
+
+    def __post_init__(self) -> None:
+        _check_count("latest", self.latest)
+
+    @property
+    def text(self) -> str:
+        return f"latest {self.latest}"
+
+    def keeps(self, units: Sequence[_Unit]) -> list[_Unit]:
+        """Those of the units, the latest first, that it keeps."""
+        whole = [unit for unit in units if _resumable(unit)]
+        others = [unit for unit in units if not _resumable(unit)]
+        return whole[: self.latest] + others[: self.latest]
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps:
+    """Keeps the first step at or behind each multiple of so many."""
+
+    every_steps: int
+
+    def __post_init__(self) -> None:
+        _check_count("every_steps", self.every_steps)
+
+    @property
+    def text(self) -> str:
+        return f"every {self.every_steps} steps"
+
+    def keeps(self, units: Sequence[_Unit]) -> list[_Unit]:
+        """See :meth:`Latest.keeps`."""
+        known = sorted((unit for unit in units if unit[0].step >= self.every_steps), key=lambda unit: unit[0].step)
+        return _first_of_each([(unit[0].step // self.every_steps, unit) for unit in known])
+
+
+@dataclass(frozen=True, slots=True)
+class EveryHours:
+    """Keeps the first save of each window of so many hours, counted from 1970-01-01T00:00Z on."""
+
+    every_hours: float
+
+    def __post_init__(self) -> None:
+        value = self.every_hours
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
+            _refuse("retention.every_hours", value, "a number of hours above 0")
+
+    @property
+    def text(self) -> str:
+        return f"every {self.every_hours:g} h"
+
+    def keeps(self, units: Sequence[_Unit]) -> list[_Unit]:
+        """See :meth:`Latest.keeps`; what has no sensible time is kept."""
+        timed = [(min(each.created for each in unit), unit) for unit in units]
+        lost = [unit for created, unit in timed if not math.isfinite(created)]
+        known = sorted(
+            (pair for pair in timed if math.isfinite(pair[0])), key=lambda pair: (pair[0], pair[1][0].save_id)
+        )
+        return lost + _first_of_each([(created // (self.every_hours * _HOUR_S), unit) for created, unit in known])
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Keeps the best by a metric; of equals the earliest."""
+
+    best: int
+    metric: str
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        _check_count("best", self.best)
+        if not isinstance(self.metric, str) or not self.metric:
+            _refuse("retention.metric", self.metric, "the name of a metric, such as val_loss")
+        if self.mode not in ("min", "max"):
+            _refuse("retention.mode", self.mode, "min or max")
+
+    @property
+    def text(self) -> str:
+        return f"best {self.best} by {self.metric} ({self.mode})"
+
+    def keeps(self, units: Sequence[_Unit]) -> list[_Unit]:
+        """See :meth:`Latest.keeps`; without a value of the metric, and with one that is no number, none."""
+        sign = 1 if self.mode == "min" else -1
+        rated = []
+        for unit in reversed(units):
+            values = [sign * each.metrics[self.metric] for each in unit if self.metric in each.metrics]
+            known = [value for value in values if not math.isnan(value)]
+            if known:
+                rated.append((min(known), unit))
+        # The sort is stable.
+        return [unit for _, unit in sorted(rated, key=lambda pair: pair[0])[: self.best]]
+
+
+Policy: TypeAlias = Latest | EverySteps | EveryHours | Best
+#: Policies as a user may write them; what a configuration holds is a tuple of them.
+Policies: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any] | Policy]
+_POLICIES: tuple[type[Policy], ...] = (Latest, EverySteps, EveryHours, Best)
+_BY_KEY: dict[str, type[Policy]] = {fields(each)[0].name: each for each in _POLICIES}
+
+
+# -------------------------------------------------------------------------------------- decision
+def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: float) -> dict[str, tuple[str, ...]]:
+    """Why each of these checkpoints is kept; one without a reason is to be removed.
+
+    Whatever the policies say, these stay: the newest that training can resume from, of each payload; what is pinned;
+    aliases and what they stand for; copies such as ``last.ckpt``; what is being overwritten. Without a policy all stay.
+
+    Args:
+        checkpoints: All that the durable tier has, aliases included.
+        policies: Each says what it keeps; one that keeps it is enough.
+        now: Seconds since the epoch, for pins.
+    """
+    there = list(checkpoints)
+    units = _units(there)
+    reasons: dict[str, list[str]] = {each.name: [] for each in there}
+
+    def give(members: Iterable[Checkpoint], reason: str) -> None:
+        for each in members:
+            reasons[each.name].append(reason)
+
+    good = sorted((each for unit in units for each in unit if each.resumable), key=lambda each: each.save_id)
+    newest = {each.kind: each for each in good}
+    for unit in units:
+        if any(each in unit for each in newest.values()):
+            give(unit, "newest")
+    for policy in policies:
+        for unit in policy.keeps(units):
+            give(unit, policy.text)
+    for each in there:
+        if each.alias_of is not None:
+            give([each], f"alias of {each.alias_of}")
+            give((target for target in there if target.name == each.alias_of), f"target of {each.name}")
+        elif each.is_copy:
+            give([each], "a copy, which the run replaces")
+        if each.is_changing:
+            give([each], "being overwritten")
+        give((each for pin in each.pins if pin.holds(now)), "pinned")
+        if not policies:
+            give([each], "no policy")
+    return {name: tuple(dict.fromkeys(why)) for name, why in reasons.items()}
+
+
+def _units(checkpoints: Iterable[Checkpoint]) -> list[_Unit]:
+    """What policies decide on, the latest save first; aliases and copies are no saves of their own."""
+    units: defaultdict[object, list[Checkpoint]] = defaultdict(list)
+    for each in checkpoints:
+        if each.alias_of is None and not each.is_copy:
+            units[each.step if each.step >= 0 else each.name].append(each)
+    return sorted(units.values(), key=lambda unit: max(each.save_id for each in unit), reverse=True)
+
+
+def _resumable(unit: _Unit) -> bool:
+    return any(each.resumable for each in unit)
+
+
+def _first_of_each(numbered: Iterable[tuple[float, _Unit]]) -> list[_Unit]:
+    first: dict[float, _Unit] = {}
+    for number, unit in numbered:
+        first.setdefault(number, unit)
+    return list(first.values())
+
+
+# --------------------------------------------------------------------------------- configuration
+def policies_from(value: object) -> tuple[Policy, ...]:
+    """Policies in any form: as such, as mappings of what each keeps, or a list of both; None is none.
+
+    Raises:
+        ConfigError: It is none of these; says the key, the value and what is allowed.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, _POLICIES):
+        return (value,)
+    if isinstance(value, Mapping):
+        return _from_mapping(value)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        _refuse("retention", value, _EXAMPLE)
+    return tuple(policy for each in value for policy in _each(each))
+
+
+def _each(value: object) -> tuple[Policy, ...]:
+    if not isinstance(value, (*_POLICIES, Mapping)) or value == {}:
+        _refuse("retention", value, _EXAMPLE)
+    return policies_from(value)
+
+
+def _from_mapping(raw: Mapping[Any, Any]) -> tuple[Policy, ...]:
+    # {best: 3, metric: val_loss}: the keys of one policy side by side.
+    own = {key: raw[key] for key in ("metric", "mode") if key in raw}
+    found: list[Policy] = []
+    for key, value in raw.items():
+        kind = _BY_KEY.get(str(key))
+        if kind is None and key not in own:
+            allowed = ", ".join((*_BY_KEY, "metric", "mode"))
+            raise ConfigError(f"unknown key {key!r} in retention", hint=f"known keys: {allowed}")
+        if kind is Best:
+            found += _best(value, own)
+        elif kind is not None:
+            found.append(_single(kind, value))
+    if own and Best not in {type(each) for each in found}:
+        _refuse("retention", dict(raw), "metric and mode beside best alone")
+    return tuple(found)
+
+
+def _single(kind: Callable[[Any], Policy], value: object) -> Policy:
+    return kind(value)
+
+
+def _best(value: object, own: Mapping[str, Any]) -> list[Policy]:
+    """Policies of best ones: a number with what stands beside it, a mapping, or a list of these."""
+    several = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    found: list[Policy] = []
+    for each in several:
+        raw = {**own, **(each if isinstance(each, Mapping) else {"best": each})}
+        known = {entry.name: entry.default for entry in fields(Best)}
+        missing = [key for key, default in known.items() if default is MISSING and key not in raw]
+        if missing or raw.keys() - known.keys():
+            _refuse("retention.best", each, "{best: 3, metric: val_loss, mode: min}")
+        found.append(Best(**raw))
+    return found
+
+
+def _check_count(key: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        _refuse(f"retention.{key}", value, "a whole number above 0")
+
+
+def _refuse(key: str, value: object, allowed: str) -> NoReturn:
+    raise ConfigError(f"{key} is {value!r}", hint=f"allowed: {allowed}")
