@@ -84,6 +84,10 @@ class CheckpointNotFoundError(TieredCheckpointError, FileNotFoundError):
     """No tier holds the checkpoint that was asked for by name."""
 
 
+class PinnedError(TieredCheckpointError):
+    """A checkpoint is pinned, so it was not deleted."""
+
+
 class CorruptCheckpointError(TieredCheckpointError):
     """Bytes in a tier differ from what their manifest says, or are missing."""
 

@@ -334,8 +334,8 @@ class Session:
     def _is_leaving(self) -> bool:
         return self._leave_by is not None and self.clock.monotonic() >= self._leave_by
 
-    def submit(self, action: Literal["alias", "copy", "delete"], name: str, target: str = "") -> None:
-        """Queues an alias, a copy or a delete after what was saved before it.
+    def submit(self, action: Literal["alias", "copy", "delete", "retain"], name: str, target: str = "") -> None:
+        """Queues an alias, a copy, a delete or retention after what was saved before it.
 
         Raises:
             SaveError: Node memory has no room for it, or can't be used, and ``on_save_error`` is ``raise``.

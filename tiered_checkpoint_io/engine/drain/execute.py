@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome, Request, State, superseded
+from tiered_checkpoint_io.engine.drain.operations import NAMING, RETENTION, SAVES, Outcome, Request, State, superseded
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.engine.durable import aliases, commit, copies
+from tiered_checkpoint_io.engine.durable import aliases, commit, copies, retention
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.garbage import Seen, clear_up
 from tiered_checkpoint_io.errors import (
@@ -26,6 +26,7 @@ from tiered_checkpoint_io.errors import (
     DrainError,
     ManifestError,
     MemoryFullError,
+    PinnedError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, rate
@@ -36,6 +37,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.retention import policies_from
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import UploadJournal
 
@@ -85,6 +87,7 @@ class Executor:
         queued: The ids of all that was queued at the last look.
         found: What earlier looks for garbage found, by durable tier.
         refused: Durable tiers that do not copy objects, of which this was said.
+        surveys: What retention has seen, by durable tier.
     """
 
     tier: MemoryTier
@@ -98,6 +101,7 @@ class Executor:
     queued: Collection[str] = ()
     found: dict[Place, Seen] = field(default_factory=dict)
     refused: set[Place] = field(default_factory=set)
+    surveys: dict[Place, retention.Survey] = field(default_factory=dict)
 
     def waiting(self, queued: Collection[str]) -> dict[str, float]:
         """Those of the operations in the queue whose turn has not come again, and when it does."""
@@ -116,6 +120,7 @@ class Executor:
         begun, stored = self.begun.get(operation.op_id), operation.stored
         started = self.clock.monotonic() if begun is None or begun.since is None else begun.since
         fate: commit.Fate | Literal["waits"] = "committed"
+        why_not = ""
         try:
             if stored is not None:
                 fate = self._save(stored)
@@ -130,8 +135,10 @@ class Executor:
                     self._copy(operation, store, journal)
                 elif operation.action == "alias":
                     aliases.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
+                elif operation.action == "retain":
+                    why_not = self._retain(operation, operations, store, journal)
                 else:
-                    aliases.delete(store, operation.name, before=operation.op_id, journal=journal)
+                    aliases.delete(store, operation.name, before=operation.op_id, journal=journal, clock=self.clock)
         except _Stopped:
             return
         except Exception as error:
@@ -142,6 +149,10 @@ class Executor:
             return
         if fate == "replaced":
             self._give_up(operation, "a later save has taken its name")
+            return
+        if why_not:
+            self.log.warning("retention skipped: %s", why_not)
+            self._finish(operation, "skipped", why_not)
             return
         seconds = self.clock.monotonic() - started
         self.report.succeeded(stored.part.content.size if stored is not None else 0, seconds)
@@ -210,6 +221,22 @@ class Executor:
                 operation.name,
                 refused,
             )
+
+    def _retain(self, operation: Request, operations: list[Request], store: Store, journal: UploadJournal) -> str:
+        """Applies the policies; why that was not done, where it was not."""
+        if operation.place != self.stores.place:
+            return f"{operation.dirpath} is another dirpath than that of the run which is here now"
+        policies = policies_from(self.stores.config.retention)
+        survey = self.surveys.setdefault(operation.place, retention.Survey())
+        other = survey.other_run(store, operation.name.removeprefix(RETENTION))
+        if other is not None:
+            return f"{other} holds the lease of {operation.dirpath}, and removes what its own policies do not keep"
+        queued = [each for each in operations if each.place == operation.place and each.action in NAMING]
+        needed = {name for each in queued for name in (each.name, each.target)}
+        gone = retention.apply(store, policies, survey, journal=journal, needed=needed, clock=self.clock)
+        for each in gone:
+            self.log.info("retention removed %s: no policy keeps it", each.name)
+        return ""
 
     def _gather(self, store: Store, part: Part, timeout_s: float) -> dict[int, IndexRow] | None:
         """Looks for the other parts of a save, by one list for each thousand; None where it is not its turn yet.
@@ -292,9 +319,9 @@ class Executor:
             where = self.tier.quarantine(operation.stored.folder, str(error))
             self.queue.ring()
             self.log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
-        elif isinstance(error, CheckpointNotFoundError):
+        elif isinstance(error, CheckpointNotFoundError | PinnedError):
             # A save that was removed from memory, or an alias whose target was given up: then the
-            # old alias still names what is good.
+            # old alias still names what is good. Or a delete of what is pinned, which is not waited for.
             self.log.warning("%s", error)
             self._finish(operation, "skipped", error)
         elif operation.action == "unknown":

@@ -44,6 +44,9 @@ def say_outcome(
         log.info("%s is durable on %s: %s", outcome.name, where, amount)
     elif outcome.state == "skipped" and outcome.action in (*NAMING, *SAVES):
         (log.warning if leads else log.debug)("%s will not be durable: %s", outcome.name, outcome.error)
+    elif outcome.state == "skipped" and outcome.action in ("delete", "retain"):
+        what = f"{outcome.name} was not deleted" if outcome.action == "delete" else "retention skipped"
+        (log.warning if leads else log.debug)("%s: %s", what, outcome.error)
     elif outcome.state == "failed" and outcome.action != "cancel":
         failure = failure_of(outcome, config)
         (log.error if leads else log.debug)("%s — %s", failure.message, failure.hint)
@@ -126,6 +129,8 @@ def look_at(tier: MemoryTier, queue: Queue, place: Place, last_save: SaveReport 
 def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
     """What to say of an operation that failed in the background: why, what becomes of it, and what can be done."""
     what = outcome.name if outcome.action == "save" else f"{outcome.action} of {outcome.name}"
+    if outcome.action == "retain":
+        what = "retention"
     again = f"is tried again; by hand: {drain_command(config)}"
     if outcome.error_type == "CorruptCheckpointError":
         hint = "its copy in node memory was moved to quarantine/, and it is not tried again"

@@ -12,11 +12,13 @@ from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 if TYPE_CHECKING:
     from tiered_checkpoint_io.memory.parts import StoredPart
 
-Action = Literal["save", "part", "alias", "copy", "delete", "cancel", "unknown"]
+Action = Literal["save", "part", "alias", "copy", "delete", "retain", "cancel", "unknown"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
 SAVES: tuple[Action, ...] = ("save", "part")
 #: What gives the content of one name to another: the same object, or one of its own.
 NAMING: tuple[Action, ...] = ("alias", "copy")
+#: Begins the name of a request to apply retention; the rest of it is the owner of the launch that asks.
+RETENTION = "retention/"
 State = Literal["committed", "failed", "skipped"]
 
 
@@ -29,7 +31,8 @@ class Request(AtPlace):
         action: What to do.
         name: The checkpoint (or alias) that it is about.
         dirpath: The durable tier.
-        target: The target's name of an alias or a copy; the save id that a cancel is about.
+        target: The target's name of an alias or a copy; the save id that a cancel is about, or that a ``retain``
+            waits for.
         stored: The part in node memory that a save uploads.
         server: Of the durable tier, see :class:`Place`.
     """
@@ -88,7 +91,8 @@ def next_operation(
     A save that waits for its next attempt does not hold up later saves. A delete waits for all
     saves before it, and where one of them came to nothing, for a later one: what was good stays
     until what replaces it is good. An alias, or a copy, waits for the saves of its target and of its own name.
-    What concerns the same name stays in order.
+    What concerns the same name stays in order. Retention waits for its own save alone: it removes only what is there
+    beside newer ones, whatever becomes of others.
 
     ``waiting`` has the ids of operations that were begun and whose next attempt is not due.
     """
@@ -106,6 +110,7 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
     """Each operation, and whether earlier ones block it, where these, and those that they block, are not done."""
     busy: set[tuple[Place, str]] = set()
     saving: set[tuple[Place, str]] = set()
+    undone_saves: set[str] = set()
     for operation in operations:
         names = {(operation.place, name) for name in (operation.name, operation.target) if name}
         is_blocked = False
@@ -114,10 +119,13 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
         elif operation.action in NAMING:
             # Of a save of the alias' own name as well: it would come later, and replace what is newer.
             is_blocked = bool(names & (busy | saving))
+        elif operation.action == "retain":
+            is_blocked = operation.target in undone_saves
         yield operation, is_blocked
         if operation.action in SAVES and operation.op_id in undone:
             saving |= names
-        elif operation.action not in SAVES and (is_blocked or operation.op_id in undone):
+            undone_saves.add(ids.save_id_of_op(operation.op_id))
+        elif operation.action not in (*SAVES, "retain") and (is_blocked or operation.op_id in undone):
             busy |= names
 
 

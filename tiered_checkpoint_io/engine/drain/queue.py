@@ -32,7 +32,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import server_in
 
 LOG_FILE = "operations.log"
-_ACTIONS = (*NAMING, "delete", "cancel")
+_ACTIONS = (*NAMING, "delete", "retain", "cancel")
 #: A server is an entry of its own: a drain of an earlier release refuses requests with more than it knows.
 _REQUEST, _OUTCOME, _NOTE, _SERVER = "request/", "outcome/", "note/", "server/"
 _DRAIN, _LEAVE = "drain", "leave"

@@ -5,15 +5,18 @@ leaves the old state or the new one, and each may be repeated.
 
 - Alias: the target learns of it; what is to go is noted; the alias' manifest; what nothing names any more goes.
 - Delete: live aliases inherit the files; what is to go is noted; the manifest goes; files, descriptions, index last.
+  A checkpoint that is pinned stays; one that is pinned while its manifest goes gets that back before any file goes.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, repeated
+from tiered_checkpoint_io.engine.durable.pins import refuse_pinned
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, remove_unnamed
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreChangedError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, PinnedError, StoreChangedError
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
@@ -94,7 +97,9 @@ def target_of(manifests: Manifests, target: str, alias: str) -> Manifest:
 
 
 @repeated
-def delete(store: Store, name: str, *, before: str | None = None, journal: UploadJournal) -> None:
+def delete(
+    store: Store, name: str, *, before: str | None = None, journal: UploadJournal | None, clock: Clock = SYSTEM
+) -> None:
     """Makes a checkpoint, or an alias, cease to exist.
 
     The objects that a live alias names stay until that alias moves on. A file that never had a
@@ -104,6 +109,7 @@ def delete(store: Store, name: str, *, before: str | None = None, journal: Uploa
     left alone.
 
     Raises:
+        PinnedError: It is pinned. Nothing was removed.
         FormatVersionError: A newer release owns this name. Nothing was removed.
     """
     note = Section(journal, REMOVAL)
@@ -119,12 +125,19 @@ def delete(store: Store, name: str, *, before: str | None = None, journal: Uploa
         # One that cannot be read stands for no checkpoint either.
         manifests.delete(name)
     elif before is None or manifest.content.save_id <= before:
+        refuse_pinned(store, name, clock=clock)
         removal = Removal(name) if _hand_over(manifests, manifest) else removal_of(manifests, manifest)
         removal.note(note)
         manifests.delete(name)
         if manifest.alias_of is None and any(manifests.points_to(alias, name) for alias in manifest.aliases):
             # It was set meanwhile: either it finds the target gone, and is taken back, or it has the files from now on.
             removal = Removal(name)
+        try:
+            refuse_pinned(store, name, clock=clock)
+        except PinnedError:
+            manifests.put(replace(manifest, reserved=manifests.reserved(name)))
+            note.clear()
+            raise
     removal.finish(store, note)
 
 

@@ -122,6 +122,11 @@ class Claims:
         if self._lease is not None:
             self._lease.check()
 
+    @property
+    def owner(self) -> str | None:
+        """The launch that this process claimed the dirpath for; None where it has claimed none."""
+        return None if self._lease is None else self._lease.owner
+
     def met_others(self) -> bool:
         """Whether other runs may have saved to the dirpath since the last call: until its claim, and while one asks."""
         met = 0 if self._lease is None else 1 + self._lease.met

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.leasing.leases import Lease, Other, are_one
+from tiered_checkpoint_io.engine.durable.retention import are_one
+from tiered_checkpoint_io.engine.leasing.leases import Lease, Other
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.logs import Logger
@@ -35,7 +36,7 @@ _owners: dict[int, str] = {}
 def owner_of_process(clock: Clock) -> str:
     """The launch that this process belongs to: a name of its own, behind those of the processes that started it.
 
-    All ranks of one start have the same, by the store of torch.distributed. See :func:`leases.are_one`.
+    All ranks of one start have the same, by the store of torch.distributed. See :func:`durable.retention.are_one`.
 
     Raises:
         UsageError: That store does not answer.
@@ -95,6 +96,16 @@ class LeaseKeeper:
         self._is_answered: bool | None = None
         self._refusal: UsageError | None = None
         self._was_shown = False
+
+    @property
+    def owner(self) -> str:
+        """The launch that claims."""
+        return self._lease.owner
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has found no other run."""
+        return self._lease.held
 
     # ------------------------------------------------------------------------------------- life
     def start(self) -> None:

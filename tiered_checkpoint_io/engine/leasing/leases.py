@@ -26,7 +26,7 @@ class Lease:
     """What a lease says.
 
     Attributes:
-        owner: The launch, see :func:`are_one`.
+        owner: The launch, see :func:`durable.retention.are_one`.
         token: The lease itself.
         held: Whether its process has found no other; false while it still looks.
         host: Where it runs, for people.
@@ -109,15 +109,6 @@ class Other:
     def goes_before(self, mine: Lease) -> bool:
         """Whether we have to yield to it, if it is alive: of two that look, the one whose owner sorts last does."""
         return self.lease is None or self.lease.held or self.lease.owner < mine.owner
-
-
-def are_one(owner: str, other: str) -> bool:
-    """Whether two processes belong to one launch: they have one owner, or one was started below the other.
-
-    Two that inherited the same line from a shell, or from a process that starts jobs, do not.
-    """
-    line, others = owner.split("/"), other.split("/")
-    return line[-1] in others or others[-1] in line
 
 
 def _born(pid: int) -> int | None:

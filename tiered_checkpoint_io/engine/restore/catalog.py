@@ -13,6 +13,7 @@ from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.metrics import rated
 from tiered_checkpoint_io.engine.restore.choice import Held, Selector
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
@@ -172,7 +173,10 @@ def discover(
             _read(store, batch, found)
             # Which one is the best no name tells.
             if selector.kind != "best" or not found.rest:
-                return found
+                break
+        if selector.kind == "best":
+            found.manifests = rated(store, found.manifests, selector.monitor)
+        return found
     except TieredCheckpointError as error:
         return DurableCatalog(listed=found.listed, error=error)
     except Exception as error:

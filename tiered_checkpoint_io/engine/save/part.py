@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.drain.standstill import StandstillError
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
@@ -153,6 +154,21 @@ class PartSave:
         if self.facts.durable:
             # It may have left while it had nothing to do.
             drain.start()
+            self._retain_durable()
+
+    def _retain_durable(self) -> None:
+        """Queues that retention is applied once the save is committed, by the rank that commits it.
+
+        Only where there are policies, and where this run has claimed the dirpath.
+        """
+        session, facts = self.session, self.facts
+        owner = session.claims.owner
+        if self.rank != facts.coordinator or not session.config.retention or owner is None:
+            return
+        waiting = [each for each in session.open().drain.queue.requests() if each.action == "retain"]
+        # Without a server, saves are given up, and none of these is done; the next one does for them all.
+        if len(waiting) <= session.config.max_pending:
+            session.submit("retain", RETENTION + owner, facts.save_id)
 
     def prepare_next(self) -> None:
         """Makes a slot for the next save in the background, where this one was in memory."""
@@ -192,6 +208,7 @@ class PartSave:
         with self._failing():
             if self._stream is not None:
                 self._stream.commit({name: memoryview(data) for name, data in small.items()})
+                self._retain_durable()
                 return
             live = LiveFile(self.image) if self.image is not None else None
             if live is not None:
@@ -213,6 +230,7 @@ class PartSave:
         self._stream.send(files)
         if commits:
             self._stream.commit(files)
+            self._retain_durable()
 
     def _stream_slot(self, full: MemoryFullError, small: Mapping[str, bytes], watching: Watching) -> None:
         """As :meth:`send`, of what is captured already, but has no room for its description."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
+from urllib.parse import quote
 
 from tiered_checkpoint_io.model.ids.order import is_save_id, rank_folder, rank_of
 
@@ -14,6 +15,9 @@ MANIFEST_PREFIX = META_PREFIX + "manifests/"
 PART_PREFIX = META_PREFIX + "parts/"
 SAVES_PREFIX = META_PREFIX + "saves/"
 LEASE_PREFIX = META_PREFIX + "leases/"
+PINS_PREFIX = META_PREFIX + "pins/"
+#: Values that were added to checkpoints after their commit.
+METRICS_PREFIX = META_PREFIX + "metrics/"
 #: Small objects that are written, read and deleted to see whether that is possible.
 PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
 #: The objects by which ``tiered-ckpt doctor`` tries each right.
@@ -72,6 +76,21 @@ def lease_prefix(namespace: str) -> str:
 def lease_key(namespace: str, token: str) -> str:
     """``.tiered/leases/<namespace>/<token>.json``."""
     return f"{lease_prefix(namespace)}{token}.json"
+
+
+def pins_prefix(name: str) -> str:
+    """``.tiered/pins/<name>/``: below it lies one object for each pin of a checkpoint."""
+    return f"{PINS_PREFIX}{name}/"
+
+
+def pin_key(name: str, token: str) -> str:
+    """``.tiered/pins/<name>/<token>.json``."""
+    return f"{pins_prefix(name)}{token}.json"
+
+
+def metric_key(save_id: str, metric: str) -> str:
+    """``.tiered/metrics/<save_id>/<metric>.json``, the metric's name quoted as in a URL."""
+    return f"{METRICS_PREFIX}{save_id}/{quote(metric, safe='')}.json"
 
 
 def preflight_key(token: str) -> str:

@@ -1,0 +1,187 @@
+"""Retention, pins and added metrics on the durable tier: as stories on S3, and stopped or met by others at any request."""
+
+import contextlib
+import itertools
+import json
+
+import pytest
+from support.committing import RUN, alias, copy, delete, save
+from support.draining import names
+from support.draining import objects as files
+from support.sharded import FlatStore, Journals, named, objects, readable
+
+from tiered_checkpoint_io import TieredCheckpointConfig
+from tiered_checkpoint_io.engine.durable.metrics import add_metrics
+from tiered_checkpoint_io.engine.durable.pins import pin, pins, unpin
+from tiered_checkpoint_io.engine.durable.retention import Survey, apply
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, PinnedError, UsageError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.retention import Best, Latest
+from tiered_checkpoint_io.stores import open_store
+from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
+
+
+@pytest.fixture
+def s3(s3_url):
+    store = open_store(TieredCheckpointConfig(dirpath=s3_url))
+    yield store
+    store.close()
+
+
+def asked(store, work):
+    """What work asks of a store: requests by kind."""
+    before = store.metrics.snapshot()
+    work()
+    after = store.metrics.snapshot()
+    kinds = {key.removeprefix("requests."): count - before.get(key, 0) for key, count in after.items()}
+    return {key: kinds[key] for key in ("list", "get", "put", "delete") if kinds.get(key)}
+
+
+def test_what_is_pinned_stays_until_the_pin_is_gone(s3):
+    for number in (1, 2, 3):
+        save(s3, f"c{number}", number)
+    alias(s3, "newest", "c3")
+    first = pin(s3, "c1", reason="for the paper")
+    pin(s3, "c1", expires_s=3600)
+    assert pin(s3, "newest").name == "c3"
+    with pytest.raises(PinnedError, match=r"c1 is pinned from .*: for the paper .* — it stays"):
+        delete(s3, "c1")
+    assert [each.name for each in apply(s3, [Latest(1)], Survey())] == ["c2"]
+    assert unpin(s3, "c1", first.token) == [first]
+    with pytest.raises(PinnedError):
+        delete(s3, "c1")
+    assert readable(s3, "c1")
+    assert len(unpin(s3, "c1")) == 1
+    pin(s3, "c1", expires_s=1e-6)
+    assert apply(s3, [Latest(1)], Survey()) and files(s3) == ["c3"]
+    assert list(pins(s3)) == ["c3"], "an expired pin is removed on the way"
+    assert [entry.key for entry in s3.list(ids.PINS_PREFIX)] == [
+        ids.pin_key("c3", each.token) for each in pins(s3)["c3"]
+    ]
+
+
+def test_a_pin_that_can_not_hold_is_refused(s3):
+    save(s3, "a", 1)
+    copy(s3, "last", "a", 2)
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint b, so nothing is pinned"):
+        pin(s3, "b")
+    with pytest.raises(UsageError, match="last is a copy, which the next save replaces"):
+        pin(s3, "last")
+    with pytest.raises(ConfigError, match="expires_s is -1"):
+        pin(s3, "a", expires_s=-1)
+    s3.put(ids.pin_key("a", "damaged"), b"{")
+    with pytest.raises(PinnedError, match="a pin that can't be read"):
+        delete(s3, "a")
+
+
+def test_metrics_that_are_added_later_decide_and_are_of_one_save_alone(s3):
+    for number in range(1, 5):
+        save(s3, f"c{number}", number)
+    alias(s3, "best", "c2")
+    for name, loss in {"c1": 0.5, "best": 0.1, "c3": 0.9, "c4": 0.8}.items():
+        add_metrics(s3, name, {"val/loss": loss, "other": 1})
+    add_metrics(s3, "c3", {"val/loss": 0.2})
+    survey, best = Survey(), [Best(2, "val/loss")]
+    delete(s3, "best")
+    assert [each.name for each in apply(s3, best, survey)] == ["c1"]
+    # The name is saved anew: what was measured of the old save says nothing of this one.
+    save(s3, "c2", 5)
+    add_metrics(s3, "c4", {"val/loss": 0.01})
+    assert not apply(s3, best, survey) and names(s3) == ["c2", "c3", "c4"]
+    apply(s3, best, survey)
+    left = {entry.key.split("/")[2] for entry in s3.list(ids.METRICS_PREFIX)}
+    assert left == {ids.save_id(RUN, 3), ids.save_id(RUN, 4)}, "values of what is gone are removed on the way"
+    for wrong in ({}, {"": 1.0}, {"x": float("nan")}, {"x": "1"}):
+        with pytest.raises(ConfigError):
+            add_metrics(s3, "c3", wrong)
+    with pytest.raises(CheckpointNotFoundError, match="so no metric was added"):
+        add_metrics(s3, "c1", {"x": 1})
+
+
+def test_a_save_costs_few_requests(s3):
+    survey, policies = Survey(), [Latest(2)]
+    for number in range(1, 6):
+        save(s3, f"c{number}", number)
+        apply(s3, policies, survey)
+    save(s3, "c6", 6)
+    # Lists: manifests, pins; of the delete, pins twice. Reads: new manifests, once more where a second has passed,
+    # and the one that goes.
+    spent = asked(s3, lambda: apply(s3, policies, survey))
+    assert spent["list"] == 4 and spent["get"] <= 6 and spent["delete"] == 2, spent
+    assert files(s3) == ["c5", "c6"]
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])
+def test_retention_that_is_stopped_at_any_request_is_finished_by_the_next_try(tmp_path, kind):
+    for at in itertools.count(1):
+        store, journal = FlatStore(tmp_path / str(at)), Journals().of("retain")
+        for number in range(1, 5):
+            save(store, f"c{number}", number, kind=kind)
+        alias(store, "kept", "c2")
+        faulty = FaultyStore(store, fail_at=at)
+        with contextlib.suppress(Injected):
+            apply(faulty, [Latest(1)], Survey(), journal=journal)
+        assert {"c2", "c4", "kept"} <= {*names(store)} and all(readable(store, name) for name in names(store))
+        apply(store, [Latest(1)], Survey(), journal=journal)
+        assert names(store) == ["c2", "c4", "kept"]
+        assert objects(store) == named(store)
+        if faulty.operations < at:
+            break
+    assert at > 10
+
+
+class Meeting(FaultyStore):
+    """Something is done before the ``at``-th request."""
+
+    def __init__(self, store, at, act):
+        super().__init__(store)
+        self._at, self._act = at, act
+
+    def _count(self, operation, key):
+        super()._count(operation, key)
+        if self.operations == self._at:
+            act, self._act = self._act, None
+            act()
+        return False
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])
+def test_a_pin_that_meets_a_delete_holds_or_is_refused(tmp_path, kind):
+    held = 0
+    for at in itertools.count(1):
+        store = FlatStore(tmp_path / str(at))
+        save(store, "a", 1, kind=kind)
+        made = []
+
+        def act(store=store, made=made):
+            with contextlib.suppress(CheckpointNotFoundError):
+                made.append(pin(store, "a"))
+
+        meeting = Meeting(store, at, act)
+        with contextlib.suppress(PinnedError):
+            delete(meeting, "a")
+        if made and meeting.operations >= at:
+            held += 1
+            assert readable(store, "a"), f"pinned before request {at}, and gone"
+        else:
+            assert not names(store) and not pins(store)
+        if meeting.operations < at:
+            break
+    assert held > 3
+
+
+def test_a_run_without_the_lease_removes_nothing(tmp_path):
+    store, survey = FlatStore(tmp_path), Survey()
+    assert survey.other_run(store, "mine") is None
+
+    def lease(token, owner, *, held):
+        store.put(ids.lease_key("job", token), json.dumps({"format_version": 1, "owner": owner, "held": held}).encode())
+
+    lease("a", "mine", held=True)
+    lease("b", "mine/child", held=True)
+    lease("c", "newcomer", held=False)
+    assert survey.other_run(store, "mine") is None
+    lease("c", "newcomer", held=True)
+    assert survey.other_run(store, "mine") == "launch newcomer"
+    store.put(ids.lease_key("job", "c"), b"of a newer release")
+    assert survey.other_run(store, "mine") == "a run whose lease can't be read"

@@ -1,0 +1,119 @@
+"""Metrics that are added to a checkpoint after its commit, by an evaluation elsewhere.
+
+One small object for each value, below the id of the save: manifests stay as they were written, evaluations that come at
+once do not overwrite each other, and a later save of the same name has none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.engine.durable.notes import Notes
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, ManifestError
+from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import dump, load, located, value_of
+from tiered_checkpoint_io.model.manifest import Manifest, Metric
+from tiered_checkpoint_io.stores.base import Store
+
+_MAX_NAME = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """One value that was added: to which save, and what."""
+
+    save_id: str
+    metric: Metric
+
+
+def add_metrics(store: Store, name: str, metrics: Mapping[str, float], *, clock: Clock = SYSTEM) -> str:
+    """Adds values to a committed checkpoint; one of the same metric replaces the earlier.
+
+    Args:
+        store: The durable tier.
+        name: The checkpoint, or an alias or copy of it.
+        metrics: Finite numbers, by the names of their metrics.
+        clock: Of what is noted.
+
+    Returns:
+        The id of the save that has them now.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint. Nothing was added.
+        ConfigError: A name or value is not allowed. Nothing was added.
+        StoreError: The tier could not be asked. Repeat the call to finish.
+    """
+    if not metrics:
+        raise ConfigError("no metric is given", hint="give at least one, such as val_loss=0.31")
+    for metric, value in metrics.items():
+        _check(metric, value)
+    manifest = current(store, name)
+    if manifest is None:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint {name}, so no metric was added", operation="metric", tier="durable", key=name
+        )
+    target = current(store, manifest.alias_of) if manifest.alias_of is not None else None
+    content = (target or manifest).content
+    save_id, now = content.copy_of or content.save_id, clock.wall()
+
+    def put(metric: str) -> None:
+        body = {"save_id": save_id, "monitor": metric, "value": float(metrics[metric]), "added": now, "name": name}
+        store.put(ids.metric_key(save_id, metric), dump(body))
+
+    in_parallel(put, metrics)
+    return save_id
+
+
+def added_metrics(store: Store, notes: Notes[Added] | None = None) -> dict[str, dict[str, float]]:
+    """All values that were added, by save and metric: one list, and a GET for each that is new."""
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for value in (notes or metric_notes()).read(store).values():
+        # One that is damaged is no value.
+        if not isinstance(value, ManifestError):
+            found[value.save_id][value.metric.monitor] = value.metric.value
+    return dict(found)
+
+
+def rated(store: Store, manifests: Iterable[Manifest], monitor: str) -> list[Manifest]:
+    """Manifests with the values of a metric that were added since."""
+    added = added_metrics(store)
+
+    def with_added(manifest: Manifest) -> Manifest:
+        content = manifest.content
+        value = added.get(content.copy_of or content.save_id, {}).get(monitor)
+        if value is None:
+            return manifest
+        return replace(manifest, content=replace(content, metric=Metric(monitor, value)))
+
+    return [with_added(each) for each in manifests]
+
+
+def forget(store: Store, save_ids: Iterable[str]) -> None:
+    """Removes the values of saves that are gone."""
+    keys = [entry.key for save_id in save_ids for entry in store.list(f"{ids.METRICS_PREFIX}{save_id}/")]
+    in_parallel(store.delete, keys)
+
+
+def metric_notes() -> Notes[Added]:
+    """What reads all added metrics of a durable tier."""
+    return Notes(ids.METRICS_PREFIX, _parse)
+
+
+def _check(metric: object, value: object) -> None:
+    if not isinstance(metric, str) or not metric or len(metric.encode()) > _MAX_NAME:
+        raise ConfigError(f"the metric's name is {metric!r}", hint=f"allowed: text of 1 to {_MAX_NAME} bytes")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"the value of {metric} is {value!r}", hint="allowed: a finite number")
+
+
+def _parse(data: bytes, where: str) -> Added:
+    raw = load(data, where)
+    with located(where):
+        save_id = ids.validate_save_id(value_of(raw, "save_id", str))
+        return Added(save_id, Metric.from_json(raw))

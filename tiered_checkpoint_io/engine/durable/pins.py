@@ -1,0 +1,160 @@
+"""Pins: small objects that keep checkpoints of the durable tier from being deleted, until they are removed or expire.
+
+Who deletes looks for pins before the manifest goes, and once more behind that, before any file does; who pins looks for
+the manifest behind its own write. So of two that meet, the delete puts the manifest back, or the pin is refused.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.engine.durable.notes import Notes
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, ManifestError, PinnedError, UsageError
+from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import dump, load, located, value_of
+from tiered_checkpoint_io.model.manifest import Manifest
+from tiered_checkpoint_io.model.retention import Pin
+from tiered_checkpoint_io.stores.base import Store
+
+_MAX_REASON = 500
+
+
+def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = None, clock: Clock = SYSTEM) -> Pin:
+    """Pins a checkpoint: neither retention, prune, save_top_k nor another delete removes it while the pin holds.
+
+    Args:
+        store: The durable tier.
+        name: The checkpoint; for an alias, what that stands for now.
+        reason: Why, for people.
+        expires_s: For how long, seconds; None until it is removed.
+        clock: Of all that is noted.
+
+    Raises:
+        CheckpointNotFoundError: There is none, or it was deleted meanwhile. Nothing is pinned.
+        UsageError: It is a copy, as ``last.ckpt``, which the next save replaces.
+        ConfigError: The time is not above 0, or the reason too long.
+        StoreError: The tier could not be asked.
+    """
+    if expires_s is not None and not 0 < expires_s < float("inf"):
+        raise ConfigError(f"expires_s is {expires_s!r}", hint="allowed: seconds above 0, or None for no end")
+    if len(reason) > _MAX_REASON:
+        raise ConfigError(f"the reason has {len(reason)} characters", hint=f"at most {_MAX_REASON}")
+    manifest = _existing(store, name)
+    if manifest.alias_of is not None:
+        target = current(store, manifest.alias_of)
+        manifest = manifest if target is None else target
+    if manifest.content.copy_of:
+        raise UsageError(
+            f"{name} is a copy, which the next save replaces",
+            operation="pin",
+            key=name,
+            hint="pin the checkpoint that it is a copy of; tiered-ckpt ls shows which",
+        )
+    now = clock.wall()
+    made = Pin(
+        name=manifest.name,
+        token=clock.token(8),
+        save_id=manifest.content.save_id,
+        reason=reason,
+        host=socket.gethostname(),
+        created=now,
+        expires=None if expires_s is None else now + expires_s,
+    )
+    key = ids.pin_key(made.name, made.token)
+    store.put(key, dump(asdict(made)))
+    try:
+        _existing(store, made.name)
+    except CheckpointNotFoundError:
+        store.delete(key)
+        raise
+    return made
+
+
+def unpin(store: Store, name: str, token: str | None = None) -> list[Pin]:
+    """Removes the pins of a checkpoint, or the one with a token; gives those that are gone.
+
+    Nothing is deleted by this: what had to go without the pin goes at the next retention or prune.
+    """
+    gone = [each for each in pins_of(store, name) if token in (None, each.token)]
+    in_parallel(lambda each: store.delete(ids.pin_key(each.name, each.token)), gone)
+    return gone
+
+
+def pins(store: Store, notes: Notes[Pin] | None = None, *, clock: Clock = SYSTEM) -> dict[str, list[Pin]]:
+    """All pins that hold, by the names of their checkpoints: one list. Expired ones are removed on the way.
+
+    One that can't be read counts as a pin without an end.
+    """
+    found: defaultdict[str, list[Pin]] = defaultdict(list)
+    for each in _sorted_out(store, (notes or pin_notes()).read(store), clock):
+        found[each.name].append(each)
+    return dict(found)
+
+
+def pins_of(store: Store, name: str, *, clock: Clock = SYSTEM) -> list[Pin]:
+    """The pins of one checkpoint; see :func:`pins`."""
+    read = Notes(ids.pins_prefix(name), _parse).read(store)
+    return [each for each in _sorted_out(store, read, clock) if each.name == name]
+
+
+def refuse_pinned(store: Store, name: str, *, clock: Clock = SYSTEM) -> None:
+    """Raises PinnedError where a checkpoint is pinned: one list."""
+    held = pins_of(store, name, clock=clock)
+    if held:
+        longest = max(held, key=lambda each: (each.expires is None, each.expires or 0.0))
+        raise PinnedError(
+            f"{name} is {longest.text}",
+            operation="delete",
+            tier="durable",
+            key=name,
+            hint="it stays; once the pin is gone, the next retention or `tiered-ckpt prune` removes it",
+        )
+
+
+def pin_notes() -> Notes[Pin]:
+    """What reads all pins of a durable tier."""
+    return Notes(ids.PINS_PREFIX, _parse)
+
+
+def _existing(store: Store, name: str) -> Manifest:
+    manifest = current(store, name)
+    if manifest is None:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint {name}, so nothing is pinned", operation="pin", tier="durable", key=name
+        )
+    return manifest
+
+
+def _sorted_out(store: Store, read: Mapping[str, Pin | ManifestError], clock: Clock) -> Iterable[Pin]:
+    """Those that hold; the others are removed."""
+    now = clock.wall()
+    for key, value in read.items():
+        name, _, last = key.removeprefix(ids.PINS_PREFIX).rpartition("/")
+        # What an object is about is told by its key; of one that can't be read, only that.
+        unread = Pin(name, last.removesuffix(".json"), "", "a pin that can't be read", "?", 0.0)
+        each = unread if isinstance(value, ManifestError) else replace(value, name=name, token=unread.token)
+        if each.holds(now):
+            yield each
+        else:
+            store.delete(key)
+
+
+def _parse(data: bytes, where: str) -> Pin:
+    raw = load(data, where)
+    with located(where):
+        has_end = raw.get("expires") is not None
+        return Pin(
+            name=value_of(raw, "name", str),
+            token=value_of(raw, "token", str),
+            save_id=value_of(raw, "save_id", str),
+            reason=value_of(raw, "reason", str, ""),
+            host=value_of(raw, "host", str, ""),
+            created=value_of(raw, "created", float, 0.0),
+            expires=value_of(raw, "expires", float) if has_end else None,
+        )

@@ -1,0 +1,150 @@
+"""Retention on the durable tier: what is there, and the removal of what no policy keeps.
+
+The decision is :func:`model.retention.kept`. Here is what it goes by, asked as little as possible: one list each of the
+manifests, the pins and the metrics (where a policy goes by one), and a read of what is new in them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.aliases import delete
+from tiered_checkpoint_io.engine.durable.metrics import Added, added_metrics, forget, metric_notes
+from tiered_checkpoint_io.engine.durable.notes import Notes
+from tiered_checkpoint_io.engine.durable.pins import pin_notes, pins
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
+from tiered_checkpoint_io.errors import ManifestError, PinnedError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Manifest, reservation_in
+from tiered_checkpoint_io.model.retention import Best, Checkpoint, Pin, Policy, kept
+from tiered_checkpoint_io.stores.base import Store, UploadJournal
+
+
+class LeaseFacts(NamedTuple):
+    """What retention needs to know of a lease: whose it is, and whether it is held."""
+
+    owner: str
+    held: bool
+
+
+def _manifest(data: bytes, where: str) -> Manifest | None:
+    return None if reservation_in(data) else Manifest.from_json(data, where=where)
+
+
+def _lease(data: bytes, where: str) -> LeaseFacts:
+    try:
+        raw = json.loads(data)
+        return LeaseFacts(str(raw["owner"]), raw["held"] is True)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ManifestError("not a lease", operation="parse", key=where) from error
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a durable tier holds, as far as retention goes; what was read once is not asked for again.
+
+    Attributes:
+        unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
+    """
+
+    unread: dict[str, ManifestError] = field(default_factory=dict)
+    _manifests: Notes[Manifest | None] = field(default_factory=lambda: Notes(ids.MANIFEST_PREFIX, _manifest))
+    _pins: Notes[Pin] = field(default_factory=pin_notes)
+    _metrics: Notes[Added] = field(default_factory=metric_notes)
+    _leases: Notes[LeaseFacts] = field(default_factory=lambda: Notes(ids.LEASE_PREFIX, _lease))
+
+    def look(self, store: Store, *, metrics: bool, clock: Clock = SYSTEM) -> list[Checkpoint]:
+        """All checkpoints and aliases. Metrics of saves that are gone, and expired pins, are removed on the way.
+
+        Raises:
+            StoreError: The tier could not be asked.
+        """
+        # Before the manifests: what has a value now, and no manifest then, is gone.
+        added = added_metrics(store, self._metrics) if metrics else {}
+        pinned = pins(store, self._pins, clock=clock)
+        read = {
+            name: value
+            for key, value in self._manifests.read(store).items()
+            if (name := ids.name_from_manifest_key(key)) is not None
+        }
+        self.unread = {name: value for name, value in read.items() if isinstance(value, ManifestError)}
+        manifests = [value for value in read.values() if isinstance(value, Manifest)]
+        if added and not self.unread:
+            known = {each for one in manifests for each in (one.content.save_id, one.content.copy_of)}
+            forget(store, added.keys() - known - {old.save_id for one in manifests for old in one.previous})
+        return [
+            Checkpoint.of(each, added.get(each.content.copy_of or each.content.save_id, {}), pinned.get(each.name, ()))
+            for each in manifests
+        ]
+
+    def other_run(self, store: Store, owner: str) -> str | None:
+        """Another launch than ``owner`` that holds a lease on this tier; None where there is none."""
+        for lease in self._leases.read(store).values():
+            # What can't be read may be held.
+            if isinstance(lease, ManifestError):
+                return "a run whose lease can't be read"
+            if lease.held and not are_one(owner, lease.owner):
+                return f"launch {lease.owner}"
+        return None
+
+
+def apply(
+    store: Store,
+    policies: Sequence[Policy],
+    survey: Survey,
+    *,
+    journal: UploadJournal | None = None,
+    needed: Collection[str] = (),
+    clock: Clock = SYSTEM,
+) -> list[Checkpoint]:
+    """Removes what no policy keeps, each only while it is as it was judged; may be repeated after a crash.
+
+    Args:
+        store: The durable tier.
+        policies: Without one, nothing is removed.
+        survey: What earlier calls saw.
+        journal: Notes what is still to be removed.
+        needed: Names that stay whatever the policies say.
+        clock: Tells which pins have expired.
+
+    Returns:
+        What is gone.
+
+    Raises:
+        StoreError: Some are still there. Repeat the call to finish.
+    """
+    note = Section(journal, REMOVAL)
+    Removal.noted("retention", note).finish(store, note)
+    there = survey.look(store, metrics=any(isinstance(each, Best) for each in policies), clock=clock)
+    reasons = kept(there, policies, clock.wall())
+    going = [each for each in there if not reasons[each.name] and each.name not in needed]
+    return [each for each in in_order(going) if remove(store, each, journal=journal, clock=clock)]
+
+
+def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """In the order in which they are removed: the oldest first."""
+    return sorted(checkpoints, key=lambda each: each.save_id)
+
+
+def remove(
+    store: Store, checkpoint: Checkpoint, *, journal: UploadJournal | None = None, clock: Clock = SYSTEM
+) -> bool:
+    """Removes a checkpoint, unless it was saved again, or pinned, since it was judged; whether it did."""
+    try:
+        delete(store, checkpoint.name, before=checkpoint.save_id, journal=journal, clock=clock)
+    except PinnedError:
+        return False
+    return True
+
+
+def are_one(owner: str, other: str) -> bool:
+    """Whether two processes belong to one launch: they have one owner, or one was started below the other.
+
+    Two that inherited the same line from a shell, or from a process that starts jobs, do not.
+    """
+    line, others = owner.split("/"), other.split("/")
+    return line[-1] in others or others[-1] in line
