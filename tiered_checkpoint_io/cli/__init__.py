@@ -12,7 +12,20 @@ import sys
 
 import typer
 
-from tiered_checkpoint_io.cli import clean, doctor, exporting, flush, importing, listing, memory, pull, showing, verify
+from tiered_checkpoint_io.cli import (
+    clean,
+    doctor,
+    exporting,
+    flush,
+    importing,
+    listing,
+    memory,
+    pins,
+    prune,
+    pull,
+    showing,
+    verify,
+)
 from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version
 from tiered_checkpoint_io.cli.output import printable, say
@@ -48,6 +61,10 @@ app.command("flush")(flush.flush)
 app.command("pull")(pull.pull)
 app.command("import")(importing.import_)
 app.command("doctor")(doctor.doctor)
+app.command("prune")(prune.prune)
+app.command("pin")(pins.pin)
+app.command("unpin")(pins.unpin)
+app.command("metric")(pins.metric)
 
 
 def main() -> None:

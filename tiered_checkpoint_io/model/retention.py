@@ -249,7 +249,8 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: flo
             give([each], "a copy, which the run replaces")
         if each.is_changing:
             give([each], "being overwritten")
-        give((each for pin in each.pins if pin.holds(now)), "pinned")
+        for pin in each.pins:
+            give([each] if pin.holds(now) else [], pin.text)
         if not policies:
             give([each], "no policy")
     return {name: tuple(dict.fromkeys(why)) for name, why in reasons.items()}

@@ -170,8 +170,8 @@ class MultipartUploads:
         answer = self._client.ask("create_multipart_upload", key, self._write_options)
         self._abort(key, answer["UploadId"])
 
-    def abort_stale(self, older_than_s: float) -> int:
-        """Aborts uploads below the prefix that are older than this; gives their number."""
+    def stale(self, older_than_s: float, *, aborts: bool) -> int:
+        """The number of uploads below the prefix that are older than this; ``aborts`` them, or counts alone."""
         count = 0
         prefix = self._client.prefix
         # That there is nothing is how rclone says that there are none; what is no key of ours is not ours to abort.
@@ -181,7 +181,8 @@ class MultipartUploads:
                 for upload in page.get("Uploads", ()):
                     if (now - upload["Initiated"]).total_seconds() > older_than_s:
                         with contextlib.suppress(InvalidNameError):
-                            self._abort(upload["Key"][len(prefix) :], upload["UploadId"])
+                            if aborts:
+                                self._abort(upload["Key"][len(prefix) :], upload["UploadId"])
                             count += 1
         return count
 

@@ -86,13 +86,15 @@ def unpin(store: Store, name: str, token: str | None = None) -> list[Pin]:
     return gone
 
 
-def pins(store: Store, notes: Notes[Pin] | None = None, *, clock: Clock = SYSTEM) -> dict[str, list[Pin]]:
-    """All pins that hold, by the names of their checkpoints: one list. Expired ones are removed on the way.
+def pins(
+    store: Store, notes: Notes[Pin] | None = None, *, tidies: bool = True, clock: Clock = SYSTEM
+) -> dict[str, list[Pin]]:
+    """All pins that hold, by the names of their checkpoints: one list. Where it ``tidies``, expired ones are removed.
 
     One that can't be read counts as a pin without an end.
     """
     found: defaultdict[str, list[Pin]] = defaultdict(list)
-    for each in _sorted_out(store, (notes or pin_notes()).read(store), clock):
+    for each in _sorted_out(store, (notes or pin_notes()).read(store), clock, tidies=tidies):
         found[each.name].append(each)
     return dict(found)
 
@@ -131,8 +133,10 @@ def _existing(store: Store, name: str) -> Manifest:
     return manifest
 
 
-def _sorted_out(store: Store, read: Mapping[str, Pin | ManifestError], clock: Clock) -> Iterable[Pin]:
-    """Those that hold; the others are removed."""
+def _sorted_out(
+    store: Store, read: Mapping[str, Pin | ManifestError], clock: Clock, *, tidies: bool = True
+) -> Iterable[Pin]:
+    """Those that hold; where it ``tidies``, the others are removed."""
     now = clock.wall()
     for key, value in read.items():
         name, _, last = key.removeprefix(ids.PINS_PREFIX).rpartition("/")
@@ -141,7 +145,7 @@ def _sorted_out(store: Store, read: Mapping[str, Pin | ManifestError], clock: Cl
         each = unread if isinstance(value, ManifestError) else replace(value, name=name, token=unread.token)
         if each.holds(now):
             yield each
-        else:
+        elif tidies:
             store.delete(key)
 
 

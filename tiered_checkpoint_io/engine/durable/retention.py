@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.aliases import delete
+from tiered_checkpoint_io.engine.durable.manifests import contents_of
 from tiered_checkpoint_io.engine.durable.metrics import Added, added_metrics, forget, metric_notes
 from tiered_checkpoint_io.engine.durable.notes import Notes
 from tiered_checkpoint_io.engine.durable.pins import pin_notes, pins
@@ -49,23 +50,27 @@ class Survey:
 
     Attributes:
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
+        saves: After it, the saves that manifests name.
     """
 
     unread: dict[str, ManifestError] = field(default_factory=dict)
+    saves: set[str] = field(default_factory=set)
     _manifests: Notes[Manifest | None] = field(default_factory=lambda: Notes(ids.MANIFEST_PREFIX, _manifest))
     _pins: Notes[Pin] = field(default_factory=pin_notes)
     _metrics: Notes[Added] = field(default_factory=metric_notes)
     _leases: Notes[LeaseFacts] = field(default_factory=lambda: Notes(ids.LEASE_PREFIX, _lease))
 
-    def look(self, store: Store, *, metrics: bool, clock: Clock = SYSTEM) -> list[Checkpoint]:
-        """All checkpoints and aliases. Metrics of saves that are gone, and expired pins, are removed on the way.
+    def look(self, store: Store, *, metrics: bool, tidies: bool = True, clock: Clock = SYSTEM) -> list[Checkpoint]:
+        """All checkpoints and aliases, with their pins, and with their metrics where these are asked for.
+
+        Where it ``tidies``, metrics of saves that are gone, and expired pins, are removed on the way.
 
         Raises:
             StoreError: The tier could not be asked.
         """
         # Before the manifests: what has a value now, and no manifest then, is gone.
         added = added_metrics(store, self._metrics) if metrics else {}
-        pinned = pins(store, self._pins, clock=clock)
+        pinned = pins(store, self._pins, tidies=tidies, clock=clock)
         read = {
             name: value
             for key, value in self._manifests.read(store).items()
@@ -73,9 +78,9 @@ class Survey:
         }
         self.unread = {name: value for name, value in read.items() if isinstance(value, ManifestError)}
         manifests = [value for value in read.values() if isinstance(value, Manifest)]
-        if added and not self.unread:
-            known = {each for one in manifests for each in (one.content.save_id, one.content.copy_of)}
-            forget(store, added.keys() - known - {old.save_id for one in manifests for old in one.previous})
+        self.saves = {each.save_id for each in contents_of(manifests)}
+        if tidies and added and not self.unread:
+            forget(store, added.keys() - self.saves - {each.content.copy_of for each in manifests})
         return [
             Checkpoint.of(each, added.get(each.content.copy_of or each.content.save_id, {}), pinned.get(each.name, ()))
             for each in manifests

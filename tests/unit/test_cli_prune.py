@@ -1,0 +1,126 @@
+"""The command line over what is kept: prune, pin, unpin and metric, on a real S3 server."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from support.committing import alias, save
+from support.draining import names
+from support.draining import objects as files
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
+from tiered_checkpoint_io.cli import app, prune
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores import open_store
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def s3(s3_url):
+    store = open_store(TieredCheckpointConfig(dirpath=s3_url))
+    for number in range(1, 7):
+        save(store, f"c{number}", number)
+    yield store
+    store.close()
+
+
+def told(done):
+    """What a table says of each checkpoint, and the lines behind it."""
+    header, *lines = done.stdout.splitlines()
+    assert header.split("\t") == ["name", "decision", "step", "size", "kept by"], done.output
+    rows = [line.split("\t") for line in lines]
+    return {row[0]: (row[1], row[4]) for row in rows if len(row) == 5}, [row[0] for row in rows if len(row) == 1]
+
+
+def test_a_bucket_is_cleared_up_after_a_look_at_what_would_go(s3, tmp_path):
+    assert command("metric", s3.url, "c2", "val_loss=0.1").stdout == "c2: val_loss=0.1\n"
+    assert command("pin", s3.url, "c1", "--for", "2h", "--reason", "paper").exit_code == 0
+    alias(s3, "release", "c3")
+    s3.put("notes.txt", b"mine")
+    s3.put(ids.index_key("20200101T000000.000000-00000000-00000001"), b"{}")
+    time.sleep(0.01)
+    keep = ("--keep-latest", "1", "--keep-best", "1", "--metric", "val_loss", "--older-than", "0")
+    before = names(s3)
+    rows, lines = told(command("prune", s3.url, *keep))
+    assert names(s3) == before, "a look deletes nothing"
+    assert [name for name, (decision, _) in rows.items() if decision == "goes"] == ["c5", "c4"]
+    assert rows["c6"] == ("stays", "newest, latest 1")
+    assert rows["c2"][1] == "best 1 by val_loss (min)"
+    assert rows["c1"][1].startswith("pinned from ") and rows["c1"][1].endswith(": paper")
+    assert rows["c3"][1] == "target of release"
+    assert lines[0].startswith("2 would go, ") and lines[0].endswith("; delete with --yes")
+    assert lines[1:] == [
+        "incomplete saves: 1; the next commit of a run removes them",
+        "objects that no checkpoint owns: 1, 0.00 KiB; they are left alone, as they may be another program's",
+    ]
+    config = tmp_path / "run.yaml"
+    config.write_text("s3_checkpointing:\n  retention:\n    - latest: 1\n    - {best: 1, metric: val_loss}\n")
+    done = command("prune", s3.url, "--config", str(config), "--yes", "--json")
+    document = json.loads(done.stdout)
+    assert (document["removed"], document["dry_run"]) == (["c4", "c5"], False)
+    assert names(s3) == ["c1", "c2", "c3", "c6", "release"]
+    assert files(s3) == ["c1", "c2", "c3", "c6", "notes.txt"]
+    assert not list(s3.list(ids.LEASE_PREFIX)), "its lease is given back"
+    assert command("unpin", s3.url, "c1").stdout == "removed 1 pin of c1\n"
+    assert json.loads(command("prune", s3.url, *keep, "--yes", "--json").stdout)["removed"] == ["c1"]
+
+
+def test_while_a_run_is_there_nothing_is_removed(s3, memory_dir):
+    io = TieredCheckpointIO(s3.url, memory_dir=memory_dir, drain="thread")
+    io.save_checkpoint({"global_step": 7, "epoch": 0}, f"{s3.url}/c7")
+    done = command("prune", s3.url, "--keep-latest", "1", "--yes")
+    assert isinstance(done.exception, UsageError)
+    assert f"another run writes to the same dirpath: process {os.getpid()}" in str(done.exception)
+    assert len(names(s3)) == 7
+    io.teardown()
+    assert command("prune", s3.url, "--keep-latest", "1", "--yes").exit_code == 0
+    assert names(s3) == ["c7"]
+
+
+def test_ctrl_c_stops_between_two_checkpoints(s3, monkeypatch):
+    removed = prune.remove
+
+    def remove(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        return removed(*arguments, **options)
+
+    monkeypatch.setattr(prune, "remove", remove)
+    done = command("prune", s3.url, "--keep-latest", "1", "--yes")
+    assert (done.exit_code, done.stderr) == (130, "interrupted: removed 1 of 5; the others are whole\n")
+    assert names(s3) == files(s3) == ["c2", "c3", "c4", "c5", "c6"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("prune",), 2, "no policy is given; say what to keep"),
+        (("prune", "--keep-latest", "0"), 2, "retention.latest is 0"),
+        (("prune", "--keep-best", "2"), 2, "--keep-best needs --metric"),
+        (("prune", "--keep-latest", "1", "--metric", "x"), 2, "metric and mode beside best alone"),
+        (("prune", "--config", "/nowhere.yaml"), 2, "--config /nowhere.yaml can't be read: [Errno 2]"),
+        (("prune", "--config", "/nowhere.yaml", "--keep-latest", "1"), 2, "give one of the two"),
+        (("prune", "--keep-latest", "1"), 1, "there is no checkpoint at this dirpath"),
+        (("prune", "--keep-latest", "1", "--yes"), 1, "there is no checkpoint at this dirpath"),
+        (("pin", "x", "--for", "2 hours"), 2, "'2 hours' is no time; allowed: a number above 0 and s, m, h or d"),
+        (("pin", "x"), 1, "there is no checkpoint x, so nothing is pinned"),
+        (("pin", "tiered:latest"), 1, "there is no checkpoint to resume from"),
+        (("metric", "x", "val_loss"), 2, "'val_loss' is no metric with a value"),
+        (("metric", "x", "val_loss=nan"), 2, "the value of val_loss is nan"),
+        (("metric", "x", "val_loss=1"), 1, "there is no checkpoint x, so no metric was added"),
+    ],
+)
+def test_wrong_use_is_told_and_writes_nothing(arguments, status, said, tmp_path):
+    name, *rest = arguments
+    done = command(name, str(tmp_path / "run"), *rest)
+    told_by = done.stderr if status == 2 else str(done.exception)
+    assert (done.exit_code, said in " ".join(told_by.split())) == (status, True), done.output
+    assert not list(DirectoryStore(str(tmp_path / "run")).list(""))

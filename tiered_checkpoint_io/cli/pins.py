@@ -1,0 +1,173 @@
+"""Commands about single checkpoints that are not to go: pin, unpin; and metrics that an evaluation adds."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timezone
+from typing import Annotated
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.catalog import latest, read_all
+from tiered_checkpoint_io.cli.options import (
+    TIMEOUT_S,
+    Dirpath,
+    Endpoint,
+    Json,
+    Profile,
+    Region,
+    Timeout,
+    config_of,
+    name_of,
+    wrong_use,
+)
+from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.engine.durable import metrics, pins
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.retention import Pin
+from tiered_checkpoint_io.stores import Store
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+
+Name = Annotated[str, typer.Argument(help="The checkpoint: a name, a path or URL below DIRPATH, or tiered:latest.")]
+
+
+def seconds_of(text: str) -> float:
+    """The seconds of ``90s``, ``30m``, ``2h`` or ``7d``; other text ends the command with status 2."""
+    match = _DURATION.fullmatch(text)
+    if match is None or not float(match[1]):
+        raise typer.BadParameter(f"{text!r} is no time; allowed: a number above 0 and s, m, h or d, such as 2h")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def pin(
+    dirpath: Dirpath,
+    name: Name,
+    duration: Annotated[
+        str | None, typer.Option("--for", help="How long it holds, such as 90s, 30m, 2h or 7d; for ever by default.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Why, for people.")] = "",
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+    json: Json = False,
+) -> None:
+    """Keeps a checkpoint of the durable tier from being deleted: by retention, prune, save_top_k or a callback.
+
+    An overwrite of its name is no delete, and is not held up.
+    """
+    expires_s = None if duration is None else seconds_of(duration)
+    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    wanted = name_of(config, name)
+
+    def work(store: Store) -> Pin:
+        meant = _meant(store, wanted)
+        with wrong_use():
+            return pins.pin(store, meant, reason=reason, expires_s=expires_s)
+
+    made = ask(config, work)
+    if json:
+        write_json("pin", {"dirpath": config.dirpath, "pin": document_of(made)})
+    else:
+        end = "" if made.expires is None else f" until {time_text(made.expires)}"
+        say(f"pinned {printable(made.name)}{end}")
+
+
+def unpin(
+    dirpath: Dirpath,
+    name: Name,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+    json: Json = False,
+) -> None:
+    """Removes all pins of a checkpoint. Deletes nothing: what has to go goes at the next retention, or by prune."""
+    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    wanted = name_of(config, name)
+
+    def work(store: Store) -> list[Pin]:
+        return pins.unpin(store, _meant(store, wanted))
+
+    gone = ask(config, work)
+    if json:
+        write_json("unpin", {"dirpath": config.dirpath, "removed": [document_of(each) for each in gone]})
+    elif gone:
+        say(f"removed {len(gone)} pin{'' if len(gone) == 1 else 's'} of {printable(gone[0].name)}")
+    else:
+        say(f"{printable(wanted)} has no pin")
+
+
+def metric(
+    dirpath: Dirpath,
+    name: Name,
+    values: Annotated[list[str], typer.Argument(help="Metrics and values, such as val_loss=0.31.")],
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+    json: Json = False,
+) -> None:
+    """Adds metrics to a checkpoint of the durable tier, as an evaluation elsewhere finds them.
+
+    Policies of the best, and tiered://best?monitor=..., go by them. A value of the same metric replaces the earlier.
+    """
+    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    wanted, given = name_of(config, name), dict(map(_value_of, values))
+
+    def work(store: Store) -> tuple[str, str]:
+        meant = _meant(store, wanted)
+        with wrong_use():
+            return meant, metrics.add_metrics(store, meant, given)
+
+    meant, save_id = ask(config, work)
+    if json:
+        write_json("metric", {"dirpath": config.dirpath, "name": meant, "save_id": save_id, "metrics": given})
+    else:
+        say(f"{printable(meant)}: {', '.join(f'{printable(key)}={value:g}' for key, value in given.items())}")
+
+
+def document_of(each: Pin) -> dict[str, object]:
+    """A pin, for programs."""
+    return {
+        "name": each.name,
+        "token": each.token,
+        "save_id": each.save_id,
+        "reason": each.reason,
+        "host": each.host,
+        "created": time_text(each.created),
+        "expires": None if each.expires is None else time_text(each.expires),
+    }
+
+
+def time_text(seconds: float) -> str:
+    """A time in ISO 8601, UTC; "?" for what is no time that there is."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def _value_of(text: str) -> tuple[str, float]:
+    key, equals, value = text.rpartition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = None
+    if not equals or not key or number is None:
+        raise typer.BadParameter(f"{text!r} is no metric with a value, such as val_loss=0.31")
+    return key, number
+
+
+def _meant(store: Store, wanted: str) -> str:
+    """The name that is meant: of tiered:latest, what a restart would take from the durable tier."""
+    if wanted != ids.LATEST:
+        return wanted
+    found = latest(read_all(store))
+    if found is None:
+        raise CheckpointNotFoundError("there is no checkpoint to resume from", tier="durable", key=store.url)
+    return found.name

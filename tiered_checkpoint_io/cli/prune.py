@@ -1,0 +1,300 @@
+"""The command that removes from the durable tier what no policy keeps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.ending import told_to_end
+from tiered_checkpoint_io.cli.options import (
+    TIMEOUT_S,
+    Dirpath,
+    Endpoint,
+    Json,
+    Profile,
+    Region,
+    Timeout,
+    config_of,
+    wrong_use,
+)
+from tiered_checkpoint_io.cli.output import say, show, write_json
+from tiered_checkpoint_io.cli.pins import document_of, time_text
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.durable.leftovers import Leftovers, leftovers
+from tiered_checkpoint_io.engine.durable.retention import Survey, in_order, remove
+from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreUnavailableError
+from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
+from tiered_checkpoint_io.model.retention import Checkpoint, Policy, kept, policies_from
+from tiered_checkpoint_io.stores import Store, open_store
+
+_INTERRUPTED = 130
+#: Beyond the time after which a lease counts as dead: for the looks at it.
+_PATIENCE_S = 30.0
+_LOOK_S = 0.2
+
+
+class _Plan(NamedTuple):
+    """What there is, why each stays, and what lies beside it."""
+
+    found: Sequence[Checkpoint]
+    unread: Mapping[str, Exception]
+    reasons: Mapping[str, tuple[str, ...]]
+    left: Leftovers
+
+    @property
+    def going(self) -> list[Checkpoint]:
+        return in_order(each for each in self.found if not self.reasons[each.name])
+
+
+def prune(
+    dirpath: Dirpath,
+    keep_latest: Annotated[int | None, typer.Option(help="Keep so many latest steps.")] = None,
+    keep_every_steps: Annotated[int | None, typer.Option(help="Keep one in so many steps.")] = None,
+    keep_every_hours: Annotated[float | None, typer.Option(help="Keep one in so many hours.")] = None,
+    keep_best: Annotated[int | None, typer.Option(help="Keep so many of the best by --metric.")] = None,
+    metric: Annotated[str | None, typer.Option(help="The metric for --keep-best, such as val_loss.")] = None,
+    mode: Annotated[str | None, typer.Option(help="min (the default) or max: which values are better.")] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="A YAML file with the key retention, in place of these options.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False,
+    older_than: Annotated[
+        float, typer.Option(min=0, help="Report what was left behind more than so many hours ago.")
+    ] = 24.0,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+    json: Json = False,
+) -> None:
+    """Removes checkpoints of the durable tier that no policy keeps. Without --yes it only shows what would go, and why
+    each of the others stays.
+
+    Always kept: the newest that training can resume from, what is pinned, aliases and what they stand for, and copies
+    such as last.ckpt. Refused with --yes while a run writes to the dirpath.
+    """
+    given = {
+        "latest": keep_latest,
+        "every_steps": keep_every_steps,
+        "every_hours": keep_every_hours,
+        "best": keep_best,
+        "metric": metric,
+        "mode": mode,
+    }
+    if keep_best is not None and metric is None:
+        raise typer.BadParameter("--keep-best needs --metric, such as --metric val_loss")
+    policies = _policies({key: value for key, value in given.items() if value is not None}, config_file)
+    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    older_than_s = older_than * 3600.0
+    plan = ask(config, lambda store: _plan(store, policies, older_than_s))
+    if not (yes and plan.going):
+        _tell(config, plan, [], json=json, dry_run=not yes)
+        return
+    gone: list[Checkpoint] = []
+    with told_to_end(logging.getLogger("tiered_checkpoint_io"), late=_INTERRUPTED) as stop:
+        store = open_store(config)
+        keeper = LeaseKeeper(lambda: store, config.namespace, _quiet(), owner=SYSTEM.token(8), clock=SYSTEM)
+        try:
+            keeper.start()
+            if _claims(config, keeper, stop):
+                # What was there before may be another by now.
+                plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))
+                going = plan.going
+                # What is printed comes behind the last delete: a closed pipe stops none half-way.
+                gone = ask(config, lambda asked: _remove(asked, going, stop))
+        finally:
+            keeper.close(float(timeout))
+            store.close()
+    if stop.is_set():
+        say(f"interrupted: removed {len(gone)} of {len(plan.going)}; the others are whole", err=True)
+        raise typer.Exit(_INTERRUPTED)
+    _tell(config, plan, gone, json=json, dry_run=False)
+
+
+def _policies(given: Mapping[str, object], config_file: Path | None) -> tuple[Policy, ...]:
+    """The policies of the options or of the file; nothing that may be meant otherwise, and never none."""
+    with wrong_use():
+        if config_file is None:
+            policies = policies_from(given) if given else ()
+        elif given:
+            raise ConfigError("both --config and other options say what to keep", hint="give one of the two")
+        else:
+            policies = policies_from(_retention_in(config_file))
+    if not policies:
+        where = f"{config_file} has no policy under retention" if config_file is not None else "no policy is given"
+        raise typer.BadParameter(f"{where}; say what to keep, such as --keep-latest 3")
+    return policies
+
+
+def _retention_in(file: Path) -> object:
+    """The value of ``retention`` in a YAML file: at its top, or in the block ``s3_checkpointing``."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(file))
+    except (OmegaConfBaseException, YAMLError, OSError) as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"--config {file} can't be read: {why}", hint="a YAML file is expected") from error
+    block = loaded.get(BLOCK, loaded) if isinstance(loaded, dict) else {}
+    return block.get("retention") if isinstance(block, dict) else None
+
+
+def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Plan:
+    survey = Survey()
+    found = survey.look(store, metrics=True, tidies=False)
+    if not found and not survey.unread:
+        raise CheckpointNotFoundError(
+            "there is no checkpoint at this dirpath",
+            operation="prune",
+            tier="durable",
+            key=store.url,
+            hint="check dirpath",
+        )
+    reasons = kept(found, policies, SYSTEM.wall())
+    names = {each.name for each in found} | survey.unread.keys()
+    return _Plan(found, survey.unread, reasons, leftovers(store, names, survey.saves, older_than_s=older_than_s))
+
+
+def _claims(config: TieredCheckpointConfig, keeper: LeaseKeeper, stop: threading.Event) -> bool:
+    """Waits until this process holds the lease, as a run does; false where it was told to end before.
+
+    Raises:
+        UsageError: A live run holds it.
+        StoreUnavailableError: The tier does not answer.
+    """
+    began, told = SYSTEM.monotonic(), False
+    while not keeper.is_held and not stop.is_set():
+        keeper.check(_LOOK_S)
+        waited = SYSTEM.monotonic() - began
+        if not told and waited > SYSTEM.timing.lease_poll_s and not keeper.is_held:
+            say(f"watching for up to {SYSTEM.timing.lease_ttl_s:.0f} s whether another run is alive", err=True)
+            told = True
+        if waited > SYSTEM.timing.lease_ttl_s + max(_PATIENCE_S, config.durable_timeout_s):
+            raise StoreUnavailableError(
+                "could not check whether another run uses this dirpath, so nothing was removed",
+                operation="claim",
+                key=config.dirpath,
+                hint="try again once the server answers",
+            )
+        SYSTEM.wait(stop, 0.0 if keeper.is_held else _LOOK_S)
+    return not stop.is_set()
+
+
+def _remove(store: Store, going: Sequence[Checkpoint], stop: threading.Event) -> list[Checkpoint]:
+    gone = []
+    for each in going:
+        if stop.is_set():
+            break
+        if remove(store, each):
+            gone.append(each)
+    return gone
+
+
+def _quiet() -> logging.Logger:
+    """What a lease has to say is raised here."""
+    log = logging.getLogger("tiered_checkpoint_io.prune")
+    log.propagate = False
+    log.addHandler(logging.NullHandler())
+    return log
+
+
+# ------------------------------------------------------------------------------------------ output
+def _tell(
+    config: TieredCheckpointConfig, plan: _Plan, gone: Sequence[Checkpoint], *, json: bool, dry_run: bool
+) -> None:
+    going, left = plan.going, plan.left
+    if json:
+        write_json(
+            "prune",
+            {
+                "dirpath": config.dirpath,
+                "dry_run": dry_run,
+                "checkpoints": [_document(each, plan.reasons[each.name]) for each in reversed(in_order(plan.found))],
+                "unreadable": sorted(plan.unread),
+                "removed": [each.name for each in gone],
+                "removed_size_bytes": sum(each.size for each in gone),
+                "incomplete_saves": list(left.incomplete),
+                "unnamed_objects": left.objects,
+                "unnamed_size_bytes": left.size,
+                "unfinished_uploads": left.uploads,
+            },
+        )
+        return
+    rows = [(each, ", ".join(plan.reasons[each.name])) for each in reversed(in_order(plan.found))]
+    word = "goes" if dry_run else "removed"
+    told = {each.name for each in gone} if not dry_run else {each.name for each in going}
+    show(
+        config.dirpath,
+        [
+            *((each.name, "stays", "?", "?", "it can't be read") for each in _unread(plan)),
+            *(
+                (
+                    each.name,
+                    word if each.name in told else "stays",
+                    str(each.step) if each.step >= 0 else "",
+                    "" if each.alias_of else size_text(each.size),
+                    why or _late(each, told),
+                )
+                for each, why in rows
+            ),
+        ],
+        "name",
+        "decision",
+        "step",
+        "size",
+        "kept by",
+    )
+    size = size_text(sum(each.size for each in (going if dry_run else gone)))
+    if dry_run:
+        say(f"{len(going)} would go, {size}" + ("; delete with --yes" if going else ""))
+    else:
+        say(f"removed {len(gone)}, {size}")
+    for line in _leftover_lines(left):
+        say(line)
+
+
+def _unread(plan: _Plan) -> list[Checkpoint]:
+    return [Checkpoint(name, "") for name in sorted(plan.unread)]
+
+
+def _late(each: Checkpoint, told: set[str]) -> str:
+    return "" if each.name in told else "pinned, or saved again, meanwhile"
+
+
+def _leftover_lines(left: Leftovers) -> list[str]:
+    lines = []
+    if left.incomplete:
+        lines.append(f"incomplete saves: {len(left.incomplete)}; the next commit of a run removes them")
+    if left.uploads:
+        lines.append(f"unfinished uploads: {left.uploads}; the next run aborts those older than a day")
+    if left.objects:
+        lines.append(
+            f"objects that no checkpoint owns: {left.objects}, {size_text(left.size)}; they are left alone, as they may"
+            " be another program's"
+        )
+    return lines
+
+
+def _document(each: Checkpoint, reasons: Sequence[str]) -> dict[str, object]:
+    return {
+        "name": each.name,
+        "kept": bool(reasons),
+        "reasons": list(reasons),
+        "step": each.step if each.step >= 0 else None,
+        "save_id": each.save_id,
+        "size_bytes": each.size,
+        "created": time_text(each.created),
+        "alias_of": each.alias_of,
+        "metrics": dict(each.metrics),
+        "pins": [document_of(pin) for pin in each.pins],
+    }
