@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.places import folder_of
+from tiered_checkpoint_io.callbacks.recording import Recording
 from tiered_checkpoint_io.callbacks.requeue import take_over_requeue
 from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, on_rank_0
@@ -17,6 +18,7 @@ from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
+from tiered_checkpoint_io.metrics.exports import Target, targets_of_environment
 from tiered_checkpoint_io.model import ids
 
 
@@ -34,18 +36,25 @@ class StrategyGuard(Callback):
     #: See :func:`say_summary_last`.
     says_summary = True
 
+    def __init__(self) -> None:
+        self._recording = Recording()
+        self._targets: list[Target] = []
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
 
         Raises:
             UsageError: A strategy does, or a ModelCheckpoint; or there are fewer nodes than ``replication_factor``.
             StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
+            ConfigError: TIERED_CHECKPOINT_METRICS can't be understood, or names what is not installed.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
             return
         check_strategy(trainer.strategy)
         train_here()
+        # On all ranks alike.
+        self._targets = targets_of_environment() if stage == "fit" else []
         if stage == "fit":
             for callback in trainer.checkpoint_callbacks:
                 # Classes derived from it are their authors' business.
@@ -70,6 +79,7 @@ class StrategyGuard(Callback):
         left = getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ()
         why = "Lightning restores it only where an epoch was not finished"
         report_left_out(io.checkpointer.session, "the checkpoint", len(left), why, says=trainer.is_global_zero)
+        self._recording.begin(trainer, io.checkpointer.session, self._targets)
         if not trainer.is_global_zero:
             return
         # In setup, Lightning does not show ckpt_path yet.
@@ -91,6 +101,12 @@ class StrategyGuard(Callback):
                 "memory" if found.held else "durable",
             )
 
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Notes the step, every few seconds: see :class:`Recording`."""
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is not None:
+            self._recording.reach(trainer, io.checkpointer.session)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Training starts from scratch where there is no checkpoint; an evaluation has no use for that.
 
@@ -111,11 +127,18 @@ class StrategyGuard(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Says where the newest checkpoints are: Lightning calls no teardown after an exception, Ctrl-C included."""
         say_summary_last(trainer, self)
+        self._end(trainer, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         """Says where the newest checkpoints are, once the IO has waited for uploads."""
         if stage == "fit":
             say_summary(trainer)
+            self._end(trainer)
+
+    def _end(self, trainer: Trainer, exception: BaseException | None = None) -> None:
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is not None:
+            self._recording.end(trainer, io.checkpointer.session, exception)
 
 
 def guard() -> list[Callback]:

@@ -352,7 +352,7 @@ class TieredModelCheckpoint(DurableEnd):
             return None
         progress = self._engine.progress()
         report = progress.last_save if progress.last_save is not before else None
-        self._reporter.saved(trainer, progress, report)
+        self._reporter.saved(trainer, progress, report, self._engine.dirpath)
         return report
 
     def _saved(self, trainer: Trainer, step: int) -> bool:

@@ -9,6 +9,7 @@ from weakref import proxy
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tiered_checkpoint_io.callbacks.urls import log_url
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.logs import GIB
@@ -58,10 +59,12 @@ class Reporter:
         else:
             self._news = True
 
-    def saved(self, trainer: Trainer, progress: Progress, report: SaveReport | None) -> None:
-        """Logs a save that has just returned; without a report, one that failed."""
+    def saved(self, trainer: Trainer, progress: Progress, report: SaveReport | None, dirpath: str) -> None:
+        """Logs a save to ``dirpath`` that has just returned; without a report, one that failed."""
         self._line = line_of(progress, self._durable_step)
         log(trainer, metrics_of(progress, report))
+        if report is not None and "durable" in report.tiers and not report.queued:
+            _log_durable(trainer, ids.join_url(dirpath, report.name), report.step)
 
     def hear(
         self,
@@ -96,9 +99,16 @@ def log(trainer: Trainer, metrics: dict[str, float]) -> None:
 
 
 def log_drain(trainer: Trainer, outcomes: Sequence[Outcome]) -> None:
-    """Logs how long each save took from the drain's start on it until it was durable, seconds."""
+    """Logs of each save that became durable its step and URL, and how long the drain took for it, seconds."""
     for outcome in _durable_saves(outcomes):
         log(trainer, {"checkpoint/drain_s": outcome.seconds})
+        _log_durable(trainer, ids.join_url(outcome.dirpath, outcome.name), outcome.step)
+
+
+def _log_durable(trainer: Trainer, url: str, step: int) -> None:
+    log(trainer, {"checkpoint/durable_step": float(step)})
+    for logger in trainer.loggers:
+        log_url(logger, url, step)
 
 
 def _durable_saves(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -114,6 +124,7 @@ def metrics_of(progress: Progress, report: SaveReport | None) -> dict[str, float
     }
     if report is not None:
         metrics["checkpoint/stall_s"] = report.stall_s
+        metrics["checkpoint/capture_s"] = report.capture_s
         metrics["checkpoint/size_GiB"] = report.size / GIB
         metrics["checkpoint/staged_GiB_per_s"] = report.size / GIB / max(report.stall_s, 1e-9)
     return metrics

@@ -18,10 +18,12 @@ from torch.futures import Future
 from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, close_shared, settings_of
 from tiered_checkpoint_io.adapters.groups import told_to_dcp
+from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector, Tier
 from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
+from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards
@@ -82,6 +84,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         self.settings = self._base
         self.step = step
         self._path = path
+        self._began = 0.0
         self._no_dist = no_dist
         self._process_group = process_group
         # Not in torch 2.6, whose files need none.
@@ -104,6 +107,7 @@ class TieredStorageReader(OverTiers, StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a load; see ``StorageReader.reset``."""
         path = checkpoint_id if checkpoint_id is not None else self._path
+        self._began = SYSTEM.monotonic()
         self.settings = self._base
         if path is None or not os.fspath(path):
             if self.step is not None:
@@ -188,6 +192,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         finally:
             self._leave()
             opened.close()
+        note_restore(session, opened, self.tier, self._began)
         session.save_ids.follow(opened.newest_save_id)
         if opened.save_id:
             self._shared.saver.is_complete(opened.name, opened.save_id)

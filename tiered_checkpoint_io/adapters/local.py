@@ -13,6 +13,7 @@ from tiered_checkpoint_io.adapters.state import fill, local_part, paths
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
+from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place, save_local
@@ -83,7 +84,7 @@ def load_local_state(
     """Loads this rank's shard; the reader's ``opened`` then tells of which checkpoint."""
     reader.reset(checkpoint_id)
     session, config = reader.session, reader.settings.config
-    tier = session.open().tier
+    tier, began = session.open().tier, session.clock.monotonic()
     peers = None if alone else session.local_peers()
     with LocalRestorer(tiers_of(session, config), place, peers).restore(reader.selector) as found:
         where = {"tier": found.tier, "key": found.name, "rank": place.shard, "step": found.step}
@@ -93,6 +94,7 @@ def load_local_state(
         fill(state_dict, loaded, where=f"{found.name}, shard {place.shard}")
     content = found.content
     assert content is not None
+    note_restore(session, found, found.tier, began)
     session.save_ids.follow(found.newest_save_id or content.save_id)
     reader.opened = OpenShards(
         name=found.name, content=content, rejected=found.rejected, newest_save_id=found.newest_save_id

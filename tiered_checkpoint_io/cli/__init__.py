@@ -20,6 +20,7 @@ from tiered_checkpoint_io.cli import (
     importing,
     listing,
     memory,
+    metrics,
     pins,
     prune,
     pull,
@@ -65,6 +66,7 @@ app.command("prune")(prune.prune)
 app.command("pin")(pins.pin)
 app.command("unpin")(pins.unpin)
 app.command("metric")(pins.metric)
+app.command("metrics")(metrics.metrics)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from tiered_checkpoint_io.cli.documents import drain_document, latest_saves, namespace_document
 from tiered_checkpoint_io.cli.ending import told_to_end
+from tiered_checkpoint_io.cli.metrics import Export, source_of, targets_of
 from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Namespace, Root, root_of
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
 from tiered_checkpoint_io.cli.roots import all_roots, existing, tier_at, undone
@@ -20,6 +22,7 @@ from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.metrics.exports import Exports
 from tiered_checkpoint_io.model.place import Place
 
 #: How often a drain that stands by looks whether it is needed, seconds.
@@ -34,6 +37,7 @@ def drain(
     namespace: Namespace = None,
     once: Annotated[bool, typer.Option(help="Leave once nothing can be done now.")] = False,
     stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
+    export: Export = None,
     for_trainer: Annotated[bool, typer.Option(hidden=True)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print what was done, for programs.")] = False,
 ) -> None:
@@ -41,9 +45,10 @@ def drain(
     if as_json and not once:
         raise typer.BadParameter("--json tells what was done at the end: it goes with --once")
     root = existing(root_of(root, memory_dir, namespace))
-    log = get_logger(root.name)
+    log, targets, exports = get_logger(root.name), targets_of(export), Exports()
     before = set(Queue(root).outcomes()) if as_json else set()
-    with told_to_end(log, late=int(once)) as stop:
+    with told_to_end(log, late=int(once)) as stop, contextlib.closing(exports):
+        exports.start(targets, source_of(root), log)
         worker = Drain(root, logger=log, stop=stop, stay=stay, for_trainer=for_trainer)
         worked = worker.run(once=once)
         if not worked:

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.restore import Restored, restore
+from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore
 from tiered_checkpoint_io.engine.save.facts import admit, alone, position
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
@@ -274,6 +274,7 @@ class Checkpointer:
         selector: Selector,
         read: Callable[[Path, Restored], Any],
     ) -> Any:
+        began = self.session.clock.monotonic()
         tiers = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
         restored = restore(tiers, selector, group)
         if restored is None and selector.kind == "best":
@@ -296,6 +297,7 @@ class Checkpointer:
             # Nobody leaves before all have opened the file, and all fail if one does.
             coordination.agree(group, error)
         self.restored = restored
+        note_restore(self.session, restored, restored.tier, began)
         self.session.save_ids.follow(restored.newest_save_id)
         self.session.take_up()
         return state

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
+from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.drain.messages import Standing, look_at, not_done, not_uploaded, say_outcome
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
@@ -230,6 +231,11 @@ class Session:
         """Parts of this process that are still on their way to peers."""
         return self._peering.pending
 
+    def note(self, event: str, **facts: Any) -> None:
+        """Adds an event to the node's record of the run, by the first rank of the node; see :mod:`model.events`."""
+        if self._opened is not None and self._leads:
+            note(self._opened.tier.root, event, clock=self.clock, **facts)
+
     def _ask_names(self) -> set[str]:
         return names_of(self.durable())
 
@@ -385,6 +391,7 @@ class Session:
             SaveError: ``on_save_error`` is ``raise``.
         """
         self.counts["failed"] += 1
+        self.note("failed", name=name, step=step, error=str(error))
         self.log.at_step(step).error("saving %s failed: %s", name, error)
         if self._raises:
             if isinstance(error, SaveError):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.drain.operations import NAMING, RETENTION, SAVES, Outcome, Request, State, superseded
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
@@ -365,6 +366,19 @@ class Executor:
             begun.failures + (final and state != "skipped"),
             operation.dirpath,
             operation.server,
+        )
+        note(
+            self.tier.root,
+            "upload",
+            clock=self.clock,
+            action=outcome.action,
+            name=outcome.name,
+            step=outcome.step,
+            state=state,
+            size_bytes=outcome.bytes,
+            seconds=round(seconds, 3),
+            created=content.created if content is not None else 0.0,
+            error=outcome.error,
         )
         try:
             self.queue.finish(outcome, final=final)

@@ -22,6 +22,7 @@ class SaveReport:
         tiers: Where it is, or is on its way to.
         queued: Whether it is still on its way to the durable tier.
         spilled: Whether what the memory tier has of it lies in its spill, on the node's disk.
+        capture_s: Seconds of the stall in which the state was copied.
     """
 
     name: str
@@ -32,6 +33,7 @@ class SaveReport:
     tiers: frozenset[str]
     queued: bool = False
     spilled: bool = False
+    capture_s: float = 0.0
 
     def line(self, dirpath: str, what: str = "") -> str:
         """What to log of it: where it is by now, and what is still to be done.

@@ -20,6 +20,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.part_moves import carry, spread
 from tiered_checkpoint_io.engine.restore.search import Found, Outcome, Search
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
 from tiered_checkpoint_io.logs import rate, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
@@ -180,6 +181,18 @@ class NodeFetcher:
                 restored.seconds,
             )
             self.tiers.say_whose(restored.content)
+
+
+def note_restore(session: Session, found: Found, tier: Tier, began: float) -> None:
+    """Adds a load that has ended to the node's record of the run; ``began`` is by the monotonic clock."""
+    session.note(
+        "restore",
+        name=found.name,
+        step=found.step,
+        tier=tier,
+        seconds=round(session.clock.monotonic() - began, 3),
+        created=found.content.created if found.content is not None else 0.0,
+    )
 
 
 def fetched_from(stored: StoredPart, tier: Tier) -> FetchedPart:

@@ -217,6 +217,7 @@ def admit(session: Session, facts: SaveFacts, held: Collection[StoredPart] = ())
         session.known.note(facts.name, exists=True)
         return facts
     session.counts["skipped"] += 1
+    session.note("skipped", name=facts.name, step=facts.step, error="too many saves wait for the durable tier")
     session.log.at_step(facts.step).warning("%s stays in memory: too many saves wait for the durable tier", facts.name)
     return dataclasses.replace(facts, durable=False)
 

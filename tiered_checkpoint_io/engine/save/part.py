@@ -48,6 +48,7 @@ class PartSave:
         hashes: Of its chunks; empty where they are still to be made.
         streams: Whether :meth:`seal` sends it from the live state, because this node has no room for it.
         spilled: Whether it lies in the spill.
+        capture_s: How long the copy took, seconds.
     """
 
     session: Session
@@ -61,6 +62,7 @@ class PartSave:
     hashes: tuple[str, ...] = ()
     streams: bool = False
     spilled: bool = False
+    capture_s: float = 0.0
     _stream: Stream | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +101,7 @@ class PartSave:
         try:
             if durable:
                 drain.start()
+            began = session.clock.monotonic()
             self.slot, self.hashes = capturer.capture(
                 self.image,
                 scope,
@@ -107,6 +110,7 @@ class PartSave:
                 hashed=hashed,
                 spills=durable or session.config.spill_dir not in (AUTO, None),
             )
+            self.capture_s = session.clock.monotonic() - began
         except MemoryFullError as error:
             if not durable:
                 raise
@@ -325,8 +329,20 @@ class PartSave:
         tiers = frozenset(({"durable"} if facts.durable else set()) | (set() if self.streams else {"memory"}))
         session.counts["saved"] += 1
         queued = facts.durable and not waited and (background or not self.streams)
-        report = SaveReport(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled)
+        report = SaveReport(
+            facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s
+        )
         session.last_save = report
+        session.note(
+            "save",
+            name=facts.name,
+            step=facts.step,
+            size_bytes=size,
+            stall_s=round(stall, 6),
+            capture_s=round(self.capture_s, 6),
+            durable=facts.durable,
+            queued=queued,
+        )
         log = session.log.at_step(facts.step)
         # One part speaks for the save; steps of memory alone are too many.
         (log.info if facts.durable and self.rank == facts.coordinator else log.debug)(

@@ -33,6 +33,7 @@ def warn_spilled(session: Session, size: int) -> None:
 def skip(session: Session, name: str, step: int, reason: Exception) -> None:
     """Counts a save of memory alone for which there is no room, with one warning."""
     session.counts["skipped"] += 1
+    session.note("skipped", name=name, step=step, error=str(reason))
     session.log.at_step(step).debug("%s is skipped: %s", name, reason)
     text = f"the memory tier can't hold this checkpoint, so steps of memory alone are skipped: {reason}"
     _warn(session, f"{text}; a named spill_dir would hold them", "skipped")

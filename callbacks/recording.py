@@ -1,0 +1,53 @@
+"""What a training adds to its node's record of events, and where its node's metrics go while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+
+from tiered_checkpoint_io.engine.drain.events import note
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.metrics.collect import Source
+from tiered_checkpoint_io.metrics.exports import Exports, Target
+
+#: How often the step that training has reached is noted: as often as metrics are asked for.
+_STEP_EVERY_S = 15.0
+
+
+class Recording:
+    """The record of one training, by the first rank of each node; on the others it does nothing."""
+
+    def __init__(self) -> None:
+        self._root: Path | None = None
+        self._exports = Exports()
+        self._noted = 0.0
+
+    def begin(self, trainer: Trainer, session: Session, targets: Iterable[Target]) -> None:
+        """Notes that training starts, and begins to export; what can't be exported is logged, and training goes on."""
+        if trainer.local_rank != 0:
+            return
+        root = self._root = session.open().tier.root
+        note(root, "start", clock=session.clock, step=trainer.global_step)
+        try:
+            self._exports.start(targets, Source(lambda: [root], session.clock), session.log)
+        except ConfigError as error:
+            # The port may still be held by an earlier process, whose end must not be waited for.
+            session.log.error("%s; training continues without", error)
+
+    def reach(self, trainer: Trainer, session: Session) -> None:
+        """Notes the step that training has reached, every few seconds."""
+        now = session.clock.monotonic()
+        if self._root is not None and now - self._noted >= _STEP_EVERY_S:
+            self._noted = now
+            note(self._root, "step", clock=session.clock, step=trainer.global_step)
+
+    def end(self, trainer: Trainer, session: Session, error: BaseException | None = None) -> None:
+        """Notes that training has ended, and by what; ends the exports."""
+        if self._root is not None:
+            why = type(error).__name__ if error is not None else ""
+            note(self._root, "end", clock=session.clock, step=trainer.global_step, error=why)
+        self._root = None
+        self._exports.close()

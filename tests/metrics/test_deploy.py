@@ -1,0 +1,39 @@
+"""The dashboard and the alert rules: they ask for metrics that exist, and the rules fire when they should."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tiered_checkpoint_io.metrics.catalog import CATALOG, PREFIX
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+DASHBOARD = DEPLOY / "grafana" / "tiered-checkpoint.json"
+LABELS = {each.name: {"namespace", "instance", *each.labels} for each in CATALOG}
+
+
+def test_each_metric_that_they_name_exists_with_the_labels_that_they_ask_for():
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += re.findall(r"expr: (?:>\n)?((?:.*\n)+?)        ?(?:for|labels):", (PROMETHEUS / "alerts.yml").read_text())
+    assert len(asked) > 25
+    for text in asked:
+        names = re.findall(rf"({PREFIX}\w+)(?:\{{(.*?)\}})?", text)
+        assert names, text
+        for name, selectors in names:
+            assert name in LABELS, text
+            assert set(re.findall(r"(\w+)=", selectors)) <= LABELS[name], text
+    in_tests = (PROMETHEUS / "alerts_test.yml").read_text()
+    assert set(re.findall(rf"'({PREFIX}\w+)", in_tests)) <= set(LABELS)
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+@pytest.mark.parametrize("command", [["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]])
+def test_promtool_accepts_the_rules(command):
+    done = subprocess.run(["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

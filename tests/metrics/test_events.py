@@ -1,0 +1,111 @@
+"""The record of events: what it adds up to, its bound, and that it is no burden to anything."""
+
+import json
+import os
+
+import pytest
+from support.tenants import mounted_tmpfs
+
+from tiered_checkpoint_io.engine.drain import events
+from tiered_checkpoint_io.engine.drain.events import EVENTS_FILE, RunningTotals, note, read_events
+from tiered_checkpoint_io.model.events import totals_of
+
+
+def at(t, event, **facts):
+    return {"t": float(t), "event": event, **facts}
+
+
+def save(t, step, *, durable=False, queued=False, stall=0.5):
+    facts = {"name": f"step={step}.ckpt", "size_bytes": 100, "stall_s": stall, "capture_s": stall / 2}
+    return at(t, "save", step=step, durable=durable, queued=queued, **facts)
+
+
+def uploaded(t, step, created, state="committed"):
+    facts = {"action": "save", "size_bytes": 100, "seconds": 2.0, "error": ""}
+    return at(t, "upload", name=f"step={step}.ckpt", step=step, state=state, created=float(created), **facts)
+
+
+KILLED = [
+    at(1000, "start", step=0),
+    save(1010, 10),
+    save(1020, 20, durable=True, queued=True),
+    uploaded(1023, 20, 1020, state="failed"),
+    uploaded(1025, 20, 1020),
+    save(1030, 30),
+    at(1045, "step", step=45),
+]
+
+
+def test_what_a_run_that_was_killed_and_went_back_has_lost():
+    dead = totals_of(KILLED)
+    assert (dead.running, dead.step, dead.durable_step, dead.durable_at) == (True, 45, 20, 1020)
+    assert (dead.memory_saves, dead.durable_saves, dead.stall_s, dead.capture_s) == (2, 1, 1.5, 0.75)
+    assert (dead.uploads, dead.uploaded_bytes, dead.upload_s, dead.failed) == (1, 100, 2.0, 1)
+    # An evaluation loads a checkpoint: no step is repeated by that.
+    loaded = at(1100, "restore", name="step=30.ckpt", step=30, tier="memory", seconds=3.0, created=1030.0)
+    assert totals_of([*KILLED, loaded]).repeated_steps == 0
+    back = totals_of([*KILLED, loaded, at(1101, "start", step=30), at(1116, "step", step=45)])
+    assert (back.restores, back.restore_s) == (1, 3.0)
+    assert (back.repeated_steps, back.repeated_s) == (15, 15.0)
+    ended = totals_of([*KILLED, loaded, at(1101, "start", step=30), at(1131, "end", step=60, error="")])
+    assert (ended.running, ended.step, ended.repeated_steps) == (False, 60, 15)
+    assert totals_of([*KILLED, at(1046, "end", step=46, error="OSError")]).running
+    # What another release adds, or leaves out, does no harm.
+    assert totals_of([*KILLED, at(1200, "new"), at(1200, "save"), {"t": 1.0, "event": None}]).step == 45
+
+
+def test_the_record_is_bounded_and_its_totals_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "_MAX_BYTES", 20_000)
+    running = RunningTotals(tmp_path)
+    assert running.look().memory_saves == 0
+    for step in range(1, 400):
+        note(tmp_path, "save", **{key: value for key, value in save(0, step).items() if key not in ("t", "event")})
+        if step % 7 == 0:
+            # Looked at as it grows, over every time it is shortened.
+            assert running.look().memory_saves == step
+    assert (tmp_path / EVENTS_FILE).stat().st_size < 20_000
+    assert len(read_events(tmp_path)) < 200
+    assert totals_of(read_events(tmp_path)).memory_saves == running.look().memory_saves == 399
+    assert os.stat(tmp_path / EVENTS_FILE).st_mode & 0o777 == 0o600
+
+
+def test_a_line_that_was_cut_off_spoils_no_other(tmp_path):
+    note(tmp_path, "step", step=1)
+    running = RunningTotals(tmp_path)
+    with open(tmp_path / EVENTS_FILE, "ab") as file:
+        file.write(b'\n{"t":5,"event":"st')
+        file.flush()
+        assert running.look().step == 1
+    note(tmp_path, "step", step=2, error="x" * 10_000)
+    assert running.look().step == 2
+    assert [each["step"] for each in read_events(tmp_path)] == [1, 2]
+    assert len(read_events(tmp_path)[1]["error"]) == 300
+    json.dumps(read_events(tmp_path))
+
+
+def test_without_a_folder_nothing_happens(tmp_path):
+    note(tmp_path / "cleaned", "step", step=1)
+    assert read_events(tmp_path / "cleaned") == []
+    assert RunningTotals(tmp_path / "cleaned").look().step == -1
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs")
+def test_on_a_full_tmpfs_lines_are_missing_and_nothing_else(tmp_path):
+    with mounted_tmpfs(tmp_path, size=64 << 10) as folder:
+        path = os.fspath(folder)
+        note(folder, "step", step=1)
+        with open(f"{path}/ballast", "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(b"x" * 4096)
+            except OSError:
+                pass
+        for step in range(2, 500):
+            note(folder, "step", step=step)
+        os.unlink(f"{path}/ballast")
+        note(folder, "step", step=500)
+        steps = [each["step"] for each in read_events(folder)]
+        assert steps[0] == 1
+        assert steps[-1] == 500
+        assert len(steps) < 500

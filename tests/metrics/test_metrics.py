@@ -1,0 +1,211 @@
+"""One catalogue, one collector: each exporter tells the same of a training, and of a node whose trainer is dead."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.training import Model
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.metrics import exports
+from tiered_checkpoint_io.metrics.catalog import CATALOG, PREFIX, table
+from tiered_checkpoint_io.metrics.collect import Collector, Source
+from tiered_checkpoint_io.metrics.otel import Instruments
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROW = re.compile(rf"^\| `{PREFIX}\w+` .*\n", re.MULTILINE)
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def values(root):
+    """By name and the labels beside the namespace."""
+    return {_key(each.metric.name, each.labels): each.value for each in Collector(root).collect()}
+
+
+def _key(name, labels):
+    return " ".join([name.removeprefix(PREFIX), *(value for key, value in labels.items() if key != "namespace")])
+
+
+def parsed(text):
+    """The same, of Prometheus' text."""
+    found = re.findall(rf"^{PREFIX}(\w+)\{{(.*)\}} (\S+)$", text, re.MULTILINE)
+    return {_key(name, dict(re.findall(r'(\w+)="(.*?)"', labels))): float(value) for name, labels, value in found}
+
+
+def steady(found):
+    """Without what changes as time goes."""
+    return {key: value for key, value in found.items() if "seconds" not in key.split()[0] or key.endswith("total")}
+
+
+def root_of(runs):
+    (root,) = Path(runs.memory_dir).glob("tiered-*/*")
+    return root
+
+
+def test_the_document_has_the_catalogue():
+    text = DOCUMENT.read_text()
+    rows = "".join(f"{line}\n" for line in [*table()][2:])
+    if os.environ.get("TIERED_UPDATE_EXPECTED") == "1":
+        head = "\n".join([*table()][:2]) + "\n"
+        DOCUMENT.write_text(ROW.sub("", text).replace(head, head + rows))
+        return
+    assert "".join(ROW.findall(text)) == rows, "write it anew by TIERED_UPDATE_EXPECTED=1"
+    for each in CATALOG:
+        assert re.fullmatch(rf"{PREFIX}[a-z_]+", each.name)
+        assert each.name.endswith("_total") == (each.kind == "counter")
+        if each.unit not in ("", "steps"):
+            assert each.unit in each.name
+
+
+def test_a_dead_trainer_and_one_that_resumes(dead, monkeypatch, tmp_path):
+    root = root_of(dead)
+    found = values(root)
+    expected = {"running": 1, "step": 17, "memory_step": 15, "durable_step": 10, "steps_at_risk": 7}
+    expected |= {"saves_total memory": 2, "saves_total durable": 1, "uploads_total": 1, "pending": 0, "quarantined": 0}
+    assert found.items() >= expected.items()
+    assert 0 < found["capture_seconds_total"] < found["stall_seconds_total"] < found["run_seconds"]
+    assert found["uploaded_bytes_total"] > 1000
+    assert 0 < found["durable_age_seconds"] < found["run_seconds"]
+    assert found["used_bytes memory"] > 3000
+    assert found["free_bytes memory"] > 0
+    assert "replicated_step" not in found
+
+    told = tmp_path / "m.prom"
+    monkeypatch.setenv(exports.ENVIRONMENT, f"prometheus=0, textfile={told}, cloudwatch={tmp_path / 'm.log'}")
+    seen = {}
+
+    class Asked(Model):
+        def on_train_batch_end(self, *_):
+            (server,) = (
+                each for each in self.trainer.callbacks[-1]._recording._exports._running if hasattr(each, "port")
+            )
+            if not seen:
+                url = f"http://127.0.0.1:{server.port}/metrics"
+                with urllib.request.urlopen(url, timeout=10) as answer:
+                    seen.update(parsed(answer.read().decode()))
+
+    guard = "StrategyGuard"
+    checkpoints = TieredModelCheckpoint(memory_every_n_train_steps=5, s3_every_n_train_steps=10)
+    trainer = dead.trainer([checkpoints], max_steps=20)
+    trainer.callbacks.sort(key=lambda each: type(each).__name__ == guard)
+    trainer.fit(Asked(), ckpt_path="tiered:latest")
+    assert (seen["running"], seen["step"], seen["restores_total"], seen["repeated_steps_total"]) == (1, 15, 1, 2)
+    assert seen["lost_seconds_total repeated_steps"] > 0
+    # Ended: files have the last values, and nothing is left running.
+    ended = steady(values(root))
+    assert (ended["running"], ended["step"], ended["durable_step"], ended["steps_at_risk"]) == (0, 20, 20, 0)
+    assert steady(parsed(told.read_text())).items() >= {k: v for k, v in ended.items() if "bytes" not in k}.items()
+    lines = [json.loads(line) for line in (tmp_path / "m.log").read_text().splitlines()]
+    assert max(line.get(f"{PREFIX}durable_step", -1) for line in lines) == 20
+    for line in lines:
+        (about,) = line["_aws"]["CloudWatchMetrics"]
+        assert {each["Name"] for each in about["Metrics"]} | {*about["Dimensions"][0], "_aws"} == set(line)
+
+
+def test_opentelemetry_has_the_same(dead):
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    root, reader = root_of(dead), InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    instruments = Instruments(Source(lambda: [root]), provider)
+    (resource,) = reader.get_metrics_data().resource_metrics
+    (scope,) = resource.scope_metrics
+    points = {
+        _key(each.name, point.attributes): point.value for each in scope.metrics for point in each.data.data_points
+    }
+    assert steady(points) == steady(values(root))
+    instruments.close()
+    assert reader.get_metrics_data() is None
+    provider.shutdown()
+
+
+def test_the_command_shows_and_writes(dead, tmp_path):
+    where = ("metrics", "--memory-dir", dead.memory_dir)
+    assert f"{PREFIX}durable_step\tnamespace=" in command(*where).stdout
+    document = json.loads(command(*where, "--json").stdout)
+    assert {each["name"]: each["value"] for each in document["metrics"]}[f"{PREFIX}step"] == 17
+    assert command(*where, "--export", f"textfile={tmp_path / 'x.prom'}", "--once").exit_code == 0
+    assert parsed((tmp_path / "x.prom").read_text())["step"] == 17
+    printed = command(*where, "--export", "cloudwatch=-", "--once").stdout.splitlines()
+    assert json.loads(printed[0])[f"{PREFIX}step"] == 17
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--export", "prometheus=web"), "prometheus=[HOST:]PORT"),
+        (("--export", "statsd=1"), "metrics can't go to 'statsd=1'"),
+        (("--once",), "--once needs --export"),
+        (("--export", "otel", "--json"), "give one"),
+    ],
+)
+def test_wrong_use(arguments, said, memory_dir, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    done = command("metrics", "--memory-dir", memory_dir, *arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "tiered_checkpoint_io.metrics.prometheus", raising=False)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(
+        ConfigError, match=r"prometheus_client is not installed — pip install 'tiered-checkpoint-io\[metrics\]'"
+    ):
+        exports.parse_targets("prometheus=9464")
+
+
+@pytest.mark.matrix
+def test_the_command_serves_until_it_is_ended(dead):
+    """A process beside a dead trainer; the port that it has is an error to the next one."""
+    ours = [sys.executable, "-m", "tiered_checkpoint_io"]
+    where = ["--root", str(root_of(dead)), "--export"]
+    with _running([*ours, "metrics", *where, "prometheus=0"]) as served:
+        address = next(line for line in served.stderr if "http://" in line).split()[-1]
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            assert parsed(answer.read().decode())["step"] == 17
+        port = address.split(":")[-1].partition("/")[0]
+        second = subprocess.run(
+            [*ours, "drain", "--stay", *where, f"prometheus={port}"], capture_output=True, text=True, timeout=60
+        )
+        assert second.returncode == 1
+        assert re.fullmatch(rf"error: metrics can't be served on 127.0.0.1:{port}: Address .*\n", second.stderr)
+        served.send_signal(signal.SIGTERM)
+        assert served.wait(10) == 0
+
+
+@contextlib.contextmanager
+def _running(arguments):
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_the_cost_of_a_look_is_small(dead):
+    """Beside training, once in 15 s; of a record of full length."""
+    root = root_of(dead)
+    collector = Collector(root)
+    collector.collect()
+    began = time.process_time()
+    for _ in range(10):
+        collector.collect()
+    assert (time.process_time() - began) / 10 < 0.1

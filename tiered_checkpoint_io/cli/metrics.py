@@ -1,0 +1,118 @@
+"""The command ``metrics``: the figures of this node's memory tiers, shown once or exported until it is ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiered_checkpoint_io.cli.ending import told_to_end
+from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Root, root_of, wrong_use
+from tiered_checkpoint_io.cli.output import say, show, write_json
+from tiered_checkpoint_io.cli.roots import all_roots, existing
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.logs import get_logger
+from tiered_checkpoint_io.metrics.catalog import Sample
+from tiered_checkpoint_io.metrics.collect import Source
+from tiered_checkpoint_io.metrics.exports import Exports, Target, parse_targets, write
+
+Export = Annotated[
+    str | None,
+    typer.Option(
+        help="Where metrics go: prometheus=[HOST:]PORT, textfile=PATH, cloudwatch=PATH (- for stdout), otel;"
+        " several with commas."
+    ),
+]
+_FILES = ("textfile", "cloudwatch")
+
+
+def metrics(
+    root: Root = None,
+    memory_dir: MemoryDir = SHM,
+    namespace: Annotated[str | None, typer.Option(help="One job's namespace; all of this user by default.")] = None,
+    export: Export = None,
+    once: Annotated[bool, typer.Option(help="Write the files of --export once, as a timer does.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Shows the metrics of this node's memory tiers, or exports them until it is ended. Asks no server.
+
+    Works with the trainer dead: it reads what lies in node memory.
+    """
+    if root is not None or namespace is not None:
+        one = existing(root_of(root, memory_dir, namespace))
+        source = Source(lambda: [one])
+    else:
+        all_roots(memory_dir)
+        source = Source(lambda: all_roots(memory_dir))
+    targets = targets_of(export)
+    if once and (not targets or any(each.kind not in _FILES for each in targets)):
+        raise typer.BadParameter("--once needs --export with textfile or cloudwatch alone")
+    if json_output and targets:
+        raise typer.BadParameter("--json shows metrics, --export sends them: give one")
+    if once:
+        for each in targets:
+            _write_once(each, source())
+    elif targets:
+        export_until_ended(targets, source)
+    elif json_output:
+        write_json("metrics", {"metrics": [_document(each) for each in source()]})
+    else:
+        _show(source(), memory_dir)
+
+
+def targets_of(export: str | None) -> list[Target]:
+    """The targets that the option names; what can't be understood ends the command with status 2."""
+    with wrong_use():
+        return parse_targets(export or "")
+
+
+def export_until_ended(targets: Iterable[Target], source: Source) -> None:
+    """Exports until SIGTERM or Ctrl-C."""
+    log, exports = get_logger("metrics"), Exports()
+    with told_to_end(log, late=0) as stop:
+        exports.start(targets, source, log)
+        try:
+            stop.wait()
+        finally:
+            exports.close()
+
+
+def _write_once(target: Target, samples: list[Sample]) -> None:
+    try:
+        write(target, samples)
+    except OSError as error:
+        raise ConfigError(f"metrics can't be written to {target.path}: {error.strerror}") from error
+
+
+def _document(sample: Sample) -> dict[str, object]:
+    metric = sample.metric
+    return {
+        "name": metric.name,
+        "type": metric.kind,
+        "unit": metric.unit,
+        "labels": dict(sample.labels),
+        "value": sample.value,
+    }
+
+
+def _show(samples: list[Sample], memory_dir: str) -> None:
+    if not samples:
+        say(f"no namespace of this user has a memory tier in {memory_dir}", err=True)
+        return
+    rows = [(each.metric.name, _labels(each), _text(each.value), each.metric.unit) for each in samples]
+    show("", rows, "metric", "labels", "value", "unit")
+
+
+def _text(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:.3f}"
+
+
+def _labels(sample: Sample) -> str:
+    return ",".join(f"{name}={value}" for name, value in sample.labels.items())
+
+
+def source_of(root: Path) -> Source:
+    """The metrics of one memory tier."""
+    return Source(lambda: [root])

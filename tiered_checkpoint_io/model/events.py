@@ -1,0 +1,158 @@
+"""The events of a run, and what they add up to (pure).
+
+An event is a dictionary: ``t`` (seconds since the epoch), ``event`` (its kind), and facts.
+
+=========  =========================================================================================================
+start      training began: ``step``
+end        training ended at ``step``: ``error``, the class of what ended it, or ""
+step       training reached ``step``
+save       a save returned: ``name``, ``step``, ``size_bytes``, ``stall_s``, ``capture_s``, ``durable``, ``queued``
+failed     a save failed: ``name``, ``step``, ``error``
+skipped    a save was left out, or stays in memory: ``name``, ``step``, ``error``
+upload     the drain ended an operation: ``action``, ``name``, ``step``, ``state``, ``size_bytes``, ``seconds``,
+           ``created`` (when the checkpoint was captured), ``error``
+restore    a checkpoint was loaded: ``name``, ``step``, ``tier``, ``seconds``, ``created``
+totals     what earlier events, which were removed, add up to
+=========  =========================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Totals:
+    """What events add up to. Steps are -1 where none is known; times are seconds since the epoch, 0 for never.
+
+    Attributes:
+        began: When the first event happened.
+        running: Whether a training began that has not ended by itself; one that was killed counts as running.
+        step: The last training step that is known.
+        step_at: When that was reached.
+        memory_saves: Saves to memory alone.
+        durable_saves: Saves for the durable tier.
+        stall_s: Seconds for which training waited for saves.
+        last_stall_s: The same for the last save.
+        capture_s: Seconds of it in which states were copied.
+        failed: Saves and uploads that failed, each attempt.
+        skipped: Saves that were left out, or stay in memory.
+        uploads: Checkpoints, or parts of them, that the drain uploaded.
+        uploaded_bytes: Their bytes.
+        upload_s: Seconds that this took.
+        durable_step: The step of the last checkpoint that was committed on the durable tier.
+        durable_at: When that checkpoint was captured.
+        restores: Checkpoints that were loaded.
+        restore_s: Seconds to find, fetch and verify them.
+        resumed_step: The step of the last one of these.
+        resumed_created: When that checkpoint was captured.
+        repeated_steps: Steps that were trained again after restarts.
+        repeated_s: Seconds that training had spent on them before.
+    """
+
+    began: float = 0.0
+    running: bool = False
+    step: int = -1
+    step_at: float = 0.0
+    memory_saves: int = 0
+    durable_saves: int = 0
+    stall_s: float = 0.0
+    last_stall_s: float = 0.0
+    capture_s: float = 0.0
+    failed: int = 0
+    skipped: int = 0
+    uploads: int = 0
+    uploaded_bytes: int = 0
+    upload_s: float = 0.0
+    durable_step: int = -1
+    durable_at: float = 0.0
+    restores: int = 0
+    restore_s: float = 0.0
+    resumed_step: int = -1
+    resumed_created: float = 0.0
+    repeated_steps: int = 0
+    repeated_s: float = 0.0
+
+    def add(self, event: Event) -> None:
+        """Adds an event; of another release's, what is not understood is left out."""
+        try:
+            self._add(event)
+        except (KeyError, TypeError, ValueError):
+            return
+
+    def _add(self, event: Event) -> None:
+        kind, t = event["event"], float(event["t"])
+        self.began = min(self.began, t) if self.began else t
+        if kind == "totals":
+            known = {each.name for each in fields(self)}
+            for name, value in event["totals"].items():
+                if name in known:
+                    setattr(self, name, value)
+        elif kind in ("start", "step"):
+            self.running = True
+            self._reach(int(event["step"]), t)
+        elif kind == "end":
+            self._reach(int(event["step"]), t)
+            # What an exception ended has to be looked at, as what was killed.
+            self.running = bool(event.get("error"))
+        elif kind == "save":
+            self.running = True
+            self._reach(int(event["step"]), t)
+            self.memory_saves += not event["durable"]
+            self.durable_saves += bool(event["durable"])
+            self.stall_s += event["stall_s"]
+            self.last_stall_s = event["stall_s"]
+            self.capture_s += event["capture_s"]
+            if event["durable"] and not event["queued"]:
+                self._is_durable(int(event["step"]), t)
+        elif kind in ("failed", "skipped"):
+            setattr(self, kind, getattr(self, kind) + 1)
+        elif kind == "upload":
+            self._add_upload(event)
+        elif kind == "restore":
+            self.restores += 1
+            self.restore_s += event["seconds"]
+            self.resumed_step, self.resumed_created = int(event["step"]), float(event["created"])
+            if event["tier"] == "durable":
+                self._is_durable(int(event["step"]), float(event["created"]))
+
+    def _add_upload(self, event: Event) -> None:
+        if event["state"] == "failed":
+            self.failed += 1
+        elif event["state"] == "committed" and event["action"] in ("save", "part"):
+            self.uploads += 1
+            self.uploaded_bytes += event["size_bytes"]
+            self.upload_s += event["seconds"]
+            if event["action"] == "save":
+                self._is_durable(int(event["step"]), float(event["created"]))
+
+    def _is_durable(self, step: int, created: float) -> None:
+        if created >= self.durable_at:
+            self.durable_step, self.durable_at = step, created
+
+    def _reach(self, step: int, t: float) -> None:
+        """Training is at a step. Where it went back, all behind the checkpoint that it resumed from is done again."""
+        if step < 0:
+            return
+        if step < self.step:
+            resumed = self.resumed_step if 0 <= self.resumed_step <= step else step
+            self.repeated_steps += self.step - resumed
+            since = self.resumed_created if resumed == self.resumed_step else self.step_at
+            self.repeated_s += max(0.0, self.step_at - max(since, self.began))
+        self.step, self.step_at = step, t
+
+    def event(self, t: float) -> dict[str, Any]:
+        """The event that stands for all that were added."""
+        return {"t": t, "event": "totals", "totals": asdict(self)}
+
+
+def totals_of(events: Iterable[Event]) -> Totals:
+    """What events, in their order, add up to."""
+    totals = Totals()
+    for event in events:
+        totals.add(event)
+    return totals
