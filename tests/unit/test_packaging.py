@@ -44,6 +44,7 @@ def test_the_wheel_holds_the_package_alone(wheel, tmp_path):
         "configs/s3_checkpointing/default.yaml",
         "py.typed",
         "testing/contract.py",
+        "metrics/report.html",
     ):
         assert f"tiered_checkpoint_io/{needed}" in names
     zipfile.ZipFile(wheel).extractall(tmp_path)

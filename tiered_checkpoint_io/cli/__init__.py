@@ -24,6 +24,7 @@ from tiered_checkpoint_io.cli import (
     pins,
     prune,
     pull,
+    report,
     showing,
     verify,
 )
@@ -67,6 +68,7 @@ app.command("pin")(pins.pin)
 app.command("unpin")(pins.unpin)
 app.command("metric")(pins.metric)
 app.command("metrics")(metrics.metrics)
+app.command("report")(report.report)
 
 
 def main() -> None:

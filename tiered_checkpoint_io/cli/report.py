@@ -1,0 +1,88 @@
+"""The command ``report``: a run as one HTML page."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.catalog import Found, checkpoints
+from tiered_checkpoint_io.cli.options import (
+    SHM,
+    TIMEOUT_S,
+    Endpoint,
+    Json,
+    MemoryDir,
+    Namespace,
+    Profile,
+    Region,
+    Root,
+    Timeout,
+    config_of,
+    root_of,
+)
+from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.cli.roots import existing, last_config
+from tiered_checkpoint_io.engine.drain.events import read_events
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.metrics.report import DurableCheckpoint, page
+from tiered_checkpoint_io.model.events import Event
+
+
+def report(
+    dirpath: Annotated[
+        str | None, typer.Argument(help="The durable tier, to list what it holds; without it, no server is asked.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
+    root: Root = None,
+    memory_dir: MemoryDir = SHM,
+    namespace: Namespace = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+    json_output: Json = False,
+) -> None:
+    """Writes a run as one HTML page: a timeline of steps, stalls, saves, uploads, failures and restores.
+
+    Events are those that this node's memory has of the run; so give the page while the node lives. The page asks for
+    nothing from elsewhere, and may be sent around as it is.
+    """
+    durable: list[DurableCheckpoint] = []
+    if dirpath is not None:
+        config = config_of(dirpath, endpoint_url, region, profile, timeout)
+        durable = [_durable(each) for each in ask(config, checkpoints) if each.manifest is not None]
+        dirpath, namespace = config.dirpath, namespace or (config.namespace if root is None else None)
+    title, events = namespace or "", list[Event]()
+    try:
+        found = existing(root_of(root, memory_dir, namespace))
+        title, events = found.name, read_events(found)
+        last = last_config(found)
+        dirpath = dirpath or (last.dirpath if last is not None else "")
+    except ConfigError as missing:
+        if dirpath is None:
+            raise
+        say(f"without events: {printable(missing.message)}; name the run's by --namespace", err=True)
+    if not events and not durable:
+        raise ConfigError(
+            "nothing is known of this run: no event on this node, no checkpoint listed", hint="give dirpath"
+        )
+    text = page(title or dirpath, events, durable, dirpath=dirpath, now=time.time())
+    try:
+        write_atomic(output, text.encode())
+    except OSError as error:
+        raise ConfigError(f"{output} can't be written: {error.strerror or error}") from error
+    if json_output:
+        write_json("report", {"path": str(output.absolute()), "events": len(events), "checkpoints": len(durable)})
+    else:
+        say(f"wrote {printable(str(output))}: {len(events)} events, {len(durable)} checkpoints on the durable tier")
+
+
+def _durable(found: Found) -> DurableCheckpoint:
+    assert found.manifest is not None
+    content = found.manifest.content
+    return DurableCheckpoint(found.name, content.step, content.size, content.created)
