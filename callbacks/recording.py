@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.metrics.collect import Source
 from tiered_checkpoint_io.metrics.exports import Exports, Target
 
@@ -29,7 +29,12 @@ class Recording:
         """Notes that training starts, and begins to export; what can't be exported is logged, and training goes on."""
         if trainer.local_rank != 0:
             return
-        root = self._root = session.open().tier.root
+        try:
+            root = self._root = session.open().tier.root
+        except TieredCheckpointError as error:
+            # The first save meets it as well, and does what it has to do then.
+            session.log.error("no metrics of this node: %s", error)
+            return
         note(root, "start", clock=session.clock, step=trainer.global_step)
         try:
             self._exports.start(targets, Source(lambda: [root], session.clock), session.log)

@@ -1,12 +1,14 @@
 """One catalogue, one collector: each exporter tells the same of a training, and of a node whose trainer is dead."""
 
 import contextlib
+import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -131,7 +133,39 @@ def test_opentelemetry_has_the_same(dead):
     assert steady(points) == steady(values(root))
     instruments.close()
     assert reader.get_metrics_data() is None
+    # A second training of the same process.
+    again = Instruments(Source(lambda: [root]), provider)
+    assert reader.get_metrics_data() is not None
+    again.close()
     provider.shutdown()
+
+
+@pytest.mark.matrix
+def test_by_otlp_where_the_program_has_no_provider(dead, monkeypatch):
+    """To a real server on this machine, as a collector is one."""
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    bodies = []
+
+    class Collecting(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Collecting) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        Instruments(Source(lambda: [root_of(dead)])).close()
+        server.shutdown()
+        thread.join()
+    request = ExportMetricsServiceRequest.FromString(bodies[-1])
+    (scope,) = request.resource_metrics[0].scope_metrics
+    assert {each.name for each in scope.metrics} >= {f"{PREFIX}step", f"{PREFIX}uploads_total"}
 
 
 def test_the_command_shows_and_writes(dead, tmp_path):
