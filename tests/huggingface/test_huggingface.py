@@ -1,0 +1,80 @@
+"""Trainings with Hugging Face's Trainer and Accelerate, killed without notice and resumed from node memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import launch, said
+
+pytest.importorskip("transformers", reason="pip install -c constraints.txt '.[huggingface]'")
+
+WORKER = Path(__file__).with_name("worker.py")
+PRELOAD = ("accelerate", "transformers", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
+
+
+@pytest.fixture
+def train(tmp_path, memory_dir, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(folder, ranks=1, **job):
+        options = {
+            "dirpath": str(tmp_path / folder / "durable"),
+            "namespace": folder,
+            "memory_dir": memory_dir,
+            "memory_every_n_train_steps": 1,
+            "s3_every_n_train_steps": 5,
+            "wait_timeout_s": 60,
+            "on_save_error": "raise",
+        }
+        jobs = [{"options": options, "output_dir": str(tmp_path / folder / "out"), "loop": "trainer", **job}] * ranks
+        answers = launch(tmp_path, jobs, worker=WORKER, preload=PRELOAD)
+        if "die_after" not in job:
+            assert None not in answers, said(tmp_path, answers.index(None))
+        return answers
+
+    return run
+
+
+#: With dropout, shuffled data, a schedule, clipped and accumulated gradients; an evaluation draws random numbers, too.
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 7, "gradient_accumulation_steps": 1}
+BY_EPOCH = {"eval_strategy": "epoch", "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("args", "die_after", "ranks"),
+    [
+        (EVALUATED, 7, 1),
+        pytest.param(EVALUATED, 12, 1, marks=pytest.mark.matrix),
+        pytest.param(BY_EPOCH, 6, 1, marks=pytest.mark.matrix),
+        pytest.param(BY_EPOCH, 9, 1, marks=pytest.mark.matrix),
+        pytest.param(EVALUATED, 5, 2, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_killed_trainer_resumes_bit_identically(train, tmp_path, args, die_after, ranks):
+    whole = train("whole", ranks, args=args)
+    assert train("killed", ranks, args=args, die_after=die_after) == [None] * ranks
+    resumed = train("killed", ranks, args=args)
+    assert {tuple(answer["from"]) for answer in resumed} == {(die_after, "memory")}
+    for before, after in zip(whole, resumed, strict=True):
+        assert before["from"] is None
+        for what in ("weights", "losses", "evaluated"):
+            assert after[what] == before[what], what
+        assert after["left"] == [], "the folder that the Trainer resumed from is gone"
+    last = len(whole[0]["losses"])
+    durable = tmp_path / "killed" / "durable"
+    assert sorted(path.name for path in durable.glob("*.ckpt")) == sorted(
+        {f"step={step}.ckpt" for step in (*range(5, last, 5), last)}
+    )
+    # Readable without this package.
+    state = torch.load(durable / f"step={last}.ckpt")
+    assert (state["global_step"], len(state["rng"])) == (last, ranks)
+
+
+def test_a_killed_loop_with_accelerate_resumes_bit_identically(train):
+    (whole,) = train("whole", loop="accelerate", steps=8)
+    assert train("killed", loop="accelerate", steps=8, die_after=4) == [None]
+    (resumed,) = train("killed", loop="accelerate", steps=8)
+    assert resumed["from"] == [4, "memory"]
+    assert resumed["losses"] == whole["losses"][4:]
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["seen"] == 8

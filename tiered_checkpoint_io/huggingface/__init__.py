@@ -1,0 +1,22 @@
+"""Hugging Face: a callback for transformers.Trainer, and checkpoints of a loop with Accelerate.
+
+``pip install tiered-checkpoint-io[huggingface]``; see docs/huggingface.md.
+"""
+
+from tiered_checkpoint_io.errors import ConfigError
+
+try:
+    import transformers as _transformers
+except ImportError as missing:
+    raise ConfigError(
+        "tiered_checkpoint_io.huggingface needs transformers and accelerate",
+        operation="import",
+        hint="pip install 'tiered-checkpoint-io[huggingface]'",
+    ) from missing
+
+from tiered_checkpoint_io.huggingface.accelerate import AcceleratorCheckpoints
+from tiered_checkpoint_io.huggingface.trainer import TieredCheckpointCallback
+
+__all__ = ["AcceleratorCheckpoints", "TieredCheckpointCallback"]
+
+del _transformers

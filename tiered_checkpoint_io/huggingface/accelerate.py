@@ -1,0 +1,124 @@
+"""Checkpoints of a training loop with Accelerate: what accelerator.save_state keeps, through both tiers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+from accelerate import Accelerator
+
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
+from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.huggingface.state import (
+    name_of,
+    random_states,
+    refuse_sharded,
+    set_random_state,
+    tiers_at,
+)
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+
+class AcceleratorCheckpoints:
+    """Saves and loads what an Accelerator has prepared: models, optimizers, schedulers, registered objects.
+
+    ::
+
+        checkpoints = AcceleratorCheckpoints("s3://bucket/run", namespace="gpt-1")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        step = checkpoints.load(accelerator) or 0
+        ...
+        checkpoints.save(accelerator, step)  # after each step: it saves those that are due
+
+    Args:
+        dirpath: The durable tier: an S3 URL, another fsspec URL, or a directory.
+        logger: Where log lines go; None for the package's own.
+        options: Any other key of docs/configuration.md, such as ``namespace``, ``memory_every_n_train_steps`` and
+            ``s3_every_n_train_steps``.
+
+    Raises:
+        ConfigError: A key or value is not allowed.
+    """
+
+    def __init__(self, dirpath: str | os.PathLike[str], *, logger: Logger | None = None, **options: Any) -> None:
+        self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options)
+        self.checkpointer = Checkpointer(self.config, logger=logger)
+
+    def save(self, accelerator: Accelerator, step: int, *, tiers: Collection[str] | None = None) -> None:
+        """Saves a step in the background; every rank calls this.
+
+        Args:
+            accelerator: What it has prepared is saved, with ``register_for_checkpointing`` and all random states.
+            step: The number of steps that are done.
+            tiers: ``"memory"``, ``"durable"`` or both; None for those that the step is due for, which may be none.
+
+        Raises:
+            UsageError: The state is sharded (FSDP, DeepSpeed), or the tiers are unknown.
+            SaveError: A save failed, and ``on_save_error`` is ``raise``.
+        """
+        refuse_sharded(accelerator.distributed_type, type(self).__name__)
+        wanted = tiers_at(step, self.config) if tiers is None else tiers
+        if tiers is None and not wanted:
+            return
+        rng = random_states()
+        if accelerator.is_main_process:
+            state = {entry: [each.state_dict() for each in parts] for entry, parts in _parts(accelerator).items()}
+            content = {**state, "rng": rng, "global_step": step, "accelerator_step": accelerator.step}
+            self.checkpointer.save(content, name_of(step), tiers=wanted, wait=False)
+
+    def load(self, accelerator: Accelerator, path: str = ids.LATEST) -> int | None:
+        """Loads a checkpoint into what the accelerator has prepared; every rank calls this, after ``prepare``.
+
+        Args:
+            accelerator: With the same objects, prepared and registered in the same order, as at the save.
+            path: ``tiered:latest``, a name, or a path or URL.
+
+        Returns:
+            Its step; None where ``tiered:latest`` finds no checkpoint at all.
+
+        Raises:
+            UsageError: The state is sharded (FSDP, DeepSpeed).
+            CheckpointNotFoundError: There is none of that name.
+            RestoreError: None is intact, or it holds other objects than the accelerator.
+            StoreError: The durable tier could not be asked.
+        """
+        refuse_sharded(accelerator.distributed_type, type(self).__name__)
+        state = self.checkpointer.load(path, map_location="cpu")
+        if isinstance(state, NoCheckpoint):
+            return None
+        parts = _parts(accelerator)
+        for entry, here in parts.items():
+            found = state.get(entry) if isinstance(state, dict) else None
+            if found is None or len(found) != len(here):
+                there = "none" if found is None else len(found)
+                raise RestoreError(
+                    f"the accelerator has {len(here)} {entry}, the checkpoint {there}",
+                    operation="load",
+                    key=path,
+                    hint="prepare and register the same objects, in the same order, as when it was saved",
+                )
+        for entry, here in parts.items():
+            for part, content in zip(here, state[entry], strict=True):
+                part.load_state_dict(content)
+        accelerator.step = state["accelerator_step"]
+        if accelerator.process_index < len(state["rng"]):
+            set_random_state(state["rng"][accelerator.process_index])
+        return int(state["global_step"])
+
+    def close(self) -> None:
+        """Waits for uploads, and frees everything; may be used again."""
+        self.checkpointer.close()
+
+
+def _parts(accelerator: Accelerator) -> dict[str, list[Any]]:
+    scaler = accelerator.scaler
+    return {
+        "models": [accelerator.unwrap_model(model) for model in accelerator._models],
+        "optimizers": list(accelerator._optimizers),
+        "schedulers": list(accelerator._schedulers),
+        "custom_objects": list(accelerator._custom_objects),
+        "scalers": [] if scaler is None else [scaler],
+    }

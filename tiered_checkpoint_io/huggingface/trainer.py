@@ -1,0 +1,250 @@
+"""A callback that saves a transformers.Trainer's whole training state through both tiers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Collection
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.utils import WEIGHTS_NAME
+
+from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
+from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
+from tiered_checkpoint_io.engine.ranks.coordination import train_here
+from tiered_checkpoint_io.engine.restore.restore import Restored
+from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.errors import RestoreError, UsageError
+from tiered_checkpoint_io.huggingface.state import (
+    as_taken,
+    name_of,
+    on_rank_0,
+    random_states,
+    refuse_sharded,
+    tiers_at,
+)
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+#: The files of the Trainer's own checkpoint folder that hold one entry of our checkpoint each.
+_FILES = {"model": WEIGHTS_NAME, "optimizer": OPTIMIZER_NAME, "scheduler": SCHEDULER_NAME, "scaler": SCALER_NAME}
+
+
+class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
+    """Saves to node memory every so many steps, and to the durable tier every so many, in the background.
+
+    ::
+
+        tiered = TieredCheckpointCallback("s3://bucket/run", namespace="gpt-1")
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[tiered])
+        trainer.train(resume_from_checkpoint=tiered.restore())
+
+    The checkpoint of a step is taken after the Trainer has logged and evaluated that step, right before the next one.
+    It is one file for ``torch.load``, a dictionary: ``model``, ``optimizer``, ``scheduler``, ``scaler`` (with fp16),
+    ``rng`` of each rank, ``trainer_state`` (JSON), ``global_step`` and ``epoch``.
+
+    Args:
+        dirpath: The durable tier: an S3 URL, another fsspec URL, or a directory.
+        logger: Where log lines go; None for the package's own.
+        options: Any other key of docs/configuration.md, such as ``namespace``, ``memory_every_n_train_steps`` and
+            ``s3_every_n_train_steps``.
+
+    Raises:
+        ConfigError: A key or value is not allowed.
+    """
+
+    def __init__(self, dirpath: str | os.PathLike[str], *, logger: Logger | None = None, **options: Any) -> None:
+        self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options)
+        self._engine = Checkpointer(self.config, logger=logger)
+        self._args: TrainingArguments | None = None
+        #: The folder that the Trainer resumes from, until it has.
+        self._folder: Path | None = None
+        #: Where the step that has just ended goes; empty where it is not saved.
+        self._due: Collection[str] = ()
+
+    @classmethod
+    def from_config(cls, block: Any, **overrides: Any) -> TieredCheckpointCallback:
+        """The callback that a configuration block describes: a mapping, an OmegaConf block, or a configuration."""
+        config = TieredCheckpointConfig.from_any(block, **overrides)
+        return cls(**asdict(config))
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The engine."""
+        return self._engine
+
+    def restore(self, path: str = ids.LATEST) -> str | None:
+        """Makes a checkpoint folder for ``trainer.train(resume_from_checkpoint=...)``; every rank calls this.
+
+        The checkpoint is verified, and written in the Trainer's own layout below ``output_dir`` of each node, where
+        it stays until the first step has ended.
+
+        Args:
+            path: ``tiered:latest``, a name, or a path or URL.
+
+        Returns:
+            The folder; None where ``tiered:latest`` finds no checkpoint at all: training then starts from scratch.
+
+        Raises:
+            UsageError: There is no Trainer with this callback yet.
+            CheckpointNotFoundError: There is none of that name.
+            RestoreError: None is intact, or it is not one of a Trainer.
+            StoreError: The durable tier could not be asked.
+        """
+        args = self._args
+        if args is None:
+            raise UsageError(
+                "restore() before there is a Trainer with this callback",
+                operation="load",
+                hint="first trainer = Trainer(..., callbacks=[callback]), then callback.restore()",
+            )
+        folder = Path(args.output_dir, f".tiered-restored-{socket.gethostname()}")
+
+        def read(file: Path, found: Restored) -> Path:
+            if args.local_process_index == 0:
+                where = {"tier": found.tier, "key": found.name, "step": found.step}
+                mmap = found.content is not None
+                state = Trust.of(self.config, None).read(file, found.name, where, map_location="cpu", mmap=mmap)
+                _write_folder(folder, state, found.name)
+            return folder
+
+        answer = self._engine.load_by(path, read)
+        if isinstance(answer, NoCheckpoint):
+            return None
+        self._folder = folder
+        return str(folder)
+
+    # ------------------------------------------------------------------------- what the Trainer calls
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002
+        """Takes note of the Trainer's arguments."""
+        self._args = args
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        """Tries what saves will need, before the first batch.
+
+        Raises:
+            UsageError: The state is sharded, or callbacks' states are to be restored from checkpoints.
+            StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
+        """
+        refuse_sharded(args.distributed_state.distributed_type, type(self).__name__)
+        if args.restore_callback_states_from_checkpoint:
+            raise UsageError(
+                "restore_callback_states_from_checkpoint: a callback can't see the states of the Trainer's others",
+                operation="setup",
+                hint="leave it out, or resume from a checkpoint of the Trainer's own (save_strategy)",
+            )
+        train_here()
+        session, self._due = self._engine.session, ()
+        weights = sum(each.numel() * each.element_size() for each in kw["model"].state_dict().values())
+        memory, durable = self.config.memory_every_n_train_steps, self.config.s3_every_n_train_steps
+        ends = self.config.save_on_train_end
+        # Adam keeps two values for each parameter.
+        need = Need(weights, 3 * weights, memory is not None, durable is not None or ends)
+        on_rank_0(self._engine, lambda: preflight(session, need))
+        if self.config.replication_factor > 1:
+            session.meet_peers()
+        if state.is_world_process_zero:
+            self._warn(args, state)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        """Saves the step before this one, if it is due: only now the Trainer has logged and evaluated it."""
+        self._save(state, **kw)
+
+    #: With the evaluation at the end of an epoch; and before the data of the next one is shuffled.
+    on_epoch_begin = on_step_begin
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002
+        """Notes what is due; removes what was restored, which all ranks of the node have read by now."""
+        self._due = tiers_at(state.global_step, self.config)
+        self._remove_folder(args)
+        if state.is_world_process_zero:
+            self._engine.poll()
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        """Saves the last step of a training, before the Trainer may put the best weights in place of the last."""
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            self._due = TIERS if self.config.save_on_train_end else self._due
+            self._save(state, **kw)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002
+        """Waits for uploads, and frees everything; the callback may be used again."""
+        self._remove_folder(args)
+        self._engine.close()
+
+    # ---------------------------------------------------------------------------------------- effects
+    def _save(self, state: TrainerState, **kw: Any) -> None:
+        tiers, self._due = self._due, ()
+        if not tiers:
+            return
+        rng = random_states()
+        if not state.is_world_process_zero:
+            return
+        scaler = getattr(kw["optimizer"], "scaler", None)
+        content = {
+            "model": kw["model"].state_dict(),
+            "optimizer": kw["optimizer"].state_dict(),
+            "scheduler": kw["lr_scheduler"].state_dict(),
+            **({} if scaler is None else {"scaler": scaler.state_dict()}),
+            "rng": rng,
+            "trainer_state": json.dumps(asdict(replace(state, stateful_callbacks={}))),
+            "global_step": state.global_step,
+            "epoch": int(state.epoch or 0),
+        }
+        self._engine.save(content, name_of(state.global_step), tiers=tiers, wait=False)
+
+    def _remove_folder(self, args: TrainingArguments) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None and args.local_process_index == 0:
+            shutil.rmtree(folder)
+
+    def _warn(self, args: TrainingArguments, state: TrainerState) -> None:
+        session = self._engine.session
+        strategy = getattr(args.save_strategy, "value", args.save_strategy)
+        if strategy != "no":
+            session.log.warning(
+                "the Trainer also saves by itself, to %s (save_strategy=%r); where the checkpoints of this callback"
+                " suffice, set save_strategy='no'",
+                args.output_dir,
+                strategy,
+            )
+        found = newest(session) if state.global_step == 0 and self.config.preflight != "off" else None
+        if found is not None:
+            session.log.warning(
+                "train was called without resume_from_checkpoint, so training does not resume;"
+                " resume_from_checkpoint=callback.restore() would resume from %s (step %d, %s tier)",
+                found.name,
+                found.content.step,
+                "memory" if found.held else "durable",
+            )
+
+
+def _write_folder(folder: Path, state: Any, name: str) -> None:
+    """Writes a checkpoint as the Trainer reads it; what was in the folder is removed.
+
+    Raises:
+        RestoreError: It is not one of a Trainer.
+    """
+    if not isinstance(state, dict) or not {"model", "optimizer", "scheduler", "rng", "trainer_state"} <= set(state):
+        raise RestoreError(
+            f"{name} is not a checkpoint of a transformers.Trainer",
+            operation="load",
+            key=name,
+            hint="name one that TieredCheckpointCallback has saved",
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for entry, file in _FILES.items():
+        if entry in state:
+            torch.save(state[entry], folder / file)
+    ranks = state["rng"]
+    for rank, rng in enumerate(ranks):
+        torch.save(as_taken(rng), folder / (f"rng_state_{rank}.pth" if len(ranks) > 1 else "rng_state.pth"))
+    (folder / TRAINER_STATE_NAME).write_text(state["trainer_state"])
