@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from lightning import __version__ as lightning_version
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -361,7 +362,7 @@ def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
     return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
 
 
-def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
+def require_tiered_io(strategy: Strategy | FabricStrategy, user: str) -> TieredCheckpointIO:
     """The TieredCheckpointIO of a strategy, without which ``user`` can't work.
 
     Raises:
@@ -372,7 +373,7 @@ def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
         raise UsageError(
             f"{user} with a {type(strategy.checkpoint_io).__name__}",
             operation="setup",
-            hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
+            hint="give the trainer, or Fabric, plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
         )
     return io
 

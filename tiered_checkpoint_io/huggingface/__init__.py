@@ -6,17 +6,13 @@
 from tiered_checkpoint_io.errors import ConfigError
 
 try:
-    import transformers as _transformers
+    from tiered_checkpoint_io.huggingface.accelerate import AcceleratorCheckpoints
+    from tiered_checkpoint_io.huggingface.trainer import TieredCheckpointCallback
 except ImportError as missing:
     raise ConfigError(
-        "tiered_checkpoint_io.huggingface needs transformers and accelerate",
+        f"tiered_checkpoint_io.huggingface needs transformers and accelerate: {missing}",
         operation="import",
         hint="pip install 'tiered-checkpoint-io[huggingface]'",
     ) from missing
 
-from tiered_checkpoint_io.huggingface.accelerate import AcceleratorCheckpoints
-from tiered_checkpoint_io.huggingface.trainer import TieredCheckpointCallback
-
 __all__ = ["AcceleratorCheckpoints", "TieredCheckpointCallback"]
-
-del _transformers

@@ -8,14 +8,13 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from tiered_checkpoint_io.adapters.steps import name_of, tiers_at
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.huggingface.state import (
-    name_of,
     random_states,
     refuse_sharded,
     set_random_state,
-    tiers_at,
 )
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids

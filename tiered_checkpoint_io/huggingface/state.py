@@ -1,9 +1,9 @@
-"""What the Trainer and Accelerate have in common: which steps go where, what is refused, random states."""
+"""What the Trainer and Accelerate have in common: what is refused, random states."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -11,29 +11,12 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, gather_object
 
-from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.errors import UsageError
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: Where every process has the whole state.
 _WHOLE = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
-
-
-def tiers_at(step: int, config: TieredCheckpointConfig) -> Collection[str]:
-    """The tiers that a step goes to: none, memory alone, or both."""
-
-    def is_due(every: int | None) -> bool:
-        return every is not None and step > 0 and step % every == 0
-
-    if is_due(config.s3_every_n_train_steps):
-        return TIERS
-    return frozenset({"memory"}) if is_due(config.memory_every_n_train_steps) else frozenset()
-
-
-def name_of(step: int) -> str:
-    """The name of a step's checkpoint."""
-    return f"step={step}.ckpt"
 
 
 def refuse_sharded(kind: DistributedType, what: str) -> None:

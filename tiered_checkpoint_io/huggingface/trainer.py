@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import WEIGHTS_NAME
 
+from tiered_checkpoint_io.adapters.steps import name_of, tiers_at
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
@@ -24,11 +25,9 @@ from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import RestoreError, UsageError
 from tiered_checkpoint_io.huggingface.state import (
     as_taken,
-    name_of,
     on_rank_0,
     random_states,
     refuse_sharded,
-    tiers_at,
 )
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids

@@ -1,0 +1,38 @@
+"""The blocks of the pages about other frameworks, word for word, twice: the second time they resume."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.first_hour import blocks_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+#: By page and heading: what the block needs beyond this package.
+BLOCKS = {
+    ("fabric.md", "Lightning Fabric"): "lightning",
+    ("huggingface.md", "Trainer"): "transformers",
+    ("huggingface.md", "Accelerate"): "accelerate",
+}
+FOUND = {
+    (page, heading): text
+    for page in sorted({page for page, _ in BLOCKS})
+    for heading, language, text in blocks_of((DOCS / page).read_text())
+    if language == "python"
+}
+
+
+def test_every_block_is_run():
+    assert set(FOUND) == set(BLOCKS)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids="-".join)
+def test_a_block_runs_and_resumes(block, story, monkeypatch):
+    if find_spec(BLOCKS[block]) is None:
+        pytest.skip(f"{BLOCKS[block]} is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (story.folder / "block.py").write_text(FOUND[block])
+    for start in ("first", "second"):
+        output, status = story.python("block.py")
+        assert status == 0, output[-3000:]
+        assert "Traceback" not in output
+        assert ("resuming from step=" in output) == (start == "second"), output[-3000:]

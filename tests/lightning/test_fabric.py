@@ -1,0 +1,40 @@
+"""Lightning Fabric: a loop that is killed without notice and resumed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from support.launch import launch, said
+
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.fabric import save
+
+WORKER = Path(__file__).with_name("fabric_worker.py")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_the_example_is_killed_and_resumes_bit_identically(tmp_path, memory_dir, ranks):
+    def train(folder, **job):
+        options = {"namespace": folder, "memory_dir": memory_dir, "wait_timeout_s": 60, "on_save_error": "raise"}
+        options |= {"memory_every_n_train_steps": 3, "s3_every_n_train_steps": 10}
+        job |= {"devices": ranks, "dirpath": str(tmp_path / folder), "steps": 22, "options": options}
+        answers = launch(tmp_path, [job] * ranks, worker=WORKER)
+        if "die_after" not in job:
+            assert None not in answers, said(tmp_path, answers.index(None))
+        return answers
+
+    whole = train("whole")
+    assert train("killed", die_after=13) == [None] * ranks
+    resumed = train("killed")
+    # Step 12 was in memory alone.
+    assert [answer["first"] for answer in resumed] == [13] * ranks
+    assert {answer["weights"] for answer in resumed} == {answer["weights"] for answer in whole}
+    assert sorted(path.name for path in (tmp_path / "killed").glob("*.ckpt")) == ["step=10.ckpt", "step=20.ckpt"]
+    # Readable without this package.
+    assert torch.load(tmp_path / "killed" / "step=20.ckpt")["step"] == 20
+
+
+def test_a_fabric_without_the_io_is_refused():
+    with pytest.raises(UsageError, match=r"with a TorchCheckpointIO .*or Fabric, plugins="):
+        save(Fabric(accelerator="cpu"), {"step": 10}, 10)
