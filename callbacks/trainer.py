@@ -97,6 +97,11 @@ def tiers_for_step(
 
     ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
     multiples of ``memory_every_n_train_steps``, else nothing.
+
+    Args:
+        global_step: The optimizer step; 0 is never saved.
+        memory_every_n_train_steps: Steps between memory checkpoints; None for none.
+        s3_every_n_train_steps: Steps between durable checkpoints; None for none.
     """
     if global_step > 0 and s3_every_n_train_steps and global_step % s3_every_n_train_steps == 0:
         return frozenset({"memory", "durable"})

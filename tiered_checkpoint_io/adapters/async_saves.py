@@ -17,7 +17,13 @@ _KEPT = 32
 
 
 class AsyncSave(Future[Any]):
-    """A future of one save: done once it is on the durable tier, if it is to go there.
+    """A future of one save: done once it is on the durable tier, if it is to go there. ``async_save`` makes it.
+
+    Args:
+        session: What this process holds of the job.
+        name: The checkpoint's name.
+        step: Its training step; -1 where it is not known.
+        groups: The process groups that take part in it.
 
     Attributes:
         name: The checkpoint's name.
@@ -35,12 +41,20 @@ class AsyncSave(Future[Any]):
         self._session = session
 
     def result(self, timeout: float | None = None) -> Any:
-        """As ``Future`` has it."""
+        """What the save gives, once it has ended.
+
+        Args:
+            timeout: How long to wait, seconds; None for as long as it takes, which ``wait_timeout_s`` bounds.
+
+        Raises:
+            SaveError: The checkpoint did not get where it was to go.
+            TimeoutError: It has not ended within ``timeout``.
+        """
         self.exception(timeout)
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As ``Future`` has it."""
+        """The failure of the save, once it has ended; None where there is none. As :meth:`result` else."""
         error = super().exception(timeout)
         self.shown |= error is not None
         return error

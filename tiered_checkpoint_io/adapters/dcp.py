@@ -174,13 +174,28 @@ def async_save(
     A failure on the way to the durable tier is shown once: by the future, where it is asked, by
     :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
 
-    All arguments are as :func:`save` takes them.
+    Args:
+        state_dict: As :func:`save` takes it.
+        checkpoint_id: As :func:`save` takes it.
+        storage_writer: As :func:`save` takes it.
+        process_group: As :func:`save` takes it.
+        no_dist: As :func:`save` takes it.
+        coordinator_rank: As :func:`save` takes it.
+        kind: As :func:`save` takes it.
+        replication_group: As :func:`save` takes it.
+        planner: As :func:`save` takes it.
+        options: As :class:`TieredStorageWriter` takes them.
 
     Returns:
         A future of what :func:`save` gives: done once the checkpoint is on the durable tier, if it is to go
         there, else once it is whole in memory; on ranks other than the coordinator (``local``: shard 0), once
         this rank's part is. It holds the exception of a save that did not get there, whatever
         ``on_save_error`` says.
+
+    Raises:
+        TieredCheckpointError: The state could not be captured, or an earlier asynchronous save failed, and
+            ``on_save_error`` is ``raise``; as :func:`save` raises it.
+        UsageError: Arguments that do not go together.
     """
     writer = storage_writer or TieredStorageWriter(**options)
     groups = {"process_group": process_group, "replication_group": replication_group}

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Literal
 
-from lightning import __version__ as lightning_version
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
+from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.given import noting_what_is_given
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
+from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
@@ -36,7 +36,10 @@ os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, aft
 
 
 class TieredCheckpointIO(CheckpointIO):
-    """Checkpoints to node memory and, as told, on to the durable tier; returns when both are done."""
+    """Checkpoints to node memory and, as told, on to the durable tier; a save returns when both are done.
+
+    Tensors of any shape, dtype and device are copied before a save returns: later changes do not affect the checkpoint.
+    """
 
     _given: frozenset[str]
 
@@ -189,7 +192,9 @@ class TieredCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves; see :meth:`Checkpointer.save`.
+        """Saves to node memory, and to the durable tier unless told otherwise; returns when both are done.
+
+        A save that fails is logged, and training continues; with ``on_save_error: raise`` it is raised.
 
         Args:
             checkpoint: The state.
@@ -199,6 +204,8 @@ class TieredCheckpointIO(CheckpointIO):
                 lets a durable save return as :class:`AsyncCheckpointIO` does.
 
         Raises:
+            SaveError: The save failed, or an earlier one in the background did, and ``on_save_error`` is ``raise``.
+            InvalidNameError: The path leaves dirpath, or is no name.
             UsageError: storage_options are not understood, or Lightning's AsyncCheckpointIO calls.
         """
         self._save(checkpoint, path, storage_options, wait=True)
@@ -233,7 +240,9 @@ class TieredCheckpointIO(CheckpointIO):
         map_location: Callable[..., Any] | Any | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads; see :meth:`Checkpointer.load`. Tensors stay on the CPU unless told otherwise.
+        """Loads from node memory, a peer or the durable tier, whichever has an intact copy; every byte is verified.
+
+        Tensors have the shape and dtype that they were saved with, and stay on the CPU unless told otherwise.
 
         Args:
             path: ``tiered:latest``, ``tiered:last``, a name, or a path or URL.
@@ -243,6 +252,11 @@ class TieredCheckpointIO(CheckpointIO):
         Returns:
             The state. Where ``tiered:latest`` or ``tiered:last`` finds nothing, a falsy :class:`FreshStart`: a Trainer
             then trains from scratch, and ``fabric.load`` into a state raises a CheckpointNotFoundError.
+
+        Raises:
+            CheckpointNotFoundError: No tier has a checkpoint of that name.
+            RestoreError: There are checkpoints, but none is intact; or the ranks can't agree on one.
+            StoreError: The durable tier could not be asked, and memory alone does not do.
         """
         # Upstream's function does the same, but torch takes none for DTensors.
         place: Any = "cpu" if map_location is None else map_location
@@ -271,7 +285,11 @@ class TieredCheckpointIO(CheckpointIO):
             self.checkpointer.restored = restored
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes; see :meth:`Checkpointer.remove`."""
+        """Removes a checkpoint from both tiers; from the durable one in the background, behind earlier saves.
+
+        Args:
+            path: A name, or a path or URL below dirpath. An absolute local path elsewhere is an ordinary file.
+        """
         if self._is_elsewhere(path):
             TorchCheckpointIO().remove_checkpoint(str(path))
             return
@@ -312,10 +330,17 @@ class TieredCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(_WrappingCheckpointIO):
-    """Makes a :class:`TieredCheckpointIO` return as soon as the snapshot stands in node memory."""
+    """Makes a :class:`TieredCheckpointIO` return as soon as the checkpoint is in node memory.
+
+    The upload goes on in the background. Its failure is logged once, in the trainer's log; training continues, or with
+    ``on_save_error: raise`` the next save raises it.
+    """
 
     def __init__(self, checkpoint_io: TieredCheckpointIO) -> None:
         """Wraps an IO.
+
+        Args:
+            checkpoint_io: The IO whose saves are not to wait for the durable tier.
 
         Raises:
             UsageError: It is not a TieredCheckpointIO: only that one snapshots before it returns.
@@ -376,26 +401,3 @@ def require_tiered_io(strategy: Strategy | FabricStrategy, user: str) -> TieredC
             hint="give the trainer, or Fabric, plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
         )
     return io
-
-
-class FreshStart(NoCheckpoint):
-    """What Lightning is given where there is nothing to resume from."""
-
-    def __init__(self, dirpath: str) -> None:
-        """Takes where there is nothing."""
-        # By this key Lightning knows a checkpoint of its own release: with it alone, it skips every step of a restore.
-        super().__init__({"pytorch-lightning_version": lightning_version})
-        self._dirpath = dirpath
-
-    def keys(self) -> Any:
-        """A Trainer never asks for them; Fabric does, before it fills a state, model or optimizer.
-
-        Raises:
-            CheckpointNotFoundError: Always: what is not filled would be taken for restored.
-        """
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {self._dirpath} yet, so nothing was loaded into the state",
-            operation="load",
-            key=self._dirpath,
-            hint="catch CheckpointNotFoundError where the first start of a run has none",
-        )

@@ -21,10 +21,10 @@ from tiered_checkpoint_io.adapters import dcp
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
+from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
-    FreshStart,
     TieredCheckpointIO,
     require_tiered_io,
 )

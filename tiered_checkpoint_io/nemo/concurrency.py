@@ -30,6 +30,10 @@ def advise(config: TieredCheckpointConfig, topology: Topology) -> Advice:
     ``concurrency x tensor x pipeline x 1.15`` stays within what S3 serves a second and prefix: 3,500
     writes, 5,500 reads. A connection finishes about one request a second.
 
+    Args:
+        config: Whose ``max_write_concurrency`` and ``max_read_concurrency`` are looked at.
+        topology: The job's ranks.
+
     Raises:
         ConfigError: A size is below 1, or the model's parts are more than there are ranks.
     """

@@ -22,6 +22,9 @@ class NeMoCheckpointConnector(_CheckpointConnector):
 
     NeMo's documents set it before ``exp_manager``: ``trainer._checkpoint_connector =
     NeMoCheckpointConnector(trainer)``. Without a call of :meth:`resume_by` it does what Lightning's does.
+
+    Args:
+        trainer: The trainer that it is set on.
     """
 
     def __init__(self, trainer: Trainer) -> None:

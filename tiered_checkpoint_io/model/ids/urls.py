@@ -46,14 +46,20 @@ def text_of(path: StrPath) -> str:
 
 
 def is_s3_url(path: StrPath) -> bool:
-    """Whether ``path`` (text or ``Path``, whose lost slash is forgiven) is an ``s3://`` URL."""
+    """Whether a path is an ``s3://`` URL.
+
+    Args:
+        path: Text, or a ``Path``, whose lost slash is forgiven.
+    """
     return text_of(path).startswith("s3://")
 
 
 def build_s3_url(bucket: str, key: str = "") -> str:
     """``("b", "x/y")`` gives ``"s3://b/x/y"``; without a key, ``"s3://b"``.
 
-    The bucket may be the ARN of an access point, ``arn:aws:s3:eu-west-1:123456789012:accesspoint/name``.
+    Args:
+        bucket: Its name, or the ARN of an access point, ``arn:aws:s3:eu-west-1:123456789012:accesspoint/name``.
+        key: Below it; slashes at its beginning are dropped.
 
     Raises:
         InvalidNameError: The bucket's name is empty or not one that S3 allows.
@@ -70,6 +76,9 @@ def build_s3_url(bucket: str, key: str = "") -> str:
 
 def parse_s3_url(url: StrPath) -> tuple[str, str]:
     """``"s3://b/x/y"`` gives ``("b", "x/y")``; without a key, ``("b", "")``.
+
+    Args:
+        url: Text, or a ``Path``, whose lost slash is forgiven.
 
     Raises:
         InvalidNameError: Not an S3 URL, or one without a bucket.
