@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
+.PHONY: docs venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
 
 venv: $(STAMP)
 
@@ -103,6 +103,12 @@ test-lightning-min: $(MIN_STAMP)
 # NeMo takes long to import, hence one process for all tests.
 test-nemo: $(NEMO_STAMP)
 	$(NEMO_VENV)/bin/python -m pytest tests/nemo
+
+# The site, in build/site: strict, so that a link to nowhere, or a page that the menu lacks, ends it.
+docs: venv
+	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/_site/check.py build/site
 
 lint: venv
 	$(BIN)/ruff check .

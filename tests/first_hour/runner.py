@@ -17,7 +17,7 @@ SHM = "/dev/shm"
 
 
 def main(job):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in () if job["is_rank"] else ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.chdir(job["folder"])
     sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -117,10 +117,14 @@ class Story:
         self._places = {str(folder): "<here>", memory_dir: "/dev/shm", str(FOLDER / "scripts"): "<scripts>"}
         self._places |= {endpoint_url: "<endpoint>", endpoint_url.partition("//")[2]: "<endpoint>"}
 
-    def python(self, script, *arguments, prelude="", **hurry):
-        """Runs a script of ``scripts/``, or a file of the folder, with other bounds; gives its output and status."""
+    def python(self, script, *arguments, prelude="", ranks=0, **hurry):
+        """Runs a file of the folder, or a script of ``scripts/``, with other bounds; gives its output and status.
+
+        With ``ranks``, so many of them, as torchrun does; the output is of all, the status of the first that failed.
+        """
         path = FOLDER / "scripts" / script
-        return self._run(f"python {script}", [str(path if path.exists() else script), *arguments], prelude, hurry)
+        command = [str(path if path.exists() and not (self.folder / script).exists() else script), *arguments]
+        return self._run(f"python {script}", command, prelude, hurry, ranks)
 
     def tiered_ckpt(self, *arguments):
         return self._run("tiered-ckpt", ["tiered-ckpt", *arguments])
@@ -160,12 +164,13 @@ class Story:
                         os.kill(pid, signal.SIGTERM)
                 time.sleep(0.1)
 
-    def _run(self, shown, command, prelude="", hurry=()):
-        log = self.folder / "log-0.txt"
+    def _run(self, shown, command, prelude="", hurry=(), ranks=0):
         job = {"folder": str(self.folder), "memory_dir": self.memory_dir, "command": command, "prelude": prelude}
-        job["hurry"] = dict(hurry)
-        (status,) = launch(self.folder, [job], deadline_s=DEADLINE_S, worker=FOLDER / "runner.py")
-        output = log.read_text()
+        job |= {"hurry": dict(hurry), "is_rank": ranks > 0}
+        jobs = [job] * max(1, ranks)
+        statuses = launch(self.folder, jobs, deadline_s=DEADLINE_S, worker=FOLDER / "runner.py")
+        status = next((each for each in statuses if each != 0), 0)
+        output = "".join((self.folder / f"log-{rank}.txt").read_text() for rank in range(len(jobs)))
         lines = normalized(output, self._places)
         lines.append("[killed]" if status is None else f"[exit {status}]")
         self.sections.append((" ".join([shown, *command[1:]]), lines))
