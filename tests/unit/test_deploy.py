@@ -1,0 +1,171 @@
+"""The files of deploy/: valid for Kubernetes and the shell, and their commands are ones that there are."""
+
+import contextlib
+import itertools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+
+from tiered_checkpoint_io import cli
+
+ROOT = Path(__file__).parents[2] / "deploy"
+MANIFESTS = sorted((ROOT / each) for each in ("kubernetes/emptydir.yaml", "kubernetes/hostpath.yaml"))
+HYPERPOD = ROOT / "hyperpod/pytorchjob.yaml"
+SCRIPTS = [ROOT / "slurm/train.sbatch", ROOT / "slurm/epilog.sh", ROOT / "docker/run.sh"]
+
+
+def documents(path):
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def pods():
+    """Each pod's specification, by file."""
+    for path in MANIFESTS:
+        for document in documents(path):
+            yield path, document["spec"]["template"]["spec"]
+    (job,) = documents(HYPERPOD)
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        yield HYPERPOD, {"restartPolicy": replica["restartPolicy"], **replica["template"]["spec"]}
+
+
+def containers(pod):
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def judged_by_shellcheck(text):
+    program = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([program, "--shell=bash", "-"], input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    subprocess.run(["bash", "-n"], input=text, check=True, text=True, timeout=60)
+
+
+def test_manifests_are_valid():
+    for path in MANIFESTS:
+        for document in documents(path):
+            kubernetes_validate.validate(document, "1.32", strict=True)
+    for _, spec in pods():
+        document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "gpt-1"}, "spec": spec}
+        kubernetes_validate.validate(document, "1.32", strict=True)
+
+
+def test_a_misspelt_key_is_found():
+    (document,) = documents(MANIFESTS[0])
+    document["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+        kubernetes_validate.validate(document, "1.32", strict=True)
+
+
+def test_pods_have_what_they_mount_and_one_user():
+    for path, spec in pods():
+        volumes = {each["name"] for each in spec["volumes"]}
+        for container in containers(spec):
+            assert {each["name"] for each in container["volumeMounts"]} <= volumes, path
+        users = {spec.get("securityContext", {}).get("runAsUser")}
+        users |= {each.get("securityContext", {}).get("runAsUser") for each in spec["containers"]}
+        assert len(users - {None}) <= 1, path
+
+
+def test_scripts_are_shell():
+    for script in SCRIPTS:
+        judged_by_shellcheck(script.read_text())
+    for _, spec in pods():
+        for container in containers(spec):
+            if container["command"] == ["bash", "-c"]:
+                judged_by_shellcheck(container["args"][0])
+
+
+def commands():
+    """Each use of ``tiered-ckpt``: its arguments."""
+    texts = [path.read_text() for path in SCRIPTS]
+    for _, spec in pods():
+        for container in containers(spec):
+            texts += container.get("args", [])
+            stop = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+            texts.append(shlex.join(stop))
+    for text in texts:
+        for line in text.replace("\\\n", " ").splitlines():
+            if not line.lstrip().startswith("#"):
+                for match in re.finditer(r"tiered-ckpt ([^;'|&>]*)", line):
+                    yield shlex.split(match[1])
+
+
+def test_commands_are_understood():
+    known = typer.main.get_command(cli.app).commands
+    used = list(commands())
+    assert {"drain", "flush", "status"} <= {name for name, *_ in used}
+    for name, *arguments in used:
+        if name == "flush" and name not in known:
+            continue
+        known[name].make_context(name, arguments)
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_the_sidecar_flushes_once_it_is_told_to_end(tmp_path, has_saved):
+    (sidecar, *_) = containers(next(spec for path, spec in pods() if path.name == "emptydir.yaml"))
+    note = f'echo "$1" >> {tmp_path}/steps'
+    drain = f"trap 'echo ended >> {tmp_path}/steps; exit 0' TERM; sleep 30 & wait; exit 1"
+    fake = f"#!/bin/bash\n{note}\ncase $1 in status) exit {0 if has_saved else 1};; drain) {drain};; esac\n"
+    (tmp_path / "tiered-ckpt").write_text(fake)
+    (tmp_path / "tiered-ckpt").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen([*sidecar["command"], *sidecar["args"]], env=environment, start_new_session=True)
+    try:
+        until = "drain" if has_saved else "status"
+        end = time.monotonic() + 30
+        while not (tmp_path / "steps").exists() or until not in (tmp_path / "steps").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(0.2)
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    steps = ["status", "drain", "ended", "flush"] if has_saved else ["status", "flush"]
+    assert (tmp_path / "steps").read_text().split() == steps
+
+
+@pytest.mark.parametrize("status", [0, 138])
+def test_the_job_flushes_each_node_where_training_did_not_end_well(tmp_path, status):
+    (tmp_path / "srun").write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/steps\ncase "$1" in python) exit {status};; esac\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run(["bash", str(SCRIPTS[0])], env=environment, timeout=60)
+    assert done.returncode == status
+    steps = (tmp_path / "steps").read_text().splitlines()
+    flush = "--nodes=2 --ntasks-per-node=1 tiered-ckpt flush --namespace gpt-1 --timeout 60"
+    assert steps == ["python train.py", *([flush] if status else [])]
+
+
+def test_the_epilog_flushes_each_namespace_and_never_fails(tmp_path):
+    for name in ("runuser", "logger"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/steps\nexit 1\n')
+        (tmp_path / name).chmod(0o755)
+    for name in ("gpt-1", "gpt-2"):
+        (tmp_path / "memory/tiered-1000" / name).mkdir(parents=True)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TIERED_MEMORY_DIR": str(tmp_path / "memory")}
+    job = {"SLURM_JOB_USER": "ada", "SLURM_JOB_UID": "1000"}
+    for given in ({}, job):
+        assert subprocess.run(["bash", str(SCRIPTS[1])], env={**environment, **given}, timeout=60).returncode == 0
+    steps = (tmp_path / "steps").read_text().splitlines()
+    root = tmp_path / "memory/tiered-1000"
+    wanted = (
+        [
+            f"runuser -u ada -- tiered-ckpt flush --root {root}/{each} --timeout 80",
+            f"logger -t tiered-epilog flush of {root}/{each}/ failed",
+        ]
+        for each in ("gpt-1", "gpt-2")
+    )
+    assert steps == list(itertools.chain.from_iterable(wanted))
