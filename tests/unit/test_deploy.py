@@ -113,8 +113,8 @@ def test_commands_are_understood():
 def test_the_sidecar_flushes_once_it_is_told_to_end(tmp_path, has_saved):
     (sidecar, *_) = containers(next(spec for path, spec in pods() if path.name == "emptydir.yaml"))
     note = f'echo "$1" >> {tmp_path}/steps'
-    drain = f"trap 'echo ended >> {tmp_path}/steps; exit 0' TERM; sleep 30 & wait; exit 1"
-    fake = f"#!/bin/bash\n{note}\ncase $1 in status) exit {0 if has_saved else 1};; drain) {drain};; esac\n"
+    drain = f"trap 'echo ended >> {tmp_path}/steps; exit 0' TERM; {note}; sleep 30 & wait; exit 1"
+    fake = f"#!/bin/bash\ncase $1 in drain) {drain};; esac\n{note}\n[ $1 != status ] || exit {0 if has_saved else 1}\n"
     (tmp_path / "tiered-ckpt").write_text(fake)
     (tmp_path / "tiered-ckpt").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
