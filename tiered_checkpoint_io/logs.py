@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 GIB = 1 << 30
 _FORMAT = (
@@ -14,10 +14,15 @@ _FORMAT = (
 )
 _NAME = "tiered_checkpoint_io"
 
-Logger = logging.Logger | logging.LoggerAdapter[Any]
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[Any]
+else:
+    # At run time, Python 3.10 takes no type there.
+    _Adapter = logging.LoggerAdapter
+Logger = logging.Logger | _Adapter
 
 
-class CheckpointLogger(logging.LoggerAdapter[Any]):
+class CheckpointLogger(_Adapter):
     """Adds namespace, rank and step to each record; ``file:line`` stays the caller's.
 
     Rank 0 speaks: what is information on rank 0 is a record of level DEBUG on all others.
@@ -46,7 +51,7 @@ class CheckpointLogger(logging.LoggerAdapter[Any]):
         return CheckpointLogger(self.logger, {**(self.extra or {}), "step": step if step >= 0 else None})
 
 
-class DebugOnly(logging.LoggerAdapter[Any]):
+class DebugOnly(_Adapter):
     """Logs, at their own levels, only where the logger takes DEBUG: for what is logged elsewhere in other words."""
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802, ARG002
