@@ -16,9 +16,10 @@ _NAME = "tiered_checkpoint_io"
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[Any]
+    _StreamHandler = logging.StreamHandler[TextIO]
 else:
     # At run time, Python 3.10 takes no type there.
-    _Adapter = logging.LoggerAdapter
+    _Adapter, _StreamHandler = logging.LoggerAdapter, logging.StreamHandler
 Logger = logging.Logger | _Adapter
 
 
@@ -115,7 +116,7 @@ class _Ours(logging.Filter):
         return False
 
 
-class _Console(logging.StreamHandler[TextIO]):
+class _Console(_StreamHandler):
     """Writes to stderr, as it is at that moment, what no other handler shows: no line appears twice."""
 
     def __init__(self) -> None:
