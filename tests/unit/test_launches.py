@@ -11,7 +11,7 @@ import pytest
 from support.launch import free_port
 from support.running import Run, runner
 
-from tiered_checkpoint_io.engine.leasing.leases import are_one
+from tiered_checkpoint_io.model.launches import are_one
 
 DEADLINE_S = 120
 #: Each says so, and waits to be told to end, so that all live at once.

@@ -20,6 +20,7 @@ from tiered_checkpoint_io.engine.durable.pins import pin_notes, pins
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
 from tiered_checkpoint_io.errors import ManifestError, PinnedError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.launches import are_one
 from tiered_checkpoint_io.model.manifest import Manifest, reservation_in
 from tiered_checkpoint_io.model.retention import Best, Checkpoint, Pin, Policy, kept
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
@@ -144,12 +145,3 @@ def remove(
     except PinnedError:
         return False
     return True
-
-
-def are_one(owner: str, other: str) -> bool:
-    """Whether two processes belong to one launch: they have one owner, or one was started below the other.
-
-    Two that inherited the same line from a shell, or from a process that starts jobs, do not.
-    """
-    line, others = owner.split("/"), other.split("/")
-    return line[-1] in others or others[-1] in line

@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.durable.retention import are_one
 from tiered_checkpoint_io.engine.leasing.leases import Lease, Other
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.launches import are_one
 from tiered_checkpoint_io.stores import Store
 
 #: None of ours is as long.
@@ -36,7 +36,7 @@ _owners: dict[int, str] = {}
 def owner_of_process(clock: Clock) -> str:
     """The launch that this process belongs to: a name of its own, behind those of the processes that started it.
 
-    All ranks of one start have the same, by the store of torch.distributed. See :func:`durable.retention.are_one`.
+    All ranks of one start have the same, by the store of torch.distributed. See :func:`model.launches.are_one`.
 
     Raises:
         UsageError: That store does not answer.

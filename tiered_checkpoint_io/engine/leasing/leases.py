@@ -26,7 +26,7 @@ class Lease:
     """What a lease says.
 
     Attributes:
-        owner: The launch, see :func:`durable.retention.are_one`.
+        owner: The launch, see :func:`model.launches.are_one`.
         token: The lease itself.
         held: Whether its process has found no other; false while it still looks.
         host: Where it runs, for people.

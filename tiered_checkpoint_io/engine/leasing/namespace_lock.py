@@ -14,10 +14,10 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.locks import release, share, try_lock
-from tiered_checkpoint_io.engine.durable.retention import are_one
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.model.launches import are_one
 
 LOCK_FILE = "job.lock"
 _FACTS_FILE = "job.json"
