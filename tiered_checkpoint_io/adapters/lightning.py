@@ -285,11 +285,7 @@ class TieredCheckpointIO(CheckpointIO):
             self.checkpointer.restored = restored
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint from both tiers; from the durable one in the background, behind earlier saves.
-
-        Args:
-            path: A name, or a path or URL below dirpath. An absolute local path elsewhere is an ordinary file.
-        """
+        """Removes a checkpoint from both tiers; from the durable one in the background, behind earlier saves."""
         if self._is_elsewhere(path):
             TorchCheckpointIO().remove_checkpoint(str(path))
             return
