@@ -4,6 +4,7 @@ A block runs in a fresh namespace, which has what its prelude makes: what a read
 """
 
 import ast
+import shlex
 from pathlib import Path
 
 import pytest
@@ -182,7 +183,7 @@ def test_every_command_of_the_documents_is_understood():
     used = {page: [] for page in pages()}
     for page, text in pages().items():
         for _, info, block in blocks_of(text):
-            lines = [line.partition("#")[0].split() for line in block.splitlines() if info == "bash"]
+            lines = [shlex.split(line, comments=True) for line in block.splitlines() if info == "bash"]
             used[page] += [arguments for program, *arguments in filter(None, lines) if program == "tiered-ckpt"]
     for name, *arguments in (command for commands in used.values() for command in commands):
         # Parsed, and not run; what is not understood is an error.

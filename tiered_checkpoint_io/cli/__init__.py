@@ -27,6 +27,7 @@ from tiered_checkpoint_io.cli import (
     report,
     showing,
     verify,
+    watch,
 )
 from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version
@@ -69,6 +70,7 @@ app.command("unpin")(pins.unpin)
 app.command("metric")(pins.metric)
 app.command("metrics")(metrics.metrics)
 app.command("report")(report.report)
+app.command("watch")(watch.watch)
 
 
 def main() -> None:

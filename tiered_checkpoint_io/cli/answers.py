@@ -28,6 +28,7 @@ def ask(
     dirpath: str | None = None,
     *,
     stop: threading.Event | None = None,
+    quiet: bool = False,
 ) -> _T:
     """Opens the durable tier of a configuration, or another with its options, and asks it what ``work`` asks.
 
@@ -36,6 +37,7 @@ def ask(
         work: What to ask.
         dirpath: Another than the configured one.
         stop: Is set where this leaves before ``work`` has ended, which then has a moment to clear up.
+        quiet: Whether nothing is shown while the server is silent.
 
     Raises:
         StoreUnavailableError: It was silent for ``durable_timeout_s``; every five seconds of that are shown.
@@ -49,24 +51,32 @@ def ask(
         finally:
             store.close()
 
-    return answer(config, dirpath or config.dirpath, open_and_ask, stop=stop)
+    return answer(config, dirpath or config.dirpath, open_and_ask, stop=stop, quiet=quiet)
 
 
 def answer(
-    config: TieredCheckpointConfig, where: str, work: Callable[[], _T], *, stop: threading.Event | None = None
+    config: TieredCheckpointConfig,
+    where: str,
+    work: Callable[[], _T],
+    *,
+    stop: threading.Event | None = None,
+    quiet: bool = False,
 ) -> _T:
     """What ``work`` gives, which asks the durable tier ``where``; raises as :func:`ask` does."""
     where = printable(where)
 
     def noted() -> _T:
         _asking.add(threading.current_thread())
-        return work()
+        try:
+            return work()
+        finally:
+            _asking.discard(threading.current_thread())
 
     def count_down(silent_s: float, left_s: float) -> None:
         say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
 
     try:
-        return answer_within(config.durable_timeout_s, noted, what=where, count_down=count_down)
+        return answer_within(config.durable_timeout_s, noted, what=where, count_down=None if quiet else count_down)
     except BaseException:
         if stop is not None:
             stop.set()

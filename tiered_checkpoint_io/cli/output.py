@@ -6,9 +6,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 #: As a shell has it for a process that a signal has ended.
 READER_GONE = 128 + signal.SIGPIPE
@@ -48,16 +52,22 @@ def show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:
         say("\n".join("\t".join(line) for line in [columns, *cells]))
         return
     from rich.console import Console
+
+    Console().print(rich_table(title, cells, columns))
+
+
+def rich_table(title: str, rows: Iterable[Sequence[str]], columns: Iterable[str]) -> Table:
+    """A table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(printable(title)) if title else None)
     for column in columns:
         table.add_column(column, overflow="fold")
-    for row in cells:
+    for row in rows:
         # As text: names may look like markup.
-        table.add_row(*map(Text, row))
-    Console().print(table)
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    return table
 
 
 def is_terminal() -> bool:

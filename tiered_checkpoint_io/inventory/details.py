@@ -48,8 +48,7 @@ class Details:
         """The same for a JSON document."""
         content = self.content
         return {
-            **self.info.to_json(),
-            "problem": self.info.problem or self.problem,
+            "checkpoint": {**self.info.to_json(), "problem": self.info.problem or self.problem},
             "manifest_key": self.manifest_key,
             "namespace": content.namespace if content is not None else "",
             "world_size": content.world_size if content is not None else None,

@@ -1,0 +1,125 @@
+"""What each command prints with ``--json``, by the schemas that are installed with the package."""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import jsonschema
+import pytest
+import referencing
+from support.draining import Node
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.model.manifest import Metric
+
+SCHEMAS = {
+    file.name.removesuffix(".json"): json.loads(file.read_text())
+    for file in (resources.files("tiered_checkpoint_io.cli") / "schemas").iterdir()
+}
+
+
+def exactly(schema):
+    """The same schema, for documents without further keys: a key that the schema does not tell of fails the test."""
+    if isinstance(schema, dict):
+        closed = {key: exactly(value) for key, value in schema.items()}
+        return {**closed, "additionalProperties": False} if isinstance(schema.get("properties"), dict) else closed
+    return [exactly(each) for each in schema] if isinstance(schema, list) else schema
+
+
+REGISTRY = referencing.Registry().with_resources(
+    [(schema["$id"], referencing.Resource.from_contents(exactly(schema))) for schema in SCHEMAS.values()]
+)
+
+
+def check(command, document):
+    """The document, which is one of that command's."""
+    jsonschema.Draft202012Validator.check_schema(SCHEMAS[command])
+    formats = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    schema = exactly(SCHEMAS[command])
+    jsonschema.Draft202012Validator(schema, registry=REGISTRY, format_checker=formats).validate(document)
+    return document
+
+
+@pytest.fixture
+def node(memory_dir, tmp_path):
+    return Node(memory_dir, str(tmp_path / "durable"))
+
+
+def told(command, *arguments, status=0):
+    """The one document that a command prints."""
+    done = CliRunner().invoke(app, [command, *arguments, "--json"])
+    assert done.exit_code == status, (done.stderr, done.exception)
+    (line,) = done.stdout.splitlines()
+    return check(command, json.loads(line))
+
+
+def test_every_command_answers_programs_as_its_schema_has_it(node, memory_dir, tmp_path):
+    where = ("--memory-dir", memory_dir)
+    node.save("1.ckpt", b"A" * 1000, metric=Metric("val_loss", float("nan")), writer={"torch": "2"})
+    node.alias("last.ckpt", "1.ckpt")
+    (namespace,) = told("status", *where)["namespaces"]
+    assert [(each["action"], each["target"]) for each in namespace["waiting"]] == [("save", None), ("alias", "1.ckpt")]
+    done = told("drain", *where, "--once")
+    assert [(each["name"], each["outcome"]) for each in done["outcomes"]] == [
+        ("1.ckpt", "committed"),
+        ("last.ckpt", "committed"),
+    ]
+    assert told("drain", *where, "--once")["outcomes"] == []
+    node.save("1.ckpt", b"BB", durable=False)
+    (first, second, alias) = told("ls", node.dirpath, *where)["checkpoints"]
+    assert (first["state"], second["state"], alias["alias_of"]) == ("memory_only", "durable", "1.ckpt")
+    assert second["metric"] == {"monitor": "val_loss", "value": None}
+    assert len(told("ls", *where)["checkpoints"]) == 2
+    later, earlier = told("show", node.dirpath, "1.ckpt", *where)["saves"]
+    assert (later["manifest_key"], earlier["manifest_key"]) == (None, ".tiered/manifests/1.ckpt.json")
+    assert (earlier["aliases"], earlier["writer"]) == (["last.ckpt"], {"torch": "2"})
+    assert earlier["files"] == [{"path": "1.ckpt", "size_bytes": 1000}]
+    assert told("clean", *where, "--force")["removed"][1]["size_bytes"] == 2
+    assert told("clean", *where)["removed"] == []
+    assert told("status", *where) == {"version": 1, "command": "status", "namespaces": []}
+    # What is damaged has a row, too.
+    (tmp_path / "durable/.tiered/manifests/1.ckpt.json").write_text("{")
+    assert [each["state"] for each in told("ls", node.dirpath, *where, status=1)["checkpoints"]] == [
+        "durable",
+        "corrupt",
+    ]
+
+
+def test_what_a_drain_leaves_undone_is_an_error_and_in_its_answer(node, memory_dir, tmp_path):
+    node.save("1.ckpt", b"A")
+    (tmp_path / "durable").write_bytes(b"in the way")
+    done = CliRunner().invoke(app, ["drain", "--memory-dir", memory_dir, "--once", "--json"])
+    assert isinstance(done.exception, DrainError)
+    document = check("drain", json.loads(done.stdout))
+    assert (document["operations_left"], document["outcomes"][0]["outcome"]) == (1, "failed")
+    assert CliRunner().invoke(app, ["drain", "--memory-dir", memory_dir, "--json"]).exit_code == 2
+
+
+def test_each_line_of_a_watch_is_a_document(node, memory_dir):
+    where = ("--memory-dir", memory_dir)
+    node.save("1.ckpt", b"A")
+    assert CliRunner().invoke(app, ["drain", *where, "--once"]).exit_code == 0
+    options = ("--exec", "echo not on stdout; exit 3", "--after", "", "--idle-timeout", "0", "--json")
+    done = CliRunner().invoke(app, ["watch", node.dirpath, *where, *options])
+    listed, ran = [check("watch", json.loads(line)) for line in done.stdout.splitlines()]
+    assert (listed["event"], listed["checkpoint"]["name"]) == ("listed", "1.ckpt")
+    assert (ran["event"], ran["exit_status"], done.exit_code) == ("ran", 3, 1)
+
+
+def test_an_export_tells_its_files(tmp_path, memory_dir):
+    import torch
+
+    from tiered_checkpoint_io import TieredCheckpointIO
+
+    io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
+    io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(2)}}, "1.ckpt")
+    io.teardown()
+    (file,) = told("export", str(tmp_path / "run"), "1.ckpt", str(tmp_path / "model.pt"))["files"]
+    assert file == {"path": str(tmp_path / "model.pt"), "size_bytes": (tmp_path / "model.pt").stat().st_size}
+
+
+def test_every_schema_is_in_the_document():
+    text = (Path(__file__).parents[2] / "docs/command-line-json.md").read_text()
+    assert {name for name in SCHEMAS if f"`{name}.json`" not in text} == set()

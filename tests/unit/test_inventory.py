@@ -1,0 +1,152 @@
+"""The functions for programs beside the training: what is new, waiting, silence, and what they cost."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from support.clocks import VirtualClock
+from support.draining import Node
+from support.story import op_id
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints, wait_for
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    FormatVersionError,
+    StoreUnavailableError,
+    WaitTimeoutError,
+)
+from tiered_checkpoint_io.inventory import api
+from tiered_checkpoint_io.inventory.durable import Reader
+from tiered_checkpoint_io.model.documents import dump
+from tiered_checkpoint_io.model.ids import manifest_key
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+
+
+@pytest.fixture
+def node(memory_dir, tmp_path):
+    return Node(memory_dir, str(tmp_path / "durable"))
+
+
+def drain(node):
+    assert CliRunner().invoke(app, ["drain", "--root", str(node.root), "--once"]).exit_code == 0
+
+
+def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
+    """An evaluator that is begun before the run, is stopped, and goes on behind what it has worked on."""
+    stop = threading.Event()
+    news = new_checkpoints(node.dirpath, every_s=0.01, stop=stop, after="")
+    saved = []
+
+    def begin(name):
+        saved.append(node.save(name, b"A"))
+        node.save("memory.ckpt", b"M", durable=False)
+        # What stands for the same bytes is not new.
+        node.alias("last.ckpt", name)
+        node.request("copy", "copy.ckpt", name)
+        drain(node)
+
+    begin("2.ckpt")
+    assert next(news).name == "2.ckpt"
+    begin("1.ckpt")
+    second = next(news)
+    assert (second.name, second.save_id, second.step) == ("1.ckpt", saved[1], 5)
+    # Of what was deleted under a copy that stays, the copy stands for it.
+    begin("3.ckpt")
+    node.delete("3.ckpt")
+    drain(node)
+    third = next(news)
+    assert (third.copy_of or third.save_id) == saved[2]
+    stop.set()
+    assert list(news) == []
+    again = new_checkpoints(node.dirpath, after=saved[0], idle_timeout_s=0)
+    assert [each.copy_of or each.save_id for each in again] == saved[1:]
+    assert list(new_checkpoints(node.dirpath, idle_timeout_s=0)) == [], "none from now on"
+
+
+def test_waiting_for_a_step_is_bounded_and_tells_what_there_is(node):
+    clock = VirtualClock()
+    node.save("a.ckpt", b"A")
+    drain(node)
+    assert wait_for(node.dirpath, step=1, timeout_s=0).name == "a.ckpt"
+    result = []
+
+    def wait():
+        with pytest.raises(WaitTimeoutError) as caught:
+            wait_for(node.dirpath, step=2, timeout_s=60, clock=clock)
+        result.append(str(caught.value))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while waiting.is_alive():
+        clock.advance(10, waiting)
+    assert "no checkpoint of step 2 became durable within 60 s; the latest is a.ckpt, step 1" in result[0]
+    with pytest.raises(WaitTimeoutError, match="there is none"):
+        wait_for(f"{node.dirpath}/none", step=2, timeout_s=0)
+
+
+def test_wrong_use_is_an_error_at_once(node):
+    assert find_latest(node.dirpath) is None
+    with pytest.raises(CheckpointNotFoundError):
+        list_checkpoints(node.dirpath)
+    for wrong in ({"region": "eu-west-1"}, {"no_such_option": 1}):
+        with pytest.raises(ConfigError):
+            new_checkpoints(node.dirpath, **wrong)
+    DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt"}, version=99))
+    with pytest.raises(FormatVersionError):
+        find_latest(node.dirpath)
+
+
+def test_an_outage_is_told_once_and_waited_out_but_for_the_first_look(node, monkeypatch, caplog):
+    node.save("a.ckpt", b"A")
+    drain(node)
+    silent, opened = [True], api.open_store
+
+    def open_store(config, **options):
+        if silent[0]:
+            raise StoreUnavailableError("away", operation="list")
+        return opened(config, **options)
+
+    monkeypatch.setattr(api, "open_store", open_store)
+    news = new_checkpoints(node.dirpath, every_s=0.01, after="")
+    with pytest.raises(StoreUnavailableError):
+        next(news)
+    silent[0] = False
+    news = new_checkpoints(node.dirpath, every_s=0.01, after="")
+    assert next(news).name == "a.ckpt"
+    silent[0] = True
+    node.save("b.ckpt", b"B")
+    drain(node)
+    back = threading.Timer(0.2, lambda: silent.__setitem__(0, False))
+    back.start()
+    assert next(news).name == "b.ckpt"
+    back.join()
+    assert [record.message.count("asking again") for record in caplog.records if "away" in record.message] == [1]
+
+
+def test_a_further_look_reads_only_what_may_have_changed(node):
+    """A list tells times to the second: what was written anew within the same one is seen all the same."""
+
+    class Coarse(DirectoryStore):
+        def list(self, prefix):
+            return iter([replace(each, modified=1e9) for each in super().list(prefix)])
+
+    node.save("a.ckpt", b"A")
+    drain(node)
+    clock, store = VirtualClock(), Coarse(node.dirpath)
+    reader = Reader(clock)
+
+    def look():
+        before = store.metrics.snapshot().get("requests.get", 0)
+        (found,) = reader.read_all(store)
+        return found.manifest.content.save_id, store.metrics.snapshot().get("requests.get", 0) - before
+
+    assert look() == (op_id(1), 1)
+    node.save("a.ckpt", b"B")
+    drain(node)
+    clock.advance(1)
+    assert look() == (op_id(2), 1)
+    clock.advance(2)
+    assert [look(), look()] == [(op_id(2), 1), (op_id(2), 0)]

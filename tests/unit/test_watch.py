@@ -1,0 +1,115 @@
+"""``watch``: a command for each checkpoint that becomes durable, a table on a terminal, and how it ends."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.draining import Node
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app, execute
+from tiered_checkpoint_io.model.manifest import Metric
+
+PATIENCE_S = 120
+
+
+@pytest.fixture
+def node(memory_dir, tmp_path):
+    return Node(memory_dir, str(tmp_path / "durable"))
+
+
+def drain(node):
+    assert CliRunner().invoke(app, ["drain", "--root", str(node.root), "--once"]).exit_code == 0
+
+
+def watch(node, memory_dir, command, after="", **options):
+    more = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    line = ["watch", node.dirpath, "--memory-dir", memory_dir, "--exec", command, "--after", after, *more]
+    return CliRunner().invoke(app, [*line, "--idle-timeout", "0"])
+
+
+def test_a_command_runs_once_for_each_in_order_and_a_failure_is_told_at_the_end(node, memory_dir, tmp_path, capfd):
+    for number, name in enumerate(("z 'odd'.ckpt", "a.ckpt"), 1):
+        save = node.save(name, b"A", epoch=7, metric=Metric("val_loss", 0.5), created=float(number))
+    node.alias("last.ckpt", "a.ckpt")
+    drain(node)
+    node.save("memory.ckpt", b"A", durable=False)
+    said = 'echo "$1|$TIERED_CKPT_NAME|$TIERED_CKPT_STEP|$TIERED_CKPT_EPOCH|$TIERED_CKPT_METRIC_VALUE"; test $TIERED_CKPT_STEP != 1'
+    done = watch(node, memory_dir, said)
+    assert capfd.readouterr().out.splitlines() == [
+        f"{node.dirpath}/z 'odd'.ckpt|z 'odd'.ckpt|1|7|0.5",
+        f"{node.dirpath}/a.ckpt|a.ckpt|2|7|0.5",
+    ]
+    assert done.exit_code == 1
+    assert "error: the command for z 'odd'.ckpt ended with status 1" in done.stderr
+    # Begun again behind the last one, there is nothing new.
+    assert (watch(node, memory_dir, "false", after=save).exit_code, capfd.readouterr().out) == (0, "")
+    for wrong in (["--after", save], ["--exec", "true", "--after", "step 5"]):
+        assert CliRunner().invoke(app, ["watch", node.dirpath, *wrong]).exit_code == 2
+
+
+def start(node, memory_dir, *arguments, **options):
+    line = [sys.executable, "-m", "tiered_checkpoint_io", "watch", node.dirpath, "--memory-dir", memory_dir]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    line += ["--every", "0.1", *arguments]
+    return subprocess.Popen(line, preexec_fn=at_a_terminal, **options)  # noqa: PLW1509 - one call
+
+
+def at_a_terminal():
+    """Ctrl-C reaches the process; where a shell runs the tests in the background, it is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def until(is_it):
+    end = time.monotonic() + PATIENCE_S
+    while not is_it():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_sigterm_ends_it_with_the_command_and_all_that_that_started(node, memory_dir, tmp_path):
+    """The dirpath comes into being only while it is watched."""
+    assert execute.GRACE_S <= 5
+    pids = tmp_path / "pids"
+    process = start(node, memory_dir, "--exec", f"sleep 1000 & echo $! > {pids}.new; mv {pids}.new {pids}; wait")
+    try:
+        assert "waiting for the first checkpoint" in process.stderr.readline()
+        node.save("1.ckpt", b"A")
+        drain(node)
+        until(pids.exists)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, err) == (0, "")
+    # When it is looked at, it waits for its upload, or is durable already.
+    assert out.splitlines()[0].split("\t")[1:3] == ["new", "1.ckpt"]
+    until(lambda: not os.path.exists(f"/proc/{int(pids.read_text())}"))
+
+
+def test_on_a_terminal_it_is_a_table_until_ctrl_c(node, memory_dir):
+    node.save("[/b]1.ckpt", b"A")
+    main, terminal = pty.openpty()
+    process = start(node, memory_dir, stdout=terminal, env={**os.environ, "COLUMNS": "120", "TERM": "xterm"})
+    os.close(terminal)
+    try:
+        shown = ""
+        while "waiting" not in shown:
+            shown += os.read(main, 1 << 16).decode()
+        drain(node)
+        while "durable" not in shown:
+            shown += os.read(main, 1 << 16).decode()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+    assert (process.returncode, err) == (130, "interrupted\n")
+    assert "[/b]1.ckpt" in shown
+    assert "\t" not in shown
