@@ -1,5 +1,6 @@
 """The command line as a process: its statuses, its output in a pipe and on a terminal, and a server that is silent."""
 
+import functools
 import os
 import pty
 import signal
@@ -8,37 +9,17 @@ import subprocess
 import sys
 
 import pytest
+from support import processes
 from support.draining import Node
+from support.processes import PATIENCE_S, end
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import __version__
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli.ending import GRACE_S
 
-#: For a process on a busy machine.
-PATIENCE_S = 120
-KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_EC2_METADATA_DISABLED": "true"}
-
-
-def start(*arguments, run=("-m", "tiered_checkpoint_io"), **options):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    line = [sys.executable, *run, *arguments]
-    environment = {**os.environ, **KEYS, "COLUMNS": "80"}
-    return subprocess.Popen(line, env=environment, preexec_fn=at_a_terminal, **options)  # noqa: PLW1509 - one call
-
-
-def at_a_terminal():
-    """Ctrl-C reaches the process; where a shell runs the tests in the background, it is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def end(process):
-    try:
-        out, err = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, out, err
+KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+start = functools.partial(processes.start, env=KEYS)
 
 
 @pytest.fixture
@@ -97,7 +78,7 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_sigterm(silent, memory_
 
 
 def test_a_pipe_that_nothing_reads_is_silent(dirpath):
-    for command in ("ls", "verify"):
+    for command in ("ls", "verify", "pull"):
         reader, writer = os.pipe()
         os.close(reader)
         process = start(command, dirpath, stdout=writer)
@@ -133,7 +114,10 @@ def test_on_a_terminal_it_is_a_table(dirpath):
 
 
 def test_help_and_version():
-    for arguments in (["-h"], *([name, "-h"] for name in ("status", "ls", "verify", "export", "drain", "clean"))):
+    for arguments in (
+        ["-h"],
+        *([name, "-h"] for name in ("verify", "flush", "pull", "import", "status", "ls", "export", "drain", "clean")),
+    ):
         shown = CliRunner().invoke(app, arguments)
         assert shown.exit_code == 0
         assert shown.stdout.startswith("Usage: ")

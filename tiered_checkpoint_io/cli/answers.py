@@ -10,7 +10,7 @@ from tiered_checkpoint_io.cli.ending import GRACE_S
 from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
-from tiered_checkpoint_io.stores.silence import answer_within
+from tiered_checkpoint_io.stores.silence import answer_within, current_question
 
 _T = TypeVar("_T")
 #: The threads that asked, or still do.
@@ -20,6 +20,12 @@ _asking: set[threading.Thread] = set()
 def is_waiting() -> bool:
     """Whether a question that was given up still waits for its answer."""
     return any(thread.is_alive() for thread in _asking)
+
+
+def moving() -> Callable[[], None]:
+    """Within :func:`ask`: what to call where work gets on without the server, which then does not count as silent."""
+    question = current_question()
+    return question.heard if question is not None else lambda: None
 
 
 def ask(

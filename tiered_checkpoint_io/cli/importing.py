@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.answers import ask, moving
 from tiered_checkpoint_io.cli.options import (
     TIMEOUT_S,
     Dirpath,
@@ -72,9 +72,11 @@ def import_(
         if stop.is_set():
             raise StoreError("interrupted", operation="import", tier="durable", key=target)
 
-    def work(store: Store) -> None:
-        from tiered_checkpoint_io.imports import import_checkpoints
+    # Before the server is asked: torch takes its time.
+    from tiered_checkpoint_io.imports import import_checkpoints
 
+    def work(store: Store) -> None:
+        heard = moving()
         others, file = _opened(config, origin)
         try:
             found, size = _found(others, file, wanted)
@@ -83,6 +85,7 @@ def import_(
 
                 def count(amount: int) -> None:
                     look()
+                    heard()
                     meter.add(amount)
 
                 place = place_of(config, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -140,7 +141,12 @@ def _import(
         resumable=resumable and found.layout != "nemo",
     )
     part = Part(name, 0, content, place.dirpath, durable=True, server=place.server)
-    fate = commit.commit(target, part, files, progress=progress)
+    try:
+        fate = commit.commit(target, part, files, progress=progress)
+    except BaseException:
+        if not force:
+            _clear(source, found, target, name, paths)
+        raise
     if fate == "replaced":
         return Imported(name, "exists", kind, error="a later save has taken its name meanwhile")
     return Imported(name, "imported", kind, step, content.resumable, content.size)
@@ -150,12 +156,24 @@ def _in_the_way(source: Store, found: Found, target: Store, name: str, paths: Ma
     """What has the name already; "" where nothing has."""
     if read_manifest(target, name) is not None:
         return "a checkpoint of this name is there"
-    for basename, path in paths.items():
-        # Files that lie where they are imported to are taken as they are.
-        is_itself = ids.join_url(source.url, found.files[basename]) == ids.join_url(target.url, path)
-        if not is_itself and exists(target, path):
+    for path in _new_paths(source, found, target, paths):
+        if exists(target, path):
             return f"a file that no manifest names is there: {path}"
     return ""
+
+
+def _new_paths(source: Store, found: Found, target: Store, paths: Mapping[str, str]) -> list[str]:
+    """The files that are made: those that lie where they are imported to are taken as they are."""
+    places = {path: ids.join_url(source.url, found.files[basename]) for basename, path in paths.items()}
+    return [path for path, place in places.items() if place != ids.join_url(target.url, path)]
+
+
+def _clear(source: Store, found: Found, target: Store, name: str, paths: Mapping[str, str]) -> None:
+    """Takes back what was sent of a checkpoint that did not become one; nothing had its name before."""
+    with contextlib.suppress(TieredCheckpointError):
+        if read_manifest(target, name) is None:
+            for path in _new_paths(source, found, target, paths):
+                target.delete(path)
 
 
 def _source(data: Bytes) -> Source:

@@ -32,6 +32,7 @@ from tiered_checkpoint_io.stores.s3_errors import (
     refusal,
     translated,
 )
+from tiered_checkpoint_io.stores.silence import current_question
 
 _SEND_SIZE = 1 << 20
 
@@ -142,7 +143,15 @@ class S3Client:
             doubt: Called after each attempt that got no answer, or an internal error; what it raises is final.
             receive: Reads the body of an answer, as a part of the attempt.
         """
-        sent = Progress(lambda count: self.metrics.add("bytes.sent", count))
+        question = current_question()
+
+        def count_sent(count: int) -> None:
+            self.metrics.add("bytes.sent", count)
+            if question is not None:
+                # A large object leaves for longer than a silence may last.
+                question.heard()
+
+        sent = Progress(count_sent)
         has_checksum = body is None or "ChecksumAlgorithm" in (arguments or {})
 
         def once(*, with_md5: bool) -> Any:

@@ -1,0 +1,186 @@
+"""How a checkpoint is brought from the durable tier to this node's memory, or to a folder: whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import moving
+from tiered_checkpoint_io.cli.catalog import checkpoints, latest, read
+from tiered_checkpoint_io.cli.checking import check_part, held_in
+from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.engine.chunks import fetch_chunk
+from tiered_checkpoint_io.engine.drain.earlier import namespace_here
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
+from tiered_checkpoint_io.export.files import new_file
+from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.memory.node import node_budget
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import FileEntry, Manifest, Part
+from tiered_checkpoint_io.stores import Store, place_of
+
+
+def bring(
+    config: TieredCheckpointConfig,
+    store: Store,
+    wanted: str,
+    ranks: Sequence[int],
+    to: Path | None,
+    stop: threading.Event,
+    *,
+    silent: bool,
+) -> tuple[list[Part], list[Part]]:
+    """Brings the parts of a checkpoint to this node's memory, or their files to a folder; every byte is verified.
+
+    Args:
+        config: Which durable tier, and which namespace of memory.
+        store: The durable tier.
+        wanted: The checkpoint's name, or ``tiered:latest``.
+        ranks: Whose parts; all where it is empty.
+        to: A folder, in place of memory.
+        stop: Ends it where it is set.
+        silent: Show no progress.
+
+    Returns:
+        The parts, and those of them that were fetched: memory may have had the others, intact.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+        CorruptCheckpointError: Its bytes are not those that were saved.
+        MemoryFullError: Memory has no room for it.
+        ExportError: A file exists already, or can't be written.
+    """
+    parts = _parts(config, store, _find(store, wanted), ranks)
+    with contextlib.ExitStack() as held:
+        if to is not None:
+            fetched, views = parts, held.enter_context(_files(to, parts))
+        else:
+            tier = _open(config)
+            fetched = [part for part in parts if not _has(tier, part)]
+            views = held.enter_context(_slots(tier, fetched))
+        entries = [entry for part in fetched for entry in part.content.files]
+        jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
+        meter = held.enter_context(progress("pull", sum(entry.size for entry in entries), silent=silent))
+        in_parallel(lambda job: _fetch(store, views, *job, meter=meter, stop=stop), jobs, config.read_concurrency())
+    return parts, fetched
+
+
+def _find(store: Store, wanted: str) -> Manifest:
+    """The manifest of a checkpoint, or of the target of an alias.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        ManifestError: It is damaged.
+    """
+    if wanted == ids.LATEST:
+        meant = latest(checkpoints(store))
+        wanted = meant.name if meant is not None else wanted
+    found = read(store, wanted) if wanted != ids.LATEST else None
+    if found is not None and found.error is not None:
+        raise found.error
+    manifest = found.manifest if found is not None else None
+    if manifest is None:
+        text = f"no such checkpoint: {wanted}"
+        hint = "see what is there: tiered-ckpt ls; what others wrote is brought in by tiered-ckpt import"
+        raise CheckpointNotFoundError(text, operation="pull", tier="durable", key=store.url, hint=hint)
+    return (read_manifest(store, manifest.alias_of) if manifest.alias_of else None) or manifest
+
+
+def _parts(config: TieredCheckpointConfig, store: Store, manifest: Manifest, ranks: Sequence[int]) -> list[Part]:
+    """The parts of a checkpoint that are asked for, as memory holds them."""
+    content, place = manifest.content, place_of(config)
+    files, there = files_of(store, content), range(content.parts)
+    if content.parts == 1:
+        there = range(max(content.coordinator, 0), max(content.coordinator, 0) + 1)
+    elif unknown := [rank for rank in ranks if rank not in there]:
+        raise typer.BadParameter(f"--rank {unknown[0]}: {manifest.name} has {content.parts} parts, from rank 0 on")
+    return [
+        Part(
+            manifest.name,
+            rank,
+            replace(content, files=files.of_rank(rank), index=None),
+            config.dirpath,
+            durable=True,
+            server=place.server,
+        )
+        for rank in there
+        if content.parts == 1 or not ranks or rank in ranks
+    ]
+
+
+def _open(config: TieredCheckpointConfig) -> MemoryTier:
+    budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
+    tier = MemoryTier.open(config.memory_dir, namespace_here(config), budget_bytes=budget)
+    tier.place = place_of(config)
+    return tier
+
+
+def _has(tier: MemoryTier, part: Part) -> bool:
+    """Whether memory has a part already, intact; a damaged one is quarantined."""
+    heard = moving()
+    for stored in held_in(tier):
+        if (stored.save_id, stored.part.rank) == (part.save_id, part.rank):
+            checked = check_part(tier, stored, Meter(lambda _: heard()))
+            if checked.state == "damaged":
+                tier.quarantine(stored.folder, checked.error)
+            elif checked.state == "intact":
+                return True
+    return False
+
+
+_Views = Mapping[str, memoryview]
+
+
+@contextlib.contextmanager
+def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
+    """Room in memory for the files of parts, which become this node's where the block ends well."""
+    places = [SlotPlace(tier, part, drained=True) for part in parts]
+    try:
+        with contextlib.ExitStack() as held:
+            views: dict[str, memoryview] = {}
+            for part, place in zip(parts, places, strict=True):
+                opened = held.enter_context(place.open())
+                views |= {entry.path: opened[entry.basename] for entry in part.content.files}
+            yield views
+        for place in places:
+            place.keep()
+    except BaseException:
+        for place in places:
+            place.drop()
+        raise
+    finally:
+        tier.close()
+
+
+@contextlib.contextmanager
+def _files(folder: Path, parts: Sequence[Part]) -> Iterator[_Views]:
+    """Files below a folder, which have their names where the block ends well; the switch gets its name last."""
+    entries = [(entry, part.content.switch) for part in parts for entry in part.content.files]
+    with contextlib.ExitStack() as held:
+        views: dict[str, memoryview] = {}
+        # They are closed in the opposite order.
+        for entry, _ in sorted(entries, key=lambda each: each[0].basename != each[1]):
+            target = folder / entry.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            mapping = held.enter_context(new_file(target, entry.size))
+            views[entry.path] = held.enter_context(memoryview(mapping))
+        yield views
+
+
+def _fetch(store: Store, views: _Views, entry: FileEntry, index: int, *, meter: Meter, stop: threading.Event) -> None:
+    if stop.is_set():
+        raise StoreError("interrupted", operation="pull", tier="durable", key=entry.path)
+    offset, length = entry.chunks[index]
+    with views[entry.path][offset : offset + length] as chunk:
+        fetch_chunk(store, entry, index, chunk)
+    meter.add(length)
