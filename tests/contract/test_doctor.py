@@ -3,6 +3,10 @@
 import io
 import json
 import secrets
+import signal
+import subprocess
+import sys
+import threading
 import time
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
@@ -13,6 +17,7 @@ from support.refusing import BUCKET, ServerWithRights, in_region
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli.doctor import probe_durable
 from tiered_checkpoint_io.model.ids import DOCTOR_PREFIX
 
 OBJECTS = {
@@ -189,7 +194,8 @@ def test_a_server_that_falls_silent_in_the_middle(s3_url, s3_server, doctor):
     assert (status, [each["what"] for each in durable(found).values()]) == (1, ["durable tier"])
 
 
-def test_the_throughput_is_measured_and_nothing_stays(s3_url, s3_server, memory_dir):
+def test_the_throughput_is_measured_and_nothing_stays(s3_url, s3_server, memory_dir, monkeypatch):
+    monkeypatch.setattr(probe_durable, "_SIZES", (1 << 20, 9 << 20))
     given = ["doctor", s3_url, "--memory-dir", memory_dir, "--state-size", "1TiB"]
     done = CliRunner().invoke(app, given)
     (line,) = (line for line in done.stdout.splitlines() if "throughput:" in line)
@@ -197,6 +203,27 @@ def test_the_throughput_is_measured_and_nothing_stays(s3_url, s3_server, memory_
     bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
     assert not s3_server.client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents")
     assert not s3_server.uploads(bucket, prefix)
+
+
+def test_an_interrupted_doctor_leaves_nothing(s3_url, s3_server, memory_dir):
+    """Ctrl-C while the server is slow to answer."""
+    there = threading.Event()
+
+    def act(exchange):
+        there.set()
+        stall(exchange)
+
+    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+    with FaultProxy(s3_server.endpoint_url, where(act, operation="create")) as proxy:
+        given = ["doctor", s3_url, "--memory-dir", memory_dir, "--endpoint-url", proxy.endpoint_url]
+        command = [sys.executable, "-m", "tiered_checkpoint_io", *given]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert there.wait(30)
+        assert s3_server.client.list_objects_v2(Bucket=bucket, Prefix=prefix)["KeyCount"] == 1
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=20)
+    assert (process.returncode, said, errors) == (130, "", "interrupted\n")
+    assert not s3_server.client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents")
 
 
 def test_the_owner_s_settings_and_what_a_killed_doctor_left(moto, doctor, monkeypatch):

@@ -32,8 +32,13 @@ _BODY = b"tiered-ckpt doctor"
 _NO_TAG = "0" * 32
 
 
-def probe_bucket(config: TieredCheckpointConfig, *, clock: Clock = SYSTEM) -> BucketFacts:
+def probe_bucket(config: TieredCheckpointConfig, folder: str, *, clock: Clock = SYSTEM) -> BucketFacts:
     """Probes the bucket and prefix of a configuration's dirpath; each request is sent once.
+
+    Args:
+        config: With the bound of a request, ``durable_timeout_s``.
+        folder: Below the prefix, where this probe writes; see :func:`ids.doctor_prefix`.
+        clock: With the other bounds.
 
     Raises:
         StoreConfigError: There can be no client: a profile is missing, for one.
@@ -58,7 +63,7 @@ def probe_bucket(config: TieredCheckpointConfig, *, clock: Clock = SYSTEM) -> Bu
         request_payer=config.request_payer,
     )
     try:
-        return _Probe(client, write_options_of(config), clock).run()
+        return _Probe(client, folder, write_options_of(config), clock).run()
     finally:
         client.close()
 
@@ -66,9 +71,9 @@ def probe_bucket(config: TieredCheckpointConfig, *, clock: Clock = SYSTEM) -> Bu
 class _Probe:
     """One visit."""
 
-    def __init__(self, client: S3Client, write_options: Mapping[str, str], clock: Clock) -> None:
+    def __init__(self, client: S3Client, folder: str, write_options: Mapping[str, str], clock: Clock) -> None:
         self._client, self._write_options, self._clock = client, write_options, clock
-        self._folder = ids.doctor_prefix(clock.token(8))
+        self._folder = folder
         self._object, self._copy, self._parts = (self._folder + name for name in ("object", "copy", "parts"))
         self._tries: list[Tried] = []
         self._headers: Mapping[str, str] = {}

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tiered_checkpoint_io.cli.answers import answer, ask
@@ -25,6 +25,8 @@ _SIZES = (1 * _MIB, 8 * _MIB, 64 * _MIB, 256 * _MIB)
 _LONG_ENOUGH_S = 0.5
 #: A part of such an upload, MiB, and a piece of such a read.
 _PART_MIB = 8
+#: How long an interrupted command clears up, seconds.
+_CLEAR_S = 3
 
 
 def bucket_facts(config: TieredCheckpointConfig) -> BucketFacts:
@@ -36,7 +38,9 @@ def bucket_facts(config: TieredCheckpointConfig) -> BucketFacts:
     """
     from tiered_checkpoint_io.stores.s3_probe import probe_bucket
 
-    return answer(config, config.dirpath, lambda: probe_bucket(config))
+    folder = _folder()
+    with _cleared(config, folder):
+        return answer(config, config.dirpath, lambda: probe_bucket(config, folder))
 
 
 def tried(config: TieredCheckpointConfig) -> Sequence[TieredCheckpointError]:
@@ -45,8 +49,9 @@ def tried(config: TieredCheckpointConfig) -> Sequence[TieredCheckpointError]:
     Raises:
         TieredCheckpointError: It could not be asked.
     """
-    key = ids.doctor_prefix(os.urandom(8).hex()) + "object"
-    return ask(config, lambda store: try_requests(store, key, multipart=False))
+    folder = _folder()
+    with _cleared(config, folder):
+        return ask(config, lambda store: try_requests(store, folder + "object", multipart=False))
 
 
 def rates(config: TieredCheckpointConfig) -> RateFacts:
@@ -55,11 +60,31 @@ def rates(config: TieredCheckpointConfig) -> RateFacts:
     Raises:
         TieredCheckpointError: It could not be done, or took longer than ``durable_timeout_s`` without an answer.
     """
-    return ask(replace(config, chunk_size_MB=_PART_MIB), _measure)
+    folder = _folder()
+    with _cleared(config, folder):
+        return ask(replace(config, chunk_size_MB=_PART_MIB), lambda store: _measure(store, folder + "object"))
 
 
-def _measure(store: Store) -> RateFacts:
-    key = ids.doctor_prefix(os.urandom(8).hex()) + "object"
+def _folder() -> str:
+    return ids.doctor_prefix(os.urandom(8).hex())
+
+
+@contextlib.contextmanager
+def _cleared(config: TieredCheckpointConfig, folder: str) -> Iterator[None]:
+    """Removes what lies in a folder where the block is interrupted: the process ends before its thread does that."""
+    try:
+        yield
+    except Exception:
+        # Of a server that does not answer, the next doctor removes it.
+        raise
+    except BaseException:
+        with contextlib.suppress(TieredCheckpointError):
+            soon = replace(config, durable_timeout_s=_CLEAR_S)
+            ask(soon, lambda store: in_parallel(store.delete, [each.key for each in store.list(folder)]))
+        raise
+
+
+def _measure(store: Store, key: str) -> RateFacts:
     up = down = 0.0
     piece = os.urandom(_MIB)
     size = _SIZES[0]
