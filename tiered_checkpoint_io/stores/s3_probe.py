@@ -18,6 +18,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreAccessError, StoreChangedError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.redaction import without_secrets
 from tiered_checkpoint_io.stores.s3 import write_options_of
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import answer_of, is_just_denied, may_refuse_conditions, translated
@@ -328,7 +329,7 @@ def _tried(request: str, error: StoreError) -> Tried:
         request,
         code=str(facts.get("Code") or type(error.__cause__ or error).__name__),
         text=error.message,
-        server_text=str(facts.get("Message") or ""),
+        server_text=without_secrets(str(facts.get("Message") or "")),
         hint=error.hint or "",
         is_denied=isinstance(error, StoreAccessError) and is_just_denied(error),
         is_passing=error.retryable,

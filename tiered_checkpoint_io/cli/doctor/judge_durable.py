@@ -203,5 +203,5 @@ def _leftovers(facts: BucketFacts) -> list[Check]:
         return [Check("durable", "ok", "unfinished uploads", "none older than a day")]
     beyond = "" if left.looked_at == left.number else f" in the first {left.looked_at}"
     measured = f"{left.number} older than a day, {size_text(left.size)}{beyond}"
-    do = "the next drain aborts them; for those of nodes that never come back, set deploy/lifecycle.json"
+    do = "the next drain aborts them; a lifecycle rule with AbortIncompleteMultipartUpload does so without one"
     return [Check("durable", "warn", "unfinished uploads", measured, do)]

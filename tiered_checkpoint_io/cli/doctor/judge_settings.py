@@ -11,7 +11,7 @@ from tiered_checkpoint_io.stores.s3_facts import Settings
 
 #: Objects of these classes can't be read before somebody has them restored, which takes hours.
 _UNREADABLE = ("GLACIER", "DEEP_ARCHIVE")
-_LIFECYCLE = "set deploy/lifecycle.json"
+_RULE = "set a lifecycle rule below dirpath with {}, such as the project's deploy/lifecycle.json"
 
 
 def judge_settings(settings: Settings, url: str) -> list[Check]:
@@ -55,7 +55,7 @@ def _lifecycle(settings: Settings, prefix: str) -> list[Check]:
             checks.append(Check("durable", "fail", "lifecycle", measured, do))
     if not any("AbortIncompleteMultipartUpload" in rule for rule in _covering(settings, prefix)):
         measured = "no rule aborts unfinished uploads: what dead nodes leave costs storage for ever"
-        checks.append(Check("durable", "warn", "lifecycle", measured, _LIFECYCLE))
+        checks.append(Check("durable", "warn", "lifecycle", measured, _RULE.format("AbortIncompleteMultipartUpload")))
     return checks or [
         Check("durable", "ok", "lifecycle", "no rule deletes checkpoints; unfinished uploads are aborted")
     ]
@@ -67,7 +67,7 @@ def _versions(settings: Settings, prefix: str) -> list[Check]:
     if any("NoncurrentVersionExpiration" in rule for rule in _covering(settings, prefix)):
         return [Check("durable", "ok", "versions", "kept, and noncurrent ones expire")]
     measured = "kept for ever: each deleted checkpoint, and a lease an hour for each run, goes on costing storage"
-    return [Check("durable", "warn", "versions", measured, f"{_LIFECYCLE}, which expires noncurrent versions")]
+    return [Check("durable", "warn", "versions", measured, _RULE.format("NoncurrentVersionExpiration"))]
 
 
 def _covering(settings: Settings, prefix: str) -> list[Mapping[str, Any]]:
