@@ -75,8 +75,9 @@ class SafeDeletes(PortableState):
         self._withheld = kept
 
     def _delete(self, trainer: Trainer, path: str) -> None:
-        """Deletes what nothing needs any more."""
-        super()._remove_checkpoint(trainer, path)
+        """Deletes what nothing needs any more; where there are policies of retention, they alone decide what goes."""
+        if not self._engine.config.retention:
+            super()._remove_checkpoint(trainer, path)
 
     # ----------------------------------------------------------------------------------- inside
     @property

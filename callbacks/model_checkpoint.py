@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.lightning import require_tiered_io
 from tiered_checkpoint_io.callbacks.ending import DurableEnd
-from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places
+from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.callbacks.summary import say_summary_last
@@ -208,6 +208,7 @@ class TieredModelCheckpoint(DurableEnd):
         check_dirpath(trainer, dirpath, root)
         if stage == "fit":
             check_places(self._siblings(trainer), root)
+            check_retention([self], io.config.retention)
             # Before anything is trained: whether another run writes there.
             on_rank_0(trainer, lambda: io.checkpointer.session.claims.claim(saves=False))
             self._begin_fit(trainer)

@@ -1,4 +1,4 @@
-"""Where the callbacks of one trainer save: each below the IO's dirpath, and no two to the same names."""
+"""Where the callbacks of one trainer save, each below the IO's dirpath, and no two to the same names; what is kept."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import is_below
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.retention import Best, Policies, policies_from
 
 _HINT = "give one of them a filename of its own, such as 'best-{epoch}-{step}', or a dirpath below the IO's"
 _LAST_HINT = "set save_last for one of them alone, or give one a dirpath below the IO's"
@@ -65,6 +66,27 @@ def check_places(callbacks: Iterable[ModelCheckpoint], root: str) -> None:
             _refuse(one, other, folder, _pattern(one), _HINT)
         if one.save_last and other.save_last and one.CHECKPOINT_NAME_LAST == other.CHECKPOINT_NAME_LAST:
             _refuse(one, other, folder, one.CHECKPOINT_NAME_LAST, _LAST_HINT)
+
+
+def check_retention(callbacks: Iterable[ModelCheckpoint], policies: Policies) -> None:
+    """Refuses a callback that keeps its best where the policies would remove them.
+
+    Raises:
+        ConfigError: There is one; says what to add.
+    """
+    known = [each for each in policies_from(policies) if isinstance(each, Best)]
+    for callback in callbacks:
+        if not policies or callback.monitor is None or callback.save_top_k == 0:
+            continue
+        count = max(1, callback.save_top_k)
+        same = [each for each in known if (each.metric, each.mode) == (callback.monitor, callback.mode)]
+        if not any(each.best >= count for each in same):
+            policy = f"{{best: {count}, metric: {callback.monitor}, mode: {callback.mode}}}"
+            raise ConfigError(
+                f"{_described(callback)} keeps its best {count}, which no policy of retention keeps",
+                operation="setup",
+                hint=f"add {policy} to retention, or leave monitor out",
+            )
 
 
 def _pattern(callback: ModelCheckpoint) -> str:

@@ -50,6 +50,14 @@ CHECKED = """
 from tiered_checkpoint_io import TieredCheckpointConfig
 print(TieredCheckpointConfig.from_any(cfg.s3_checkpointing))
 """
+SAVED = """
+import torch
+from tiered_checkpoint_io import TieredCheckpointIO
+
+io = TieredCheckpointIO(dirpath="s3://bucket/run")
+io.save_checkpoint({"global_step": 500, "epoch": 0, "x": torch.ones(10)}, "epoch=0-step=500.ckpt")
+io.teardown()
+"""
 #: What each block of Python is run with, by document, heading and place below it.
 PRELUDES = {
     ("README.md", "In your script", 0): TRAINING,
@@ -71,6 +79,7 @@ PRELUDES = {
             ("NVRx", 0, STATE),
         )
     },
+    ("docs/retention.md", "Metrics from an evaluation elsewhere", 0): SAVED,
 }
 #: What is not run, and why.
 NOT_RUN = {
@@ -87,9 +96,14 @@ def blocks(document, language):
     return found
 
 
-DOCUMENTS = ("README.md", "docs/sharded.md", "docs/migration.md")
-PYTHON = {key: text for document in DOCUMENTS for key, text in blocks(document, "python").items()}
-YAML = {**blocks("README.md", "yaml"), **blocks("docs/sharded.md", "yaml"), **blocks("docs/configuration.md", "yaml")}
+DOCUMENTS = (
+    "README.md",
+    *(f"docs/{page}.md" for page in ("sharded", "migration", "retention", "configuration", "command-line")),
+)
+PYTHON, YAML, BASH = (
+    {key: text for document in DOCUMENTS for key, text in blocks(document, language).items()}
+    for language in ("python", "yaml", "bash")
+)
 
 
 def test_every_block_is_run():

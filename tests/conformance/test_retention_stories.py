@@ -1,0 +1,65 @@
+"""What the durable tier keeps by policies, over each kind of checkpoint; see :mod:`test_stories`, which has the table."""
+
+# ruff: noqa: F811 - a fixture of another module is an argument here
+
+import pytest
+from support.draining import names
+
+from tiered_checkpoint_io import TieredCheckpointConfig
+from tiered_checkpoint_io.retention import pin, unpin
+from tiered_checkpoint_io.stores import open_store
+
+from .kinds import lose_memory
+from .test_stories import LATEST, can, dirpath, kind, on_s3, start  # noqa: F401 - fixtures
+
+KEEP = {"retention": [{"latest": 2}, {"every_steps": 3}]}
+
+
+@pytest.fixture
+def there(dirpath):
+    store = open_store(TieredCheckpointConfig(dirpath=dirpath))
+    yield lambda: names(store)
+    store.close()
+
+
+@on_s3
+def test_the_durable_tier_keeps_what_policies_say_behind_each_save(start, there, memory_dir, dirpath):
+    start().save(1)
+    pin(dirpath, "step_1.ckpt", reason="a baseline")
+    job = start(**KEEP)
+    for number in range(2, 8):
+        # Some are waited for, some are behind the next.
+        job.save(number, wait=number % 2 == 0)
+    job.delete("step_1.ckpt")
+    job.wait()
+    assert there() == [f"step_{number}.ckpt" for number in (1, 3, 6, 7)]
+    assert any("step_1.ckpt was not deleted: step_1.ckpt is pinned" in said for said in said_by(job))
+    unpin(dirpath, "step_1.ckpt")
+    job.save(8)
+    job.close()
+    assert there() == [f"step_{number}.ckpt" for number in (3, 6, 7, 8)]
+    lose_memory(memory_dir)
+    job = start()
+    assert [job.load(which) for which in (LATEST, "step_3.ckpt")] == [8, 3]
+
+
+@pytest.mark.matrix
+@on_s3
+def test_what_a_run_left_queued_is_taken_up_with_its_retention(start, there):
+    start(**KEEP).save(1)
+    job = start(**KEEP, on_save_error="warn", wait_timeout_s=1)
+    with job.without_drain():
+        for number in (2, 4):
+            job.save(number, wait=False)
+        job.has_to_end()
+        job.close()
+    assert there() == ["step_1.ckpt"]
+    job = start(**KEEP)
+    job.save(5)
+    job.close()
+    assert there() == ["step_4.ckpt", "step_5.ckpt"]
+
+
+def said_by(job):
+    job.engine.session.poll()
+    return job.messages.said
