@@ -173,7 +173,11 @@ def test_the_first_five_minutes(story):
 
 
 #: Pages whose blocks of Python have tests of their own, and those that need what is not installed here.
-ELSEWHERE = {"docs/reference/stores.md": "test_tutorials.py", "docs/nemo.md": "needs NeMo: tests/nemo"}
+ELSEWHERE = {
+    "docs/python-api.md": "test_python_api.py",
+    "docs/reference/stores.md": "test_tutorials.py",
+    "docs/nemo.md": "needs NeMo: tests/nemo",
+}
 
 
 def pages():

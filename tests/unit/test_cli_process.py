@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from support import processes
 from support.draining import Node
 from support.processes import PATIENCE_S, end
@@ -116,7 +117,7 @@ def test_on_a_terminal_it_is_a_table(dirpath):
 def test_help_and_version():
     for arguments in (
         ["-h"],
-        *([name, "-h"] for name in ("verify", "flush", "pull", "import", "status", "ls", "export", "drain", "clean")),
+        *([name, "-h"] for name in typer.main.get_command(app).commands),
     ):
         shown = CliRunner().invoke(app, arguments)
         assert shown.exit_code == 0

@@ -18,7 +18,6 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
     WaitTimeoutError,
 )
-from tiered_checkpoint_io.inventory import api
 from tiered_checkpoint_io.inventory.durable import Reader
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
@@ -102,23 +101,23 @@ def test_wrong_use_is_an_error_at_once(node):
 def test_an_outage_is_told_once_and_waited_out_but_for_the_first_look(node, monkeypatch, caplog):
     node.save("a.ckpt", b"A")
     drain(node)
-    silent, opened = [True], api.open_store
+    silent, listing = [True], DirectoryStore.list
 
-    def open_store(config, **options):
+    def list_or_not(store, prefix):
         if silent[0]:
             raise StoreUnavailableError("away", operation="list")
-        return opened(config, **options)
+        return listing(store, prefix)
 
-    monkeypatch.setattr(api, "open_store", open_store)
+    monkeypatch.setattr(DirectoryStore, "list", list_or_not)
     news = new_checkpoints(node.dirpath, every_s=0.01, after="")
     with pytest.raises(StoreUnavailableError):
         next(news)
     silent[0] = False
     news = new_checkpoints(node.dirpath, every_s=0.01, after="")
     assert next(news).name == "a.ckpt"
-    silent[0] = True
     node.save("b.ckpt", b"B")
     drain(node)
+    silent[0] = True
     back = threading.Timer(0.2, lambda: silent.__setitem__(0, False))
     back.start()
     assert next(news).name == "b.ckpt"

@@ -43,6 +43,7 @@ def test_the_wheel_holds_the_package_alone(wheel, tmp_path):
         "nemo/exp_manager.py",
         "configs/s3_checkpointing/default.yaml",
         "py.typed",
+        "cli/schemas/ls.json",
         "testing/contract.py",
         "metrics/report.html",
     ):
@@ -67,6 +68,8 @@ sys.meta_path.insert(0, Block())
 def test_names_need_no_package_of_s3_and_no_torch(tmp_path):
     code = BLOCK.format(blocked={"boto3", "botocore", "s3fs", "fsspec", "hydra", "omegaconf", "torch", "lightning"})
     code += "from tiered_checkpoint_io import build_s3_url, is_s3_url, parse_s3_url, TieredCheckpointConfig\n"
+    code += "from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints, wait_for\n"
+    code += f"assert find_latest({str(tmp_path / 'none')!r}) is None\n"
     code += "assert parse_s3_url(build_s3_url('bucket', 'k')) == ('bucket', 'k')"
     done = python(code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

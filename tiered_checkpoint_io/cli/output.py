@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 READER_GONE = 128 + signal.SIGPIPE
 #: Raised when a key of a document changes its meaning or goes; keys that are added leave it.
 JSON_VERSION = 1
+#: On a terminal of so many columns, cells of so many characters, and names of so many, are not folded.
+_WIDE, _SHORT, _NAME = 100, 11, 30
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -58,15 +60,23 @@ def show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:
 
 def rich_table(title: str, rows: Iterable[Sequence[str]], columns: Iterable[str]) -> Table:
     """A table for a terminal."""
+    from rich import box
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(printable(title)) if title else None)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        # As text: names may look like markup.
-        table.add_row(*(Text(printable(cell)) for cell in row))
+    # As text: names may look like markup.
+    cells = [[Text(printable(cell)) for cell in row] for row in rows]
+    table = Table(
+        title=Text(printable(title)) if title else None, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    # On a narrow terminal all is folded, so that nothing is cut.
+    is_wide = Console().width >= _WIDE
+    for index, column in enumerate(columns):
+        longest = max((len(row[index]) for row in cells), default=0)
+        table.add_column(column, overflow="fold", no_wrap=is_wide and longest <= (_SHORT if index else _NAME))
+    for row in cells:
+        table.add_row(*row)
     return table
 
 

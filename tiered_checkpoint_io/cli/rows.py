@@ -18,12 +18,12 @@ _UNITS = ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h"))
 def table_of(
     checkpoints: Sequence[CheckpointInfo], now: datetime, *, with_dirpath: bool = False
 ) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The columns of a table of these, and its rows; on a terminal, without columns that have nothing in them."""
+    """The columns of a table of these, and its rows; on a terminal, without columns that say nothing."""
     names = {each.save_id: each.name for each in checkpoints if not each.alias_of}
     columns = [*COLUMNS, *(["dirpath"] if with_dirpath else [])]
     rows = [(*_row(each, names, now), *([each.dirpath] if with_dirpath else [])) for each in checkpoints]
     if rows and is_terminal():
-        kept = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+        kept = [index for index in range(len(columns)) if any(row[index] not in ("", "full") for row in rows)]
         return [columns[index] for index in kept], [tuple(row[index] for index in kept) for row in rows]
     return columns, rows
 

@@ -29,6 +29,7 @@ from tiered_checkpoint_io.inventory.details import HASH, Details, details_of
 from tiered_checkpoint_io.inventory.node import HeldPart
 from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.model import ids
 
 
 def show_checkpoint(
@@ -53,8 +54,9 @@ def show_checkpoint(
             # What the durable tier has under that name is not known.
             raise error
     if not found:
+        is_name = wanted != ids.LATEST
         raise CheckpointNotFoundError(
-            f"no such checkpoint: {wanted}",
+            f"no such checkpoint: {wanted}" if is_name else "no checkpoint that training can resume from",
             operation="show",
             key=config.dirpath,
             hint="list what is there: tiered-ckpt ls",

@@ -1,11 +1,12 @@
 """For programs beside the training: what is there, which is the latest, and what becomes durable.
 
-Each call opens the durable tier anew, waits ``durable_timeout_s`` (15 s) at most for a server that is silent, and reads
-neither a checkpoint's bytes nor torch.
+Each call waits ``durable_timeout_s`` (15 s) at most for a server that is silent. None reads a checkpoint's bytes, or
+imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -48,7 +49,8 @@ def list_checkpoints(
         ConfigError: A value is not allowed, or there is no such memory_dir.
         StoreError: The durable tier could not be asked.
     """
-    return _Tiers(dirpath, memory_dir, options).look().checkpoints
+    with contextlib.closing(_Tiers(dirpath, memory_dir, options)) as tiers:
+        return tiers.look().checkpoints
 
 
 def find_latest(
@@ -70,13 +72,13 @@ def find_latest(
         StoreError: As :func:`list_checkpoints`.
     """
     try:
-        look = _Tiers(dirpath, memory_dir, options).look()
+        found = list_checkpoints(dirpath, memory_dir=memory_dir, **options)
     except CheckpointNotFoundError:
         return None
-    for each in look.checkpoints:
+    for each in found:
         if each.state == "newer_release":
             raise FormatVersionError(each.problem, operation="find", key=each.url, hint="update this package")
-    return next((each for each in look.checkpoints if each.is_latest), None)
+    return next((each for each in found if each.is_latest), None)
 
 
 def wait_for(
@@ -103,7 +105,12 @@ def wait_for(
         ConfigError: As :func:`list_checkpoints`.
         StoreError: The durable tier refuses, or is unreachable at the first look; later it is asked again.
     """
-    tiers, end = _Tiers(dirpath, None, options, clock), clock.monotonic() + timeout_s
+    with contextlib.closing(_Tiers(dirpath, None, options, clock)) as tiers:
+        return _wait_for(tiers, step, timeout_s, every_s, clock)
+
+
+def _wait_for(tiers: _Tiers, step: int, timeout_s: float, every_s: float, clock: Clock) -> CheckpointInfo:
+    end = clock.monotonic() + timeout_s
     found: list[CheckpointInfo] = []
     while True:
         found = tiers.looked_again(found)
@@ -164,17 +171,18 @@ def _news(
 ) -> Iterator[CheckpointInfo]:
     found: list[CheckpointInfo] = []
     last = clock.monotonic()
-    while not stop.is_set():
-        found = tiers.looked_again(found)
-        for each in news.of(found):
-            yield each
-            last = clock.monotonic()
-            if stop.is_set():
+    with contextlib.closing(tiers):
+        while not stop.is_set():
+            found = tiers.looked_again(found)
+            for each in news.of(found):
+                yield each
+                last = clock.monotonic()
+                if stop.is_set():
+                    return
+            left = every_s if idle_timeout_s is None else min(every_s, last + idle_timeout_s - clock.monotonic())
+            if left <= 0:
                 return
-        left = every_s if idle_timeout_s is None else min(every_s, last + idle_timeout_s - clock.monotonic())
-        if left <= 0:
-            return
-        clock.wait(stop, left)
+            clock.wait(stop, left)
 
 
 class _Tiers:
@@ -189,16 +197,25 @@ class _Tiers:
         self._looker = Looker(self.place, memory_dir, clock=clock)
         self._unfinished_too = memory_dir is not None
         self._has_answered = self._is_silent = False
+        self._store: Store | None = None
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
 
     def look(self) -> Look:
         """Raises CheckpointNotFoundError, ConfigError and StoreError as :func:`list_checkpoints`."""
 
         def ask() -> Look:
-            store: Store = open_store(self._config, clock=self._clock)
+            # One that fails, or is given up, is not asked again.
+            store, self._store = self._store or open_store(self._config, clock=self._clock), None
             try:
-                return self._looker.look(store, unfinished_too=self._unfinished_too)
-            finally:
+                look = self._looker.look(store, unfinished_too=self._unfinished_too)
+            except BaseException:
                 store.close()
+                raise
+            self._store = store
+            return look
 
         what = self.place.dirpath
         return answer_within(self._config.durable_timeout_s, ask, what=what, clock=self._clock)
