@@ -57,15 +57,20 @@ def test_what_a_run_that_was_killed_and_went_back_has_lost():
 def test_the_record_is_bounded_and_its_totals_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(events, "_MAX_BYTES", 20_000)
     running = RunningTotals(tmp_path)
+    rare = RunningTotals(tmp_path)
     assert running.look().memory_saves == 0
     for step in range(1, 400):
         note(tmp_path, "save", **{key: value for key, value in save(0, step).items() if key not in ("t", "event")})
         if step % 7 == 0:
             # Looked at as it grows, over every time it is shortened.
             assert running.look().memory_saves == step
+        if step == 20:
+            rare.look()
     assert (tmp_path / EVENTS_FILE).stat().st_size < 20_000
     assert len(read_events(tmp_path)) < 200
     assert totals_of(read_events(tmp_path)).memory_saves == running.look().memory_saves == 399
+    # Shortened meanwhile, and longer again than it was.
+    assert rare.look().memory_saves == 399
     assert os.stat(tmp_path / EVENTS_FILE).st_mode & 0o777 == 0o600
 
 
