@@ -14,9 +14,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 from support.training import Model
 from typer.testing import CliRunner
 
+from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import ConfigError
@@ -243,3 +245,25 @@ def test_the_cost_of_a_look_is_small(dead):
     for _ in range(10):
         collector.collect()
     assert (time.process_time() - began) / 10 < 0.1
+
+
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("local", marks=pytest.mark.matrix)])
+def test_a_loop_with_plain_dcp(kind, memory_dir, tmp_path):
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", "kind": kind}
+    for step in (1, 2):
+        dcp.save({"w": torch.full((8,), float(step))}, checkpoint_id=f"step_{step}", step=step, **options)
+    state = {"w": torch.zeros(8)}
+    dcp.load(state, **options)
+    assert state["w"][0] == 2
+    (root,) = Path(memory_dir).glob("tiered-*/*")
+    found = values(root)
+    expected = {
+        "running": 1,
+        "step": 2,
+        "memory_step": 2,
+        "durable_step": 2,
+        "restores_total": 1,
+        "saves_total durable": 2,
+    }
+    assert found.items() >= expected.items()
+    assert found["lost_seconds_total restore"] > 0
