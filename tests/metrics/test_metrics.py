@@ -253,7 +253,7 @@ def test_a_loop_with_plain_dcp(kind, memory_dir, tmp_path):
     for step in (1, 2):
         dcp.save({"w": torch.full((8,), float(step))}, checkpoint_id=f"step_{step}", step=step, **options)
     state = {"w": torch.zeros(8)}
-    dcp.load(state, **options)
+    dcp.load(state, **options).close()
     assert state["w"][0] == 2
     (root,) = Path(memory_dir).glob("tiered-*/*")
     found = values(root)
