@@ -20,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: docs venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
+.PHONY: docs dist test-cli test-examples venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
 
 venv: $(STAMP)
 
@@ -104,10 +104,23 @@ test-lightning-min: $(MIN_STAMP)
 test-nemo: $(NEMO_STAMP)
 	$(NEMO_VENV)/bin/python -m pytest tests/nemo
 
-# The site, in build/site: strict, so that a link to nowhere, or a page that the menu lacks, ends it.
+# All tests that type a command of tiered-ckpt.
+test-cli: venv
+	$(BIN)/python -m pytest -n 2 $$(grep -lrE --include='test_*.py' 'tiered_ckpt\(|tiered_checkpoint_io(\.| import )cli|CliRunner' tests)
+
+# Scripts of examples/ as a user runs them; demo and demo-sharded run the two long ones, test-nemo those of NeMo.
+test-examples: venv
+	$(BIN)/python -m pytest -n 2 $$(grep -lr --include='test_*.py' '"examples"' tests --exclude-dir=nemo)
+
+# Wheel and sdist, in dist/, from a clean clone of the last commit; the wheel is tried with the sources gone.
+dist: venv
+	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[dist]'
+	$(BIN)/python tests/dist/check.py
+
+# The site, in build/site: strict, so that a link to nowhere ends it, and nothing in it is fetched from other hosts.
 docs: venv
 	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/_site/check.py build/site
 
 lint: venv

@@ -27,6 +27,15 @@ _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 _ORIGINS = {site: origin for origin, site in PAGES.items()}
 
 
+def on_config(config: Any) -> Any:
+    """Puts pages that the menu does not name behind the guides."""
+    named = set(re.findall(r"[\w./-]+\.md", str(config.nav)))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | set(PAGES.values())
+    (guides,) = [each["Guides"] for each in config.nav if "Guides" in each]
+    guides += sorted(pages - named)
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages outside ``docs/``, and one page for each source file that any page links to."""
     texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}

@@ -4,6 +4,7 @@ A block runs in a fresh namespace, which has what its prelude makes: what a read
 """
 
 import ast
+import itertools
 import shlex
 from pathlib import Path
 
@@ -173,11 +174,7 @@ def test_the_first_five_minutes(story):
 
 
 #: Pages whose blocks of Python have tests of their own, and those that need what is not installed here.
-ELSEWHERE = {
-    "docs/python-api.md": "test_python_api.py",
-    "docs/reference/stores.md": "test_tutorials.py",
-    "docs/nemo.md": "needs NeMo: tests/nemo",
-}
+ELSEWHERE = {"docs/nemo.md": "make test-nemo", "docs/python-api.md": "test_python_api.py"}
 
 
 def pages():
@@ -187,26 +184,39 @@ def pages():
 
 
 def test_no_block_of_python_is_left_out():
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for page, text in pages().items():
-        languages = {info.partition(" ")[0] for _, info, _ in blocks_of(text)}
-        known = {*DOCUMENTS, *ELSEWHERE} | ({page} if page.startswith("docs/tutorials/") else set())
-        assert "python" not in languages or page in known, f"nothing runs the blocks of {page}"
-        for heading, info, block in blocks_of(text):
-            if info.startswith("python"):
-                ast.parse(block, f"{page}: {heading}")
+        blocks = [(heading, block) for heading, info, block in blocks_of(text) if info.startswith("python")]
+        is_run = page in tests or page in ELSEWHERE or page.startswith("docs/tutorials/")
+        assert is_run or not blocks, f"nothing runs the blocks of {page}"
+        for heading, block in blocks:
+            ast.parse(block, f"{page}: {heading}")
 
 
 def test_every_command_of_the_documents_is_understood():
     known = typer.main.get_command(cli.app).commands
     used = {page: [] for page in pages()}
     for page, text in pages().items():
-        for _, info, block in blocks_of(text):
-            lines = [shlex.split(line, comments=True) for line in block.splitlines() if info == "bash"]
-            used[page] += [arguments for program, *arguments in filter(None, lines) if program == "tiered-ckpt"]
+        for block in (block for _, info, block in blocks_of(text) if info == "bash"):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.shlex(line, posix=True, punctuation_chars=True)
+                words.whitespace_split = True
+                program, *arguments = list(
+                    itertools.takewhile(lambda word: not set(word) <= set("();<>|&"), words)
+                ) or [""]
+                used[page] += [arguments] if program == "tiered-ckpt" else []
     for name, *arguments in (command for commands in used.values() for command in commands):
         # Parsed, and not run; what is not understood is an error.
         known[name].make_context(name, arguments)
     assert {name for page in ("README.md", "docs/command-line.md") for name, *_ in used[page]} == set(known)
+
+
+def test_each_example_is_run():
+    runs = [ROOT / "Makefile", *(ROOT / "tests").rglob("test_*.py")]
+    said = "".join(path.read_text() for path in runs)
+    imported = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
+    for path in (ROOT / "examples").rglob("*.py"):
+        assert path.name in said or re.search(rf"from {path.stem} import", imported), f"nothing runs {path}"
 
 
 def test_readme_is_short():
