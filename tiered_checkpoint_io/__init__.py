@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         new_checkpoints,
         wait_for,
     )
+    from tiered_checkpoint_io.engine.ranks.coordination import train_here
     from tiered_checkpoint_io.model.config import TieredCheckpointConfig
     from tiered_checkpoint_io.model.ids import build_s3_url, is_s3_url, parse_s3_url
     from tiered_checkpoint_io.retention import add_metrics
@@ -42,6 +43,7 @@ __all__ = [
     "new_checkpoints",
     "parse_s3_url",
     "wait_for",
+    "train_here",
 ]
 
 if sys.platform != "linux":
@@ -63,6 +65,7 @@ _HOMES = {
     "build_s3_url": "tiered_checkpoint_io.model.ids",
     "is_s3_url": "tiered_checkpoint_io.model.ids",
     "parse_s3_url": "tiered_checkpoint_io.model.ids",
+    "train_here": "tiered_checkpoint_io.engine.ranks.coordination",
 }
 
 

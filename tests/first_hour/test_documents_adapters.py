@@ -12,6 +12,7 @@ BLOCKS = {
     ("fabric.md", "Lightning Fabric"): "lightning",
     ("huggingface.md", "Trainer"): "transformers",
     ("huggingface.md", "Accelerate"): "accelerate",
+    ("ray.md", "Ray Train"): "torch",
 }
 FOUND = {
     (page, heading): text

@@ -190,7 +190,8 @@ class TorchGroup(GivenGroup):
             raise UsageError(
                 f"{what} was called from a thread while torch.distributed is initialised",
                 operation="load",
-                hint="ranks do it together: call it on the main thread of every rank, or where its Trainer trains",
+                hint="ranks do it together: call it on the main thread of every rank, or where its Trainer trains; if a"
+                " loop of your own trains on a thread, as with Ray Train, call tiered_checkpoint_io.train_here() first",
             )
         # Ranks that are all here may take their time to fetch; one that never calls this is noticed sooner. A group has
         # one bound, hence two groups.
@@ -221,7 +222,10 @@ _thread = threading.local()
 
 
 def train_here() -> None:
-    """Notes that this thread trains: it makes the collective calls of its process, as on a worker of Ray Train."""
+    """Notes that this thread trains: it makes the collective calls of its process, as on a worker of Ray Train.
+
+    A Trainer says so itself; a loop of your own that does not run on the main thread calls this before it loads.
+    """
     _thread.trains = True
 
 
