@@ -1,0 +1,88 @@
+"""Meta's torch_checkpointing over both tiers: a training that is killed without notice, and the storage's own rules."""
+
+import errno
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import launch, said
+
+pytest.importorskip("torch_checkpointing", reason="pip install -c constraints.txt '.[torch-checkpointing]'")
+
+from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.torch_checkpointing import TieredStorageConfig
+
+WORKER = Path(__file__).with_name("torch_checkpointing_worker.py")
+
+
+def test_a_killed_training_resumes_bit_identically(tmp_path, memory_dir):
+    def train(folder, **job):
+        options = {"namespace": folder, "memory_dir": memory_dir, "wait_timeout_s": 60, "on_save_error": "raise"}
+        job |= {"dirpath": str(tmp_path / folder), "steps": 22, "options": options}
+        (answer,) = launch(tmp_path, [job], worker=WORKER)
+        assert answer is not None or "die_after" in job, said(tmp_path, 0)
+        return answer
+
+    whole = train("whole")
+    assert train("killed", die_after=13) is None
+    resumed = train("killed")
+    assert resumed == {"weights": whole["weights"], "first": 12}, "step 12 was in memory alone"
+    durable = sorted(path.name for path in (tmp_path / "killed").glob("step_*"))
+    assert durable == ["step_10", "step_20"]
+    # Readable without either package.
+    files = torch.load(tmp_path / "killed" / "step_20")["files"]
+    model = torch.load(io.BytesIO(files["model_0.pt"].numpy().tobytes()))
+    assert set(model) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.fixture
+def config(tmp_path, memory_dir):
+    config = TieredStorageConfig(str(tmp_path / "durable"), {"memory_dir": memory_dir, "wait_timeout_s": 60})
+    yield config
+    config.close()
+
+
+def write(storage, name, **files):
+    for file, content in files.items():
+        with storage.stream_write(Path(f"tmp_{name}") / file) as stream:
+            stream.write(content)
+    storage.rename(Path(f"tmp_{name}"), Path(name), is_directory=True)
+
+
+def test_the_rules_of_a_storage(config):
+    storage = config.create_storage()
+    assert not storage.exists(Path("tiered:latest"))
+    write(storage, "step_1", a=b"one", empty=b"")
+    write(storage, "step_2", a=json.dumps([2]).encode())
+    reader = config.create_storage()
+    assert reader.ls(Path()) == ["step_1", "step_2"]
+    assert reader.ls(Path("step_1")) == ["a", "empty"]
+    assert reader.read(Path("step_1/a")) == b"one"
+    assert reader.read(Path("step_1/empty")) == b""
+    assert reader.read(Path("tiered:latest/a")) == b"[2]"
+    stream = reader.stream_read(Path("step_1/a"))
+    assert stream.seek(1) == 1
+    assert stream.read() == b"ne"
+    assert [reader.getsize(Path("step_1/a")), reader.isdir(Path("step_1"))] == [3, True]
+    with pytest.raises(FileNotFoundError):
+        reader.read(Path("step_1/b"))
+    with pytest.raises(FileExistsError):
+        write(storage, "step_1", a=b"other")
+    assert reader.read(Path("step_1/a")) == b"one"
+    storage.rmdir(Path("step_2"))
+    assert reader.ls(Path()) == ["step_1"]
+
+
+def test_what_would_never_be_committed_is_refused(config, monkeypatch):
+    storage = config.create_storage()
+    for path in ("step_1/a", "/elsewhere/tmp_step_1/a"):
+        with pytest.raises(UsageError, match="one name below dirpath"):
+            storage.write(Path(path), b"")
+    with pytest.raises(OSError) as refused:
+        storage.rename(Path("tmp_step_1"), Path("step_1"), is_directory=True)
+    assert refused.value.errno == errno.ENOTSUP
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"job of several processes.*tiered_checkpoint_io\.dcp"):
+        config.create_storage()
