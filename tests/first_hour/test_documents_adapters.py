@@ -27,7 +27,17 @@ def test_every_block_is_run():
     assert set(FOUND) == set(BLOCKS)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids="-".join)
+#: Blocks whose promise another test covers in `make test`.
+FURTHER = {"Accelerate", "Ray Train", "torch_checkpointing"}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(each, marks=[pytest.mark.matrix] if each[1] in FURTHER else [], id="-".join(each))
+        for each in BLOCKS
+    ],
+)
 def test_a_block_runs_and_resumes(block, story, monkeypatch):
     if find_spec(BLOCKS[block]) is None:
         pytest.skip(f"{BLOCKS[block]} is not installed")

@@ -22,13 +22,13 @@ train(folder + "/durable", folder, die_at=int(die_at), namespace=folder.rpartiti
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1100)
 def test_ray_starts_the_workers_again_and_they_resume_from_memory(tmp_path, memory_dir):
     def train(folder, die_at):
         (tmp_path / folder).mkdir()
         command = [sys.executable, "-c", RUN, EXAMPLES, tmp_path / folder, str(die_at), memory_dir]
         env = {**os.environ, "RAY_DEDUP_LOGS": "0", "RAY_TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"}
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, cwd=EXAMPLES)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, cwd=EXAMPLES)
         said = ran.stdout + ran.stderr
         assert ran.returncode == 0, said[-5000:]
         return torch.load(tmp_path / folder / "weights.pt"), said

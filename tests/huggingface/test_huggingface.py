@@ -1,15 +1,18 @@
 """Trainings with Hugging Face's Trainer and Accelerate, killed without notice and resumed from node memory."""
 
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from support.launch import launch, said
 
+from tiered_checkpoint_io.errors import ConfigError
+
 pytest.importorskip("transformers", reason="pip install -c constraints.txt '.[huggingface]'")
 
 WORKER = Path(__file__).with_name("worker.py")
-PRELOAD = ("accelerate", "transformers", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def train(tmp_path, memory_dir, monkeypatch):
             "on_save_error": "raise",
         }
         jobs = [{"options": options, "output_dir": str(tmp_path / folder / "out"), "loop": "trainer", **job}] * ranks
-        answers = launch(tmp_path, jobs, worker=WORKER, preload=PRELOAD)
+        answers = launch(tmp_path, jobs, worker=WORKER)
         if "die_after" not in job:
             assert None not in answers, said(tmp_path, answers.index(None))
         return answers
@@ -78,3 +81,39 @@ def test_a_killed_loop_with_accelerate_resumes_bit_identically(train):
     assert resumed["losses"] == whole["losses"][4:]
     assert resumed["weights"] == whole["weights"]
     assert resumed["seen"] == 8
+
+
+def test_wrong_use_is_one_clear_message(tmp_path, memory_dir):
+    job = {"folder": str(tmp_path), "memory_dir": memory_dir}
+    answers, output = launch(tmp_path, [job], worker=WORKER.with_name("wrong_use.py")), said(tmp_path, 0)
+    assert answers == ["done"], output
+    told = [line for line in output.splitlines() if line.split(" ")[0].endswith("Error")]
+    for line, words in zip(
+        told,
+        [
+            "restore() before there is a Trainer",
+            "step=1.ckpt is not a checkpoint of a transformers.Trainer",
+            "restore_callback_states_from_checkpoint",
+            "TieredCheckpointCallback with FSDP",
+            "unknown key 'save_steps'",
+            "the accelerator has 0 models, the checkpoint none",
+        ],
+        strict=True,
+    ):
+        assert words in line
+        assert " — " in line, "says what to do"
+    assert "the Trainer also saves by itself, to" in output
+    assert "training does not resume" in output
+
+
+@pytest.mark.parametrize(
+    ("module", "hidden"),
+    [("huggingface", "accelerate"), ("torch_checkpointing", "torch_checkpointing.checkpoint_writer")],
+)
+def test_a_library_that_is_missing_is_named(module, hidden, monkeypatch):
+    ours = f"tiered_checkpoint_io.{module}"
+    for name in [name for name in sys.modules if name == ours or name.startswith(ours + ".")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, hidden, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'tiered-checkpoint-io\[{module.replace('_', '-')}\]'"):
+        import_module(ours)
