@@ -71,6 +71,8 @@ class Timing:
     accept_poll_s: float = 0.02
     #: How often a rank looks for offers, and for saves that are complete on all peers.
     offer_poll_s: float = 0.25
+    #: How long a rank whose part is sent waits for those of others before it sends that of a newer save.
+    others_send_s: float = 120.0
     #: The same while the store of torch.distributed is away: the network may come back.
     offer_retry_s: float = 2.0
     #: How long a rank that is done still receives what its sources send.

@@ -18,7 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COMMIT, ALIASES, REMOVAL = (f"engine/durable/{name}.py" for name in ("commit", "aliases", "removal"))
 LEASES = "engine/leasing/lease_keeper.py"
-SENDER = "engine/replication/replica_sender.py"
+SENDER, RECEIVER, FATES, MEETING = (
+    f"engine/replication/{name}.py" for name in ("replica_sender", "replica_receiver", "fates", "meeting")
+)
+RETENTION = "engine/staging/retention.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
 #: What is wrong; where; the text, and what stands there instead.
 DEFECTS = [
@@ -120,9 +123,9 @@ DEFECTS = [
     ),
     (
         "retention frees what is not durable yet",
-        "engine/staging/retention.py",
-        "if scope.may_remove(each) and not each.pending]",
-        "if scope.may_remove(each)]",
+        RETENTION,
+        "if scope.may_remove(each) and not each.pending and",
+        "if scope.may_remove(each) and",
     ),
     (
         "a save is reported durable before it is",
@@ -139,8 +142,8 @@ DEFECTS = [
     (
         "a part counts as replicated once its first peer has it",
         SENDER,
-        "for target in self._targets:",
-        "for target in self._targets[:1]:",
+        "for target in self._targets if",
+        "for target in self._targets[:1] if",
     ),
     (
         "a replica whose bytes differ from their hash is kept",
@@ -156,15 +159,39 @@ DEFECTS = [
     ),
     (
         "a save is marked as replicated once one of its parts is",
-        "engine/replication/replica_receiver.py",
-        'self._store.add(f"copied/{save_id}", 0) < parts:',
-        'self._store.add(f"copied/{save_id}", 0) < 1:',
+        FATES,
+        ">= part.content.parts",
+        ">= 1",
     ),
     (
         "a peer that has lost its memory gets nothing until the next save",
-        "engine/replication/meeting.py",
-        "if any((stored.save_id, group.rank) not in gathered[target][1] for target in peers[group.rank]):",
-        "if False:",
+        MEETING,
+        "lacks = any(key not in gathered[peer].replicas for peer in peers[group.rank])",
+        "lacks = False",
+    ),
+    (
+        "a rank removes its part of a save that may become replicated, or is",
+        RETENTION,
+        "and not each.pending and each.save_id not in retained]",
+        "and not each.pending]",
+    ),
+    (
+        "a rank removes the replica of a save that may become replicated",
+        RECEIVER,
+        "if stored.save_id not in awaited and (",
+        "if (",
+    ),
+    (
+        "what a machine has not learnt is replicated, it learns in no later start",
+        MEETING,
+        "replicated = newest_of(known for each in gathered for known in each.replicated.items())",
+        "replicated = newest_replicated([*parts, *replicas])",
+    ),
+    (
+        "a rank gives up a save without a word to the others",
+        FATES,
+        'fate = self._store.swap(key, "", _REPLICATED if is_complete else _GIVEN_UP)',
+        "fate = _REPLICATED if is_complete else _GIVEN_UP",
     ),
 ]
 

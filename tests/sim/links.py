@@ -3,7 +3,7 @@
 The engine's own code runs above it: the meeting, requests, links, senders and receivers. The store lives in the process
 of rank 0, and ends with it; a request that its machine can't take yet is carried out later, even where its client has
 given up by then. A connection has two ends, each of which has a bound for a message; it breaks where an end's process
-dies or gives up, and stands still where the cable between the machines is cut.
+dies or gives up, and stands still where the cable between the machines is cut. Those of a machine may be slow.
 """
 
 import contextlib
@@ -48,6 +48,8 @@ class Values:
         self._job, self._world = job, job.world
         self.values = {}
         self._waiting = []
+        #: Answers that did not arrive.
+        self.lost = 0
 
     def ask(self, request, timeout_s):
         """What ``request`` gives, which is carried out at most once; RuntimeError where there is no answer in time."""
@@ -62,6 +64,7 @@ class Values:
             if answer.given is not None:
                 if world.rng.random() >= world.fates.failed:
                     return answer.given[0]
+                self.lost += 1
                 thread.wait(timeout_s)
                 raise RuntimeError("the answer is lost")
             if world.now >= deadline:
@@ -186,7 +189,7 @@ class Connection:
         world = self._world
         deadline = world.now + self._bound_s
         world.steps += 1
-        world.current.wait(world.rng.choice([0.0, 0.01, 0.3]))
+        world.current.wait(world.rng.choice([0.0, 0.01, 0.3]) * self._process.machine.slow)
         while not self.is_closed:
             other = self._other()
             if is_so(other):

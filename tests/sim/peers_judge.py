@@ -12,8 +12,8 @@ MARKED_S = 60.0
 class Judge:
     """Learns of each part that is committed, marked or removed, on the machine whose turn it is."""
 
-    def __init__(self, life, *, is_strict):
-        self.life, self.world, self._is_strict = life, life.world, is_strict
+    def __init__(self, life):
+        self.life, self.world = life, life.world
         names = [machine.name for machine in life.machines]
         self.size = len(names)
         self.peers = peers_of_ranks(names, factor=life.factor, jump=1)
@@ -24,6 +24,8 @@ class Judge:
         self.marked = [set() for _ in names]
         #: The same, with what was removed or lost since all ranks started: ranks that still run do not know of a loss.
         self.came = [set() for _ in names]
+        #: Saves that were on all peers, at some time.
+        self.placed = set()
         #: Parts whose bytes the machine that saved them has changed.
         self.damaged = set()
         self._promised = False
@@ -91,15 +93,21 @@ class Judge:
             return
         self.held[self._here()].add(key)
         self.came[self._here()].add(key)
+        if self.is_placed(stored.save_id, self.came):
+            self.placed.add(stored.save_id)
+        self._promise(stored.save_id)
 
     def _marked(self, stored):
         self.world.note(f"{self._text(stored)} is marked as replicated")
-        if not self.is_placed(stored.save_id, self.came):
+        if stored.save_id not in self.placed:
             self._violate(f"{self._text(stored)} is marked as replicated, and never was on all peers")
         self.marked[self._here()].add(stored.save_id)
-        all_know = all(stored.save_id in marked for marked in self.marked)
-        is_safe = all_know and self.is_placed(stored.save_id, self.held)
-        self._promised = is_safe or (self._promised and (self._is_strict or self._agreed()))
+        self._promise(stored.save_id)
+
+    def _promise(self, save_id):
+        """From now on any machine may be lost, where all know that a save is on all peers, and it still is."""
+        all_know = all(save_id in marked for marked in self.marked)
+        self._promised = self._promised or (all_know and self.is_placed(save_id, self.held))
 
     def _gone(self, stored, how):
         self.world.note(f"{self._text(stored)} is {how}")
@@ -121,10 +129,6 @@ class Judge:
         if self._promised and self.newest_whole() is None:
             self._violate(f"{machine.name} is lost, and no checkpoint is whole without it")
         self._promised = False
-
-    def _agreed(self):
-        """Whether all machines have marked the same save as the newest."""
-        return len({max(marked, default="") for marked in self.marked}) == 1
 
     # -------------------------------------------------------------------------------------- states
     def is_placed(self, save_id, parts):

@@ -104,8 +104,8 @@ def replicator_of(order, rank, store):
         dirpath=order["dirpath"], memory_keep_last=KEEP_LAST, wait_timeout_s=PATIENCE_S, replication_factor=2
     )
     member = Member(tier, client, rank, 2, config, get_logger("default"), SYSTEM)
-    made = Replicator(member, [(1,), ()], Counter())
-    tier.on_commit = made.sender.offer
+    made = Replicator(member, [(1,), ()], Counter(), {})
+    tier.on_commit, tier.awaited = made.sender.offer, made.sender.awaited
     return tier, made
 
 

@@ -143,6 +143,7 @@ class Session:
             tier.use_spill(config.spill_dir)
             tier.place = self.place
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
+            tier.awaited = self._peering.awaited
             # Its process may have another temporary directory.
             found = replace(config, spill_dir=spill_dir_of(config.spill_dir))
             drain = DrainHandle(tier, found, self.log, clock=self.clock)

@@ -23,7 +23,7 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -88,6 +88,8 @@ class MemoryTier:
         self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
         #: Called with each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
+        #: The saves of which no part may go, as they are being replicated; fewer where room is urgent (True).
+        self.awaited: Callable[[bool], Collection[str]] = lambda _: ()
         #: Rung when there is something new for the drain.
         self.bell: Callable[[], None] = lambda: None
         #: The job's durable tier: what earlier releases left, without a server, is of this one's.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, agree, node_of, trains_here
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.engine.replication.fates import Fates, Line, newest_of, newest_replicated
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.peer_link import Member
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
@@ -24,6 +25,24 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
+class _Member(NamedTuple):
+    """What a rank says of itself when all meet.
+
+    Attributes:
+        node: Where it runs.
+        replicas: Of which saves and ranks its node keeps replicas.
+        newest: The newest save of which it has a part of its own.
+        replicated: The newest saves that are marked as replicated there.
+        token: The first rank's tells this group from all others that used the same store.
+    """
+
+    node: str
+    replicas: set[tuple[str, int]]
+    newest: str
+    replicated: dict[Line, str]
+    token: str
+
+
 class Replicator:
     """Sends the parts of one rank of a group to its peers, and keeps theirs, on two threads, without collectives.
 
@@ -31,11 +50,19 @@ class Replicator:
         sender: The one half of it.
     """
 
-    def __init__(self, member: Member, peers: Sequence[tuple[int, ...]], counts: Counter[str]) -> None:
-        """Starts the threads; ``peers`` are the ranks that keep replicas of each rank's parts, by rank."""
+    def __init__(
+        self, member: Member, peers: Sequence[tuple[int, ...]], counts: Counter[str], replicated: Mapping[Line, str]
+    ) -> None:
+        """Starts the threads.
+
+        ``peers`` are the ranks that keep replicas of each rank's parts, by rank; ``replicated`` is what any rank knows
+        to be replicated.
+        """
         self._store = member.store
-        self._receiver = ReplicaReceiver(member, [rank for rank, theirs in enumerate(peers) if member.rank in theirs])
-        self.sender = ReplicaSender(member, peers[member.rank], counts, self._receiver.await_replicas)
+        fates = Fates(member.store, member.tier, replicated)
+        sources = [rank for rank, theirs in enumerate(peers) if member.rank in theirs]
+        self._receiver = ReplicaReceiver(member, sources, fates)
+        self.sender = ReplicaSender(member, peers[member.rank], counts, fates)
 
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, within the bound, takes what is being sent to this rank, and ends both threads."""
@@ -114,18 +141,33 @@ class Peering:
             with group.failing_together():
                 agree(group, error)
                 assert tier is not None
-                held = {(each.save_id, each.part.rank) for each in tier.replicas.parts()}
-                gathered = group.all_gather((node, held, self._clock.token(8)))
-                peers = self._peers_of([each for each, _, _ in gathered])
+                parts, replicas = tier.parts(), tier.replicas.parts()
+                own = [each for each in parts if each.part.rank == group.rank]
+                gathered: list[_Member] = group.all_gather(
+                    _Member(
+                        node,
+                        {(each.save_id, each.part.rank) for each in replicas},
+                        "".join(each.save_id for each in own[-1:]),
+                        newest_replicated([*parts, *replicas]),
+                        self._clock.token(8),
+                    )
+                )
+                peers = self._peers_of([each.node for each in gathered])
         finally:
             group.close()
-        # All have the first one's token: it tells this group from all others that used the same store.
-        member = self._member(tier, store, gathered[0][2], group.rank, group.world_size, logger)
-        made = Replicator(member, peers, self._counts)
-        # Once more the newest part, where a peer has lost it, or never had it.
-        for stored in [each for each in tier.parts() if each.part.rank == group.rank][-1:]:
-            if any((stored.save_id, group.rank) not in gathered[target][1] for target in peers[group.rank]):
-                made.sender.offer(stored)
+        # A machine may not have learnt what is replicated before all ended.
+        replicated = newest_of(known for each in gathered for known in each.replicated.items())
+        member = self._member(tier, store, gathered[0].token, group.rank, group.world_size, logger)
+        made = Replicator(member, peers, self._counts, replicated)
+        newest = [each.newest for each in gathered]
+        for stored in own:
+            key, is_newest = (stored.save_id, group.rank), stored is own[-1]
+            was_replicated = stored.save_id in replicated.values()
+            # Where all have their part of the newest, it may become replicated now.
+            counts = is_newest and not was_replicated and newest.count(stored.save_id) == stored.part.content.parts
+            lacks = any(key not in gathered[peer].replicas for peer in peers[group.rank])
+            if counts or (lacks and (is_newest or was_replicated)):
+                made.sender.offer(stored, again=not counts)
         return made
 
     def _peers_of(self, nodes: Sequence[str]) -> list[tuple[int, ...]]:
@@ -165,6 +207,10 @@ class Peering:
             stored.part.content.step,
             stored.part.name,
         )
+
+    def awaited(self, urgent: bool) -> set[str]:
+        """See :meth:`ReplicaSender.awaited`."""
+        return set().union(*(each.sender.awaited(urgent) for each in list(self._replicators.values())))
 
     @property
     def pending(self) -> int:

@@ -1,9 +1,4 @@
-"""The receiving end: replicas that this node keeps for others, verified before they are committed.
-
-A part is marked as replicated once *all* parts of its save are on all their peers: only then is the save safe from the
-loss of a node, and only then may the safe one before it go. Each rank counts its part in the store when it is sent, and
-looks there for the saves that it has parts or replicas of.
-"""
+"""The receiving end: replicas that this node keeps for others, verified before they are committed."""
 
 from __future__ import annotations
 
@@ -18,20 +13,19 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
     send_status,
     text_of,
 )
+from tiered_checkpoint_io.engine.replication.fates import Fates
 from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Link, Links, Member, take_request
 from tiered_checkpoint_io.engine.staging.retention import outdated_replicas
 from tiered_checkpoint_io.errors import ManifestError, MemoryFullError, PeerError, TieredCheckpointError
 from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
-
-#: Saves of which it is not known yet whether all parts are replicated.
-_MAX_AWAITED = 16
 
 
 class ReplicaReceiver:
     """Takes what peers offer to this rank, on a thread of its own."""
 
-    def __init__(self, member: Member, sources: Sequence[int]) -> None:
+    def __init__(self, member: Member, sources: Sequence[int], fates: Fates) -> None:
         """Starts the thread; ``sources`` are the ranks of whose parts it keeps replicas."""
         self._tier = member.tier
         self._store = member.store
@@ -41,19 +35,10 @@ class ReplicaReceiver:
         self._keep_last = member.config.memory_keep_last
         self._sources = sources
         self._links = Links(member, sends=False)
-        #: Of each save that is awaited, how many parts it has.
-        self._awaited: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._fates = fates
         self._missed = 0
         self._closing = threading.Event()
         self._thread = self._clock.start(self._run, "tiered-keep-replicas")
-
-    def await_replicas(self, part: Part) -> None:
-        """Looks from now on whether all parts of a part's save are replicated."""
-        with self._lock:
-            self._awaited[part.save_id] = part.content.parts
-            while len(self._awaited) > _MAX_AWAITED:
-                del self._awaited[next(iter(self._awaited))]
 
     def close(self) -> None:
         """Takes what is being sent to this rank, and ends the thread."""
@@ -71,7 +56,7 @@ class ReplicaReceiver:
                     if key is not None:
                         idle = False
                         self._take(source, key)
-                self._mark_replicated()
+                self._fates.look()
                 over = is_closing and all(self._store.get(f"ended/{source}") for source in self._sources)
             except Exception as error:
                 unreachable = text_of(error)
@@ -124,9 +109,10 @@ class ReplicaReceiver:
         except ManifestError as error:
             send_status(link, str(error))
             return
+        # From here on it stays, so that its source may count it.
+        self._fates.begin(part)
         if kept.is_taken(part.save_id, part.rank) or self._tier.is_taken(part.save_id, part.rank):
             send_status(link, HAVE)
-            self.await_replicas(part)
             return
         try:
             receive_part(link, part, SlotPlace(kept, part, acquire=lambda size: self._slot(size, part)))
@@ -136,7 +122,7 @@ class ReplicaReceiver:
             # The peer knows of it, and is done with this part: the link is as good as before.
             self._log.debug("%s's part is not kept: %s", link.name, error)
             return
-        self.await_replicas(part)
+        self._fates.arrived(part)
         self._prune(part, keep=self._keep_last)
 
     def _slot(self, size: int, part: Part) -> Slot:
@@ -149,21 +135,11 @@ class ReplicaReceiver:
             return kept.acquire(size)
 
     def _prune(self, part: Part, *, keep: int) -> None:
-        kept = self._tier.replicas
+        """Removes what is outdated of the replicas that this rank keeps, and of those of earlier runs."""
+        kept, series, run = self._tier.replicas, ids.series_of(part.name), ids.line_of(part.save_id)
         held = [stored for stored in kept.parts() if stored.part.place == part.place]
-        for stored in outdated_replicas(held, keep=keep):
-            kept.remove(stored)
-
-    def _mark_replicated(self) -> None:
-        """Marks this node's parts and replicas of the saves that are on all peers."""
-        with self._lock:
-            awaited = list(self._awaited.items())
-        for save_id, parts in awaited:
-            if self._store.add(f"copied/{save_id}", 0) < parts:
-                continue
-            for tier in (self._tier, self._tier.replicas):
-                for stored in tier.parts():
-                    if stored.save_id == save_id and not stored.replicated:
-                        tier.mark_replicated(stored)
-            with self._lock:
-                self._awaited.pop(save_id, None)
+        outdated, awaited = outdated_replicas(held, keep=keep), self._fates.awaited()
+        for stored in outdated:
+            own = stored.part.rank in self._sources and ids.series_of(stored.part.name) == series
+            if stored.save_id not in awaited and (own or ids.line_of(stored.save_id) != run):
+                kept.remove(stored)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError
 from tiered_checkpoint_io.engine.ranks.transfer import send_description, send_held_part
+from tiered_checkpoint_io.engine.replication.fates import Fates
 from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Links, Member, request
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import rate
@@ -29,16 +30,14 @@ class ReplicaSender:
     A failure costs a warning and a count: the part stays in this node's memory, and training goes on.
     """
 
-    def __init__(
-        self, member: Member, targets: Sequence[int], counts: Counter[str], on_sent: Callable[[Part], None]
-    ) -> None:
+    def __init__(self, member: Member, targets: Sequence[int], counts: Counter[str], fates: Fates) -> None:
         """Starts the thread.
 
         Args:
             member: This rank.
             targets: The ranks that keep replicas of its parts.
             counts: ``replicated`` and ``unreplicated`` parts.
-            on_sent: Called with each part that is on all targets.
+            fates: Learns of each part that is on all targets, or never will be.
         """
         self._member = member
         self._store = member.store
@@ -46,7 +45,7 @@ class ReplicaSender:
         self._log = member.log
         self._targets = targets
         self.counts = counts
-        self._on_sent = on_sent
+        self._fates = fates
         self._links = Links(member, sends=True)
         #: How often a link to each peer has failed.
         self._broken: Counter[int] = Counter()
@@ -54,19 +53,26 @@ class ReplicaSender:
         self._lost: set[int] = set()
         self._changed = threading.Condition()
         self._waiting: deque[StoredPart] = deque()
-        self._is_sending = False
+        self._sending: StoredPart | None = None
+        #: Saves of an earlier start, which some peers lack; whether they are replicated is known.
+        self._again: set[str] = set()
         self._is_closing = self._is_over = False
         self._thread = self._clock.start(self._run, "tiered-replicate")
 
     # ----------------------------------------------------------------------------------- interface
-    def offer(self, stored: StoredPart) -> None:
-        """Takes a part that has just been committed; returns at once."""
+    def offer(self, stored: StoredPart, *, again: bool = False) -> None:
+        """Takes a part that has just been committed; returns at once.
+
+        ``again``: it is of an earlier start, and does not count for whether its save is replicated.
+        """
         with self._changed:
+            self._again.update([stored.save_id] if again else [])
             if self._is_closing:
                 outdated, why = [stored], "replication has ended"
             else:
                 self._waiting.append(stored)
-                outdated = [self._waiting.popleft() for _ in range(len(self._waiting) - _MAX_WAITING)]
+                surplus = 0 if again else len(self._waiting) - _MAX_WAITING
+                outdated = [self._waiting.popleft() for _ in range(surplus)]
                 why = "replaced by newer saves: peers or network are too slow for this save interval"
                 self._changed.notify_all()
         for each in outdated:
@@ -76,7 +82,20 @@ class ReplicaSender:
     def pending(self) -> int:
         """Parts that are not on their peers yet, and not given up."""
         with self._changed:
-            return len(self._waiting) + self._is_sending
+            return len(self._waiting) + (self._sending is not None)
+
+    def awaited(self, urgent: bool) -> set[str]:
+        """The saves of which no part may be removed, because they are replicated, or may become so.
+
+        ``urgent``: room is needed, so of parts that are not being sent yet, only the newest goes on waiting.
+        """
+        with self._changed:
+            spared = [self._waiting.popleft() for _ in range(len(self._waiting) - 1)] if urgent else []
+            own = {each.save_id for each in (*self._waiting, self._sending) if each is not None}
+        for each in spared:
+            self._failed(each, "memory had no room to keep it until then")
+        # Behind the others: what is sent next is already among these.
+        return own | self._fates.awaited()
 
     def close(self, timeout_s: float) -> None:
         """Sends what waits, for so many seconds at most, and ends the thread."""
@@ -84,7 +103,7 @@ class ReplicaSender:
             self._is_closing = True
             self._changed.notify_all()
             self._clock.wait_for(
-                self._changed, lambda: self._is_over or not (self._waiting or self._is_sending), timeout_s
+                self._changed, lambda: self._is_over or not (self._waiting or self._sending), timeout_s
             )
             left = list(self._waiting)
             self._waiting.clear()
@@ -98,7 +117,7 @@ class ReplicaSender:
         is_store_lost = False
         while True:
             with self._changed:
-                self._is_sending = False
+                self._sending = None
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._waiting or self._is_closing)
                 # At the end of a job, the store ends with the rank that hosts it, and nothing more can be sent.
@@ -106,8 +125,7 @@ class ReplicaSender:
                 if self._is_over:
                     self._changed.notify_all()
                     break
-                stored = self._waiting.popleft()
-                self._is_sending = True
+                stored = self._sending = self._waiting.popleft()
             is_store_lost = self._send_to_all(stored) and self._is_closing
         if not is_store_lost:
             with contextlib.suppress(PeerError):
@@ -116,8 +134,13 @@ class ReplicaSender:
     def _send_to_all(self, stored: StoredPart) -> bool:
         """Sends a part to all peers; whether the store was lost."""
         part, started = stored.part, self._clock.monotonic()
-        problems, is_store_lost = [], False
-        for target in self._targets:
+        counts, problems, is_store_lost = part.save_id not in self._again, [], False
+        try:
+            if counts and not self._fates.begin(part):
+                problems.append("another rank has given up this save")
+        except LostStoreError as error:
+            problems, is_store_lost = [str(error)], True
+        for target in self._targets if not problems else ():
             try:
                 self._send(target, part)
                 self._lost.discard(target)
@@ -132,21 +155,35 @@ class ReplicaSender:
                 is_store_lost = isinstance(error, LostStoreError)
                 if is_store_lost:
                     break
-        if not problems:
+        if problems or not counts:
+            self._fates.drop(part)
+        else:
             try:
-                self._store.add(f"copied/{part.save_id}")
+                self._fates.count(part)
             except LostStoreError as error:
-                problems.append(str(error))
-                is_store_lost = True
+                # Without an answer, it may have been counted, and stays until that is known.
+                problems, is_store_lost = [str(error)], True
         if problems:
-            self._failed(stored, "; ".join(problems))
+            self._warn(stored, "; ".join(problems))
             return is_store_lost
         self.counts["replicated"] += 1
-        self._on_sent(part)
         amount = rate(part.content.size, self._clock.monotonic() - started)
         self._log.info(
             "Step %d: replicated %s to %d peer(s): %s", part.content.step, part.name, len(self._targets), amount
         )
+        return counts and self._await_others(part)
+
+    def _await_others(self, part: Part) -> bool:
+        """Waits until a save is decided, so that the ranks send parts of the same one; whether the store was lost.
+
+        Without it, ranks of different speed would each send other saves, and none would ever be replicated.
+        """
+        deadline = self._clock.monotonic() + self._clock.timing.others_send_s
+        try:
+            while not self._fates.is_decided(part) and not self._is_closing and self._clock.monotonic() < deadline:
+                self._clock.sleep(self._clock.timing.offer_poll_s)
+        except LostStoreError:
+            return True
         return False
 
     def _send(self, target: int, part: Part) -> None:
@@ -173,6 +210,10 @@ class ReplicaSender:
             raise _RefusedError(problem, operation="replicate", step=part.content.step)
 
     def _failed(self, stored: StoredPart, why: str) -> None:
+        self._fates.drop(stored.part)
+        self._warn(stored, why)
+
+    def _warn(self, stored: StoredPart, why: str) -> None:
         self.counts["unreplicated"] += 1
         part = stored.part
         self._log.warning(

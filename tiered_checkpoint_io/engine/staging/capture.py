@@ -112,7 +112,7 @@ class Capturer:
             evidence: What is known.
             size: The file that needs the room, bytes: nothing goes for one that does not fit even then, nor is spilled.
         """
-        going = removable(parts, scope, keep, evidence)
+        going = removable(parts, scope, keep, evidence, self._tier.awaited(False))
         here = [stored for stored in going if not self._tier.is_spilled(stored.folder)]
         freed = sum(stored.part.content.size for stored in here)
         fits = size is None or freed >= size or self._tier.spill is not None or freed + self._tier.room() >= size
@@ -136,8 +136,16 @@ class Capturer:
     def _acquire(self, size: int, scope: Scope, retained: Collection[str], *, spills: bool) -> Slot:
         tier, parts = self._tier, self._tier.parts()
         here = [stored for stored in parts if not tier.is_spilled(stored.folder)]
+
+        def going_for(missing: int) -> list[StoredPart]:
+            # What is being replicated stays: other machines may already remove earlier saves for it.
+            kept = {*retained, *tier.awaited(False)}
+            return room_for(missing, here, scope, kept) or room_for(
+                missing, here, scope, {*retained, *tier.awaited(True)}
+            )
+
         try:
-            return self._acquire_from(tier, size, lambda missing: room_for(missing, here, scope, retained))
+            return self._acquire_from(tier, size, going_for)
         except MemoryFullError as full:
             spill = tier.open_spill() if spills else None
             if spill is None:

@@ -100,7 +100,9 @@ def complete_here(held: Iterable[StoredPart], scope: Scope, lacking: Collection[
     return Evidence(tuple(completed), frozenset(lacking), covers_earlier_runs=len(completed) > 1)
 
 
-def removable(held: Iterable[StoredPart], scope: Scope, keep: int, evidence: Evidence) -> list[StoredPart]:
+def removable(
+    held: Iterable[StoredPart], scope: Scope, keep: int, evidence: Evidence, retained: Collection[str] = ()
+) -> list[StoredPart]:
     """The parts that a rank removes so that memory holds ``keep`` of the checkpoints that are there.
 
     A part that waits for the durable tier stays, and so does all that is as new as the newest complete save, or
@@ -112,9 +114,10 @@ def removable(held: Iterable[StoredPart], scope: Scope, keep: int, evidence: Evi
         scope: Which of them this is about.
         keep: How many checkpoints stay, one at least. What this run has not completed, earlier saves fill up.
         evidence: What is known to be complete.
+        retained: Ids of saves that stay as well.
     """
     covered = [each for each in held if scope.covers(each)]
-    free = [each for each in covered if scope.may_remove(each) and not each.pending]
+    free = [each for each in covered if scope.may_remove(each) and not each.pending and each.save_id not in retained]
     newest = max((each.save_id for each in covered), default="")
     useless = [each for each in free if each.save_id in evidence.lacking and each.save_id < newest]
     if not evidence.completed:
@@ -126,12 +129,12 @@ def removable(held: Iterable[StoredPart], scope: Scope, keep: int, evidence: Evi
         and each.save_id not in evidence.lacking
         and (evidence.covers_earlier_runs or scope.of_this_run(each))
     ]
-    retained = set(evidence.completed[-keep:])
-    if len(retained) < keep:
-        others = sorted({each.save_id for each in older} - retained)
-        retained.update(others[len(retained) - keep :])
-    retained |= _newest_safe(covered)
-    return useless + [each for each in older if each.save_id not in retained]
+    kept = set(evidence.completed[-keep:])
+    if len(kept) < keep:
+        others = sorted({each.save_id for each in older} - kept)
+        kept.update(others[len(kept) - keep :])
+    kept |= _newest_safe(covered)
+    return useless + [each for each in older if each.save_id not in kept]
 
 
 def room_for(

@@ -1,0 +1,132 @@
+"""Whether a save is replicated is decided once for all ranks, and until then they keep their parts of it."""
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from support.sharded import make_part
+
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.engine.replication.fates import Fates, line_of
+from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
+from tiered_checkpoint_io.engine.staging.capture import Capturer
+from tiered_checkpoint_io.engine.staging.retention import Scope
+from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+
+RUN = ids.new_run_id(now=1_700_000_000)
+
+
+class Rank:
+    def __init__(self, rank, folder, origin, replicated=()):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        self.rank, self.tier = rank, MemoryTier.open(folder, "test")
+        self.store = StoreClient(origin, "test", timeout_s=10.0)
+        self.fates = Fates(self.store, self.tier, dict(replicated))
+
+    def save(self, number):
+        part, files = make_part(
+            f"step_{number}", number, self.rank, world_size=2, kind="local", run=RUN, size=1_500_000
+        )
+        slots = {name: self.tier.acquire(len(data)) for name, data in files.items()}
+        for name, data in files.items():
+            slots[name].view[: len(data)] = data
+        return self.tier.commit(part, slots)
+
+    def marked(self):
+        return [stored.part.content.step for stored in self.tier.parts() if stored.replicated]
+
+
+@pytest.fixture
+def ranks(memory_dir):
+    origin = dist.HashStore()
+    both = [Rank(rank, f"{memory_dir}/{rank}", origin) for rank in (0, 1)]
+    yield both
+    for each in both:
+        each.store.close()
+        each.tier.close()
+    for thread in [each for each in threading.enumerate() if each.name == "tiered-store"]:
+        thread.join(10)
+
+
+def test_a_save_is_kept_until_both_know_that_it_is_replicated(ranks):
+    parts = [each.save(1).part for each in ranks]
+    for each, part in zip(ranks, parts, strict=True):
+        assert each.fates.begin(part)
+        each.fates.count(part)
+    assert ranks[0].fates.is_decided(parts[0])
+    assert (ranks[0].marked(), ranks[1].marked()) == ([1], [])
+    assert parts[1].save_id in ranks[1].fates.awaited()
+    ranks[1].fates.look()
+    assert ranks[1].marked() == [1]
+    # It stays also for what was listed before it was marked, until a newer one is replicated.
+    assert ranks[0].fates.awaited() == ranks[1].fates.awaited() == {parts[0].save_id}
+
+
+def test_what_one_rank_gives_up_is_replicated_for_none(ranks):
+    one, other = ranks
+    parts = [each.save(1).part for each in ranks]
+    one.fates.begin(parts[0])
+    one.fates.count(parts[0])
+    assert not one.fates.is_decided(parts[0])
+    # A newer save outdates it, and only then the other one comes round to it.
+    one.fates.begin(one.save(2).part)
+    assert not other.fates.begin(parts[1])
+    other.fates.count(parts[1])
+    for each in ranks:
+        each.fates.look()
+        assert each.marked() == []
+        assert parts[0].save_id not in each.fates.awaited()
+
+
+def test_what_is_complete_can_not_be_given_up_any_more(ranks):
+    parts = [each.save(1).part for each in ranks]
+    for each, part in zip(ranks, parts, strict=True):
+        each.fates.begin(part)
+        each.fates.count(part)
+    ranks[0].fates.begin(ranks[0].save(2).part)
+    ranks[1].fates.look()
+    assert ranks[0].marked() == ranks[1].marked() == [1]
+
+
+def test_what_a_node_has_not_learnt_it_learns_when_all_meet_again(ranks, memory_dir):
+    stored = ranks[0].save(1)
+    again = Rank(0, f"{memory_dir}/0", dist.HashStore(), {line_of(stored.part): stored.save_id})
+    assert again.marked() == [1]
+    assert again.fates.awaited() == {stored.save_id}
+    again.store.close()
+    again.tier.close()
+
+
+def test_a_save_without_room_takes_that_of_what_waits_but_not_of_what_is_on_its_way(ranks):
+    rank = ranks[0]
+    member = SimpleNamespace(store=rank.store, rank=0, clock=SYSTEM, log=logging.getLogger("tiered"))
+    stuck, counts = threading.Event(), Counter()
+    rank.fates.begin = lambda _: not stuck.wait(10)
+    sender = ReplicaSender(member, (), counts, rank.fates)
+    rank.tier.awaited = sender.awaited
+    stored = [rank.save(number) for number in (1, 2, 3)]
+    for each in stored:
+        rank.tier.mark_drained(each)
+        sender.offer(each)
+        while sender.pending and not sender._sending:
+            SYSTEM.sleep(0.001)
+    capturer = Capturer(rank.tier)
+    scope = Scope(ids.save_id(RUN, 4), 0, "local", stored[0].part.dirpath)
+    rank.tier._left = lambda: 0
+    try:
+        # Other processes have taken what comes free.
+        with contextlib.suppress(MemoryFullError):
+            capturer._acquire(500_000, scope, (), spills=False)
+    finally:
+        stuck.set()
+        sender.close(5.0)
+    assert [each.part.content.step for each in rank.tier.parts()] == [1, 3]
+    assert counts["unreplicated"] >= 1

@@ -1,0 +1,136 @@
+"""Whether a save is replicated: decided once for all ranks. Until a rank knows, it removes nothing of that save.
+
+A save is *replicated* once all of its parts are on all their peers: only then is it safe from the loss of a node, and
+only then may the replicated one before it go. Each rank counts its part in the store when its peers have it. The first
+rank that finds the count complete writes to the store that the save is replicated; a rank that can't replicate its
+part, or does not wait any longer, writes that it is given up. Both by one compare-and-set, so that one of them counts,
+for all ranks. A rank that has marked a save lets the earlier one go; the others have their parts of the newer one until
+they mark it, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
+
+_REPLICATED = "replicated"
+_GIVEN_UP = "given up"
+
+#: Saves that are given up, and of which the others are not told yet; older ones, they have left behind as well.
+_MAX_DROPPED = 16
+
+#: Saves of which the later replace the earlier: a durable tier, and a series of names.
+Line = tuple[Place, str]
+
+
+def line_of(part: Part) -> Line:
+    """Of which saves it is one."""
+    return part.place, ids.series_of(part.name)
+
+
+def newest_replicated(held: Iterable[StoredPart]) -> dict[Line, str]:
+    """The newest save of each line that is marked as replicated."""
+    return newest_of((line_of(each.part), each.save_id) for each in held if each.replicated)
+
+
+def newest_of(saves: Iterable[tuple[Line, str]]) -> dict[Line, str]:
+    """The newest save of each line."""
+    return dict(sorted(saves, key=lambda each: each[1]))
+
+
+class Fates:
+    """What one rank knows of the saves whose parts it sends or keeps; for the two threads that replicate."""
+
+    def __init__(self, store: StoreClient, tier: MemoryTier, replicated: Mapping[Line, str]) -> None:
+        """Takes what all ranks together know to be ``replicated``, and marks it on this node."""
+        self._store = store
+        self._tier = tier
+        self._lock = threading.Lock()
+        self._replicated = dict(replicated)
+        #: By rank, its part that is being replicated; at most one of each.
+        self._open: dict[int, Part] = {}
+        #: Saves of which this rank has counted no part, and will not.
+        self._dropped: deque[Part] = deque(maxlen=_MAX_DROPPED)
+        self._mark(set(replicated.values()))
+
+    def awaited(self) -> set[str]:
+        """The saves of which nothing may be removed: the newest that are replicated, and those that may become so."""
+        with self._lock:
+            return {*self._replicated.values(), *(part.save_id for part in self._open.values())}
+
+    def begin(self, part: Part) -> bool:
+        """A rank's part is about to be replicated, so that rank's earlier part is not waited for any longer.
+
+        Returns:
+            Whether it is of any use: not where the save is given up.
+        """
+        earlier = self._open.get(part.rank)
+        if earlier is not None and earlier.save_id != part.save_id:
+            self._decide(earlier, gives_up=True)
+        with self._lock:
+            self._open[part.rank] = part
+        return self._decide(part) != _GIVEN_UP
+
+    def arrived(self, part: Part) -> None:
+        """A replica is kept; of a save that was replicated before this node lost it, it is marked again."""
+        if part.save_id in self._replicated.values():
+            self._mark({part.save_id})
+
+    def count(self, part: Part) -> None:
+        """All peers have a part of this rank, which it keeps until its save is decided."""
+        self._store.add(f"copied/{part.save_id}")
+
+    def drop(self, part: Part) -> None:
+        """This rank will not count its part; asks nothing, :meth:`look` tells the others."""
+        with self._lock:
+            self._close(part.save_id)
+            self._dropped.append(part)
+
+    def is_decided(self, part: Part) -> bool:
+        """Whether it is known if a save is replicated; marks it."""
+        return bool(self._decide(part))
+
+    def look(self) -> None:
+        """Learns what has been decided, and says what this rank has given up."""
+        with self._lock:
+            opened = {part.save_id: part for part in self._open.values()}
+            dropped = list(self._dropped)
+        for part in opened.values():
+            self._decide(part)
+        for part in dropped:
+            self._decide(part, gives_up=True)
+            with self._lock:
+                self._dropped = deque((each for each in self._dropped if each is not part), _MAX_DROPPED)
+
+    def _decide(self, part: Part, *, gives_up: bool = False) -> str | None:
+        key = f"fate/{part.save_id}"
+        fate = self._store.get(key)
+        if fate is None:
+            is_complete = self._store.add(f"copied/{part.save_id}", 0) >= part.content.parts
+            if is_complete or gives_up:
+                fate = self._store.swap(key, "", _REPLICATED if is_complete else _GIVEN_UP)
+        if fate == _REPLICATED:
+            self._mark({part.save_id})
+        if fate is not None:
+            with self._lock:
+                if fate == _REPLICATED:
+                    self._replicated = newest_of([*self._replicated.items(), (line_of(part), part.save_id)])
+                self._close(part.save_id)
+        return fate
+
+    def _close(self, save_id: str) -> None:
+        self._open = {rank: part for rank, part in self._open.items() if part.save_id != save_id}
+
+    def _mark(self, saves: set[str]) -> None:
+        for tier in (self._tier, self._tier.replicas):
+            for stored in tier.parts():
+                if stored.save_id in saves and not stored.replicated:
+                    tier.mark_replicated(stored)
