@@ -15,6 +15,7 @@ from tiered_checkpoint_io.version import __version__
 if TYPE_CHECKING:
     from tiered_checkpoint_io.adapters.dcp import TieredStorageReader, TieredStorageWriter
     from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
+    from tiered_checkpoint_io.engine.ranks.coordination import train_here
     from tiered_checkpoint_io.inventory.api import (
         CheckpointInfo,
         find_latest,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         new_checkpoints,
         wait_for,
     )
-    from tiered_checkpoint_io.engine.ranks.coordination import train_here
     from tiered_checkpoint_io.model.config import TieredCheckpointConfig
     from tiered_checkpoint_io.model.ids import build_s3_url, is_s3_url, parse_s3_url
     from tiered_checkpoint_io.retention import add_metrics
@@ -42,8 +42,8 @@ __all__ = [
     "list_checkpoints",
     "new_checkpoints",
     "parse_s3_url",
-    "wait_for",
     "train_here",
+    "wait_for",
 ]
 
 if sys.platform != "linux":

@@ -5,6 +5,7 @@ A block runs in a fresh namespace, which has what its prelude makes: what a read
 
 import ast
 import itertools
+import re
 import shlex
 from pathlib import Path
 
@@ -184,7 +185,7 @@ def pages():
 
 
 def test_no_block_of_python_is_left_out():
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for page, text in pages().items():
         blocks = [(heading, block) for heading, info, block in blocks_of(text) if info.startswith("python")]
         is_run = page in tests or page in ELSEWHERE or page.startswith("docs/tutorials/")
