@@ -11,7 +11,7 @@ import torch
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.clock import Clock
 
-io = TieredCheckpointIO(dirpath="s3://bucket/run")
+io = TieredCheckpointIO(dirpath="s3://bucket/run", drain="thread")
 for step in (100, 110):
     io.save_checkpoint({"global_step": step, "weights": torch.ones(10)}, f"step={step}.ckpt")
 io.save_checkpoint({"global_step": 120}, "step=120.ckpt", storage_options={"tiers": ["memory"]})

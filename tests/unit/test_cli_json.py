@@ -3,6 +3,7 @@
 import json
 from importlib import resources
 from pathlib import Path
+from typing import get_args
 
 import jsonschema
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.inventory.record import State, Tier
 from tiered_checkpoint_io.model.manifest import Metric
 
 SCHEMAS = {
@@ -123,3 +125,6 @@ def test_an_export_tells_its_files(tmp_path, memory_dir):
 def test_every_schema_is_in_the_document():
     text = (Path(__file__).parents[2] / "docs/command-line-json.md").read_text()
     assert {name for name in SCHEMAS if f"`{name}.json`" not in text} == set()
+    facts = SCHEMAS["checkpoint"]["properties"]
+    assert set(facts["state"]["enum"]) == set(get_args(State))
+    assert set(facts["where"]["items"]["enum"]) == set(get_args(Tier))

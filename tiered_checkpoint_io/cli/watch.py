@@ -90,7 +90,7 @@ def watch(
             output.update(found)
             for each in news.of(found):
                 if runs is not None:
-                    # Here a pin is to keep it from retention until CMD has ended.
+                    # Seam: a pin that expires (engine.durable.pins) around this keeps it from retention meanwhile.
                     runs.run(each)
                 last = time.monotonic()
             left = every if idle_timeout is None else min(every, last + idle_timeout - time.monotonic())
