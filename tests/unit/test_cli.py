@@ -48,7 +48,7 @@ def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
         found = command("verify", node.dirpath, "epoch=0-step=1.ckpt")
         assert (found.exit_code, found.stdout.count("DAMAGED")) == (1, 1)
     # As a callback's best_model_path has it.
-    assert command("verify", node.dirpath, f"{node.dirpath}/last.ckpt").stdout.startswith("DAMAGED  last.ckpt")
+    assert command("verify", node.dirpath, f"{node.dirpath}/last.ckpt").stdout.startswith("DAMAGED  durable  last.ckpt")
 
     for held in (TRAINERS_FILE, JOB_FILE):
         trainer = try_lock(node.root / held, shared=True)

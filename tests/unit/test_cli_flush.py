@@ -1,10 +1,10 @@
 """The command that uploads what is in node memory alone, because the node is about to go."""
 
-import json
 import os
 from dataclasses import replace
 
 import pytest
+from support.documented import document_of
 from support.draining import Node
 from typer.testing import CliRunner
 
@@ -22,8 +22,7 @@ def command(*arguments):
 
 def flushed(node, *arguments):
     done = command("flush", *arguments, "--root", str(node.root), "--json")
-    document = json.loads(done.stdout)
-    assert document["command"] == "flush"
+    document = document_of("flush", done)
     assert document["flushed"] == (done.exit_code == 0)
     return done, {row["name"]: row["state"] for row in document["checkpoints"]}
 

@@ -1,6 +1,5 @@
 """The command that makes checkpoints of others committed ones: each kind is loaded again, bytes unchanged."""
 
-import json
 import pickle
 import sys
 import tarfile
@@ -13,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from support.documented import document_of
 from torch.distributed.checkpoint.metadata import Metadata
 from typer.testing import CliRunner
 
@@ -29,8 +29,8 @@ def command(*arguments):
 
 def imported(*arguments):
     done = command("import", *arguments, "--json")
-    document = json.loads(done.stdout)
-    assert (document["command"], document["imported"]) == ("import", done.exit_code == 0)
+    document = document_of("import", done)
+    assert document["imported"] == (done.exit_code == 0)
     return done.exit_code, {row["name"]: row for row in document["checkpoints"]}
 
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from support.documented import document_of
 from support.draining import Node
 from typer.testing import CliRunner
 
@@ -31,7 +32,7 @@ def run(memory_dir, tmp_path):
 
 def test_a_restart_reads_from_memory_what_was_pulled(run, memory_dir):
     done = command("pull", run, "--memory-dir", memory_dir, "--json")
-    document = json.loads(done.stdout)
+    document = document_of("pull", done)
     assert (done.exit_code, document["name"], document["step"], document["ranks"]) == (0, "step=5.ckpt", 5, [0])
     io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir)
     state = io.load_checkpoint("tiered:latest")
