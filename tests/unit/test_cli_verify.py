@@ -1,8 +1,14 @@
 """The command that verifies both tiers, and how it shows its progress."""
 
+import contextlib
+import os
+import pty
+import re
+
 import pytest
 from support.documented import document_of
 from support.draining import Node, part_of
+from support.processes import end, start
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
@@ -89,6 +95,27 @@ def test_one_tier_and_one_checkpoint(node):
     assert command("verify", "--tier", "durable").exit_code == 2
     missing = command("verify", node.dirpath, "never.ckpt", "--root", str(node.root))
     assert isinstance(missing.exception, CheckpointNotFoundError)
+
+
+@pytest.mark.matrix
+def test_on_a_terminal_lines_stand_above_the_bar(node):
+    main, terminal = pty.openpty()
+    process = start("verify", node.dirpath, "--root", str(node.root), stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    printed = b""
+    # At the end of the process reading fails.
+    with contextlib.suppress(OSError):
+        while piece := os.read(main, 1 << 16):
+            printed += piece
+    os.close(main)
+    assert end(process)[0] == 0
+    screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed.decode()).replace("\r", "\n").splitlines()
+    assert [line for line in screen if "a.ckpt" in line] == [
+        "intact   memory   a.ckpt rank 0",
+        "intact   durable  a.ckpt",
+    ]
+    # The cursor is there again.
+    assert printed.rfind(b"\x1b[?25h") > printed.rfind(b"\x1b[?25l") > 0
 
 
 def test_progress_in_lines_has_rate_and_time_left(monkeypatch, capsys):

@@ -31,7 +31,7 @@ from tiered_checkpoint_io.cli import (
 )
 from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version
-from tiered_checkpoint_io.cli.output import printable, say
+from tiered_checkpoint_io.cli.output import leave_terminal, printable, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
 
 #: As a shell has it for a process that a signal has ended.
@@ -90,6 +90,7 @@ def main() -> None:
         status = 1
     if is_waiting():
         # For a server that may never answer: the interpreter would wait for it, too.
+        leave_terminal()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -22,6 +23,27 @@ JSON_VERSION = 1
 _WIDE, _SHORT, _NAME = 100, 11, 30
 
 
+#: Prints a line above what moves on the terminal, while something does.
+_above: Callable[[str], None] | None = None
+
+
+@contextlib.contextmanager
+def lines_above(printed: Callable[[str], None]) -> Iterator[None]:
+    """A block in which the bottom of the terminal moves, so that lines go above it."""
+    global _above
+    before, _above = _above, printed
+    try:
+        yield
+    finally:
+        _above = before
+
+
+def leave_terminal() -> None:
+    """Shows the cursor again, where the process leaves while something still moves."""
+    if _above is not None and sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")
+
+
 def say(text: str, *, err: bool = False) -> None:
     """Prints a line.
 
@@ -29,7 +51,10 @@ def say(text: str, *, err: bool = False) -> None:
         SystemExit: What reads the output has ended; nothing more is printed.
     """
     try:
-        typer.echo(text, err=err)
+        if _above is not None and (sys.stderr if err else sys.stdout).isatty():
+            _above(text)
+        else:
+            typer.echo(text, err=err)
     except BrokenPipeError:
         # What is still buffered has somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from tiered_checkpoint_io.cli.output import printable, say
+from tiered_checkpoint_io.cli.output import lines_above, printable, say
 from tiered_checkpoint_io.logs import size_text
 
 #: Between two lines where stderr is no terminal, seconds.
@@ -88,7 +88,14 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    # What is printed meanwhile appears above the bar; a pipe gets it untouched.
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()) as shown:
+    console = Console(stderr=True)
+
+    def above(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    with (
+        Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as shown,
+        lines_above(above),
+    ):
         task = shown.add_task(printable(what), total=total)
         yield lambda done: shown.update(task, completed=done)
