@@ -199,9 +199,10 @@ def test_a_server_that_falls_silent_in_the_middle(s3_url, s3_server, doctor):
 def test_the_throughput_is_measured_and_nothing_stays(s3_url, s3_server, memory_dir, monkeypatch):
     monkeypatch.setattr(probe_durable, "_SIZES", (1 << 20, 9 << 20))
     given = ["doctor", s3_url, "--memory-dir", memory_dir, "--state-size", "1TiB"]
-    done = CliRunner().invoke(app, given)
-    (line,) = (line for line in done.stdout.splitlines() if "throughput:" in line)
-    assert "1024.00 GiB take" in line
+    found = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
+    (check,) = (each for each in found["checks"] if each["what"] == "throughput")
+    assert "1024.00 GiB take" in check["measured"]
+    assert min(found["upload_bytes_per_s"], found["download_bytes_per_s"]) > 0
     bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
     assert not s3_server.client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents")
     assert not s3_server.uploads(bucket, prefix)

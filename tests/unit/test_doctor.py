@@ -149,6 +149,9 @@ def test_leftovers_are_counted():
     facts = bucket()._replace(leftovers=Leftovers(30, 20 * GIB, 20))
     (found,) = (each for each in judge_bucket(facts, CONFIG) if each.status != "ok")
     assert (found.status, found.measured) == ("warn", "30 older than a day, 20.00 GiB in the first 20")
+    assert "the next drain aborts them" in found.do
+    (found,) = (each for each in judge_bucket(facts._replace(url="s3://bucket"), CONFIG) if "older" in each.measured)
+    assert "drain" not in found.do
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_checkpoint_io.cli.doctor import probe_durable, settings
-from tiered_checkpoint_io.cli.doctor.facts import NOWHERE, Check, Setting, State
+from tiered_checkpoint_io.cli.doctor.facts import NOWHERE, Check, RateFacts, Setting, State
 from tiered_checkpoint_io.cli.doctor.judge_durable import (
     judge_bucket,
     judge_folder,
@@ -37,6 +37,7 @@ class Visit:
         self.checks: list[Check] = []
         self._missing: list[dict[str, Any]] = []
         self._settings: list[Setting] = []
+        self._rate: RateFacts | None = None
 
     def node(self) -> None:
         node = probe_node(self._config)
@@ -70,6 +71,7 @@ class Visit:
         except TieredCheckpointError as error:
             self.checks.append(Check("durable", "fail", "throughput", error.message, error.hint or "try again"))
             return
+        self._rate = rate
         self.checks += judge_rate(rate, self._state)
         self._settings += recommend_for_rate(rate, self._config)
 
@@ -114,6 +116,8 @@ class Visit:
             "dirpath": self._config.dirpath if self._config.dirpath != NOWHERE else None,
             "memory_dir": self._config.memory_dir,
             "state_size_bytes": self._state.size,
+            "upload_bytes_per_s": self._rate and round(self._rate.up),
+            "download_bytes_per_s": self._rate and round(self._rate.down),
             "checks": [each._asdict() for each in self.checks],
             "missing_policy": policy(self._missing) if self._missing else None,
             "recommended": [each._asdict() for each in settings.differing(self._settings)],
