@@ -36,7 +36,7 @@ def add_metrics(
 ) -> None:
     """Adds values to a checkpoint that is on the durable tier, as an evaluation elsewhere finds them.
 
-    Policies of the best, and ``tiered://best?monitor=...``, go by them; a later save of the same name has none of them.
+    Policies of the best, and ``tiered://best?...``, go by them; a later save of the same name has none of them.
 
     Args:
         dirpath: The durable tier.

@@ -6,18 +6,22 @@ import json
 
 import pytest
 from support.committing import RUN, alias, copy, delete, save
-from support.draining import names
+from support.draining import Node, names
 from support.draining import objects as files
 from support.sharded import FlatStore, Journals, named, objects, readable
 
-from tiered_checkpoint_io import TieredCheckpointConfig
+from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
+from tiered_checkpoint_io import add_metrics as add_metrics_to
+from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.metrics import add_metrics
 from tiered_checkpoint_io.engine.durable.pins import pin, pins, unpin
 from tiered_checkpoint_io.engine.durable.retention import Survey, apply
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, PinnedError, UsageError
+from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Best, Latest
 from tiered_checkpoint_io.stores import open_store
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 
@@ -170,6 +174,34 @@ def test_a_pin_that_meets_a_delete_holds_or_is_refused(tmp_path, kind):
     assert held > 3
 
 
+def test_a_delete_that_meets_a_pin_or_an_overwrite_leaves_what_is_wanted(tmp_path):
+    """The other way round: what deletes comes between two requests of a pin, and an overwrite between those of it."""
+    for at in range(1, 6):
+        store = FlatStore(tmp_path / f"pin-{at}")
+        save(store, "a", 1)
+
+        def act(store=store):
+            with contextlib.suppress(PinnedError):
+                delete(store, "a")
+
+        try:
+            pin(Meeting(store, at, act), "a")
+        except CheckpointNotFoundError:
+            assert not names(store) and not pins(store), f"refused, and left a pin: {at}"
+        else:
+            assert readable(store, "a")
+    for at in itertools.count(1):
+        store = FlatStore(tmp_path / f"again-{at}")
+        save(store, "a", 1)
+        save(store, "b", 2)
+        meeting = Meeting(store, at, lambda store=store: save(store, "a", 3))
+        apply(meeting, [Latest(1)], Survey())
+        if meeting.operations < at:
+            break
+        assert readable(store, "a") == 3, f"removed what was saved before request {at}"
+    assert at > 5
+
+
 def test_a_run_without_the_lease_removes_nothing(tmp_path):
     store, survey = FlatStore(tmp_path), Survey()
     assert survey.other_run(store, "mine") is None
@@ -185,3 +217,56 @@ def test_a_run_without_the_lease_removes_nothing(tmp_path):
     assert survey.other_run(store, "mine") == "launch newcomer"
     store.put(ids.lease_key("job", "c"), b"of a newer release")
     assert survey.other_run(store, "mine") == "a run whose lease can't be read"
+
+
+@pytest.fixture
+def node(memory_dir, tmp_path):
+    """A node whose run has ended, with two saves and the retention behind each still queued."""
+    node = Node(memory_dir, str(tmp_path / "run"), retention={"latest": 1})
+    for number in (1, 2):
+        save_id = node.save(f"c{number}", b"data", step=number)
+        node.request("retain", "retention/mine", save_id)
+    return node
+
+
+def test_what_a_run_left_queued_removes_nothing_of_the_run_that_took_over(node):
+    """The other run holds the lease by now, and has saved; each run's drain does what its own policies say."""
+    store = DirectoryStore(node.dirpath)
+    save(store, "other", 9, kind="full")
+    lease = {"format_version": 1, "owner": "other", "held": True}
+    store.put(ids.lease_key("job", "token"), json.dumps(lease).encode())
+    Drain(node.root).run(once=True)
+    assert names(store) == ["c1", "c2", "other"]
+    skipped = [outcome for outcome in node.queue.outcomes() if outcome.action == "retain"]
+    assert {(each.state, each.error.partition(" holds")[0]) for each in skipped} == {("skipped", "launch other")}
+    # That run has ended: the first one's next retention is carried out, and leaves what is newer.
+    store.delete(ids.lease_key("job", "token"))
+    node.request("retain", "retention/mine", node.save("c3", b"data", step=3))
+    Drain(node.root).run(once=True)
+    assert names(store) == ["other"]
+
+
+def test_retention_removes_nothing_that_a_queued_copy_or_alias_needs(node):
+    save_id = node.save("c4", b"data", step=4)
+    node.request("retain", "retention/mine", save_id)
+    node.alias("best", "c2")
+    Drain(node.root).run(once=True)
+    assert names(DirectoryStore(node.dirpath)) == ["best", "c2", "c4"]
+
+
+def test_policies_of_another_dirpath_are_not_applied(node, tmp_path):
+    other = Node.config_of(str(node.root.parent.parent), str(tmp_path / "elsewhere"), retention={"latest": 1})
+    write_atomic(node.root / "drain.json", other.to_json().encode())
+    Drain(node.root).run(once=True)
+    assert names(DirectoryStore(node.dirpath)) == ["c1", "c2"]
+
+
+def test_the_best_that_is_loaded_goes_by_what_was_added(memory_dir, tmp_path):
+    io = TieredCheckpointIO(tmp_path / "run", memory_dir=memory_dir, drain="thread")
+    for step in (1, 2, 3):
+        options = {"metric": ("val_loss", step / 10)} if step < 3 else {}
+        io.save_checkpoint({"global_step": step}, f"c{step}", storage_options=options)
+    assert io.load_checkpoint("tiered://best?mode=min&monitor=val_loss")["global_step"] == 1
+    add_metrics_to(tmp_path / "run", tmp_path / "run" / "c3", {"val_loss": 0.05})
+    assert io.load_checkpoint("tiered://best?mode=min&monitor=val_loss")["global_step"] == 3
+    io.teardown()

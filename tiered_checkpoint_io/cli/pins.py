@@ -114,7 +114,7 @@ def metric(
 ) -> None:
     """Adds metrics to a checkpoint of the durable tier, as an evaluation elsewhere finds them.
 
-    Policies of the best, and tiered://best?monitor=..., go by them. A value of the same metric replaces the earlier.
+    Policies of the best, and tiered://best?..., go by them. A value of the same metric replaces the earlier.
     """
     config = config_of(dirpath, endpoint_url, region, profile, timeout)
     wanted, given = name_of(config, name), dict(map(_value_of, values))
