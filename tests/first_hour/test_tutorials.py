@@ -11,7 +11,7 @@ from support.first_hour import blocks_of
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in (ROOT / "docs/tutorials").glob("*.md") if page.name != "index.md")
 #: Those that stand for the others in `make test`.
-SHORT = {"first-run"}
+SHORT = {"lora"}
 
 
 def of(page):
