@@ -8,9 +8,10 @@ from support.documented import document_of
 from support.draining import Node
 from typer.testing import CliRunner
 
+from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.flushing import to_flush
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError
 from tiered_checkpoint_io.memory.parts import StoredPart, mark_durable
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -131,3 +132,19 @@ def test_a_part_that_retention_takes_meanwhile_is_gone(memory_dir):
     node.tier.remove(made)
     with pytest.raises(CheckpointNotFoundError):
         mark_durable(stored)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("drain", ["thread", "process"])
+def test_a_live_trainer_goes_on(drain, memory_dir, tmp_path):
+    run = str(tmp_path / "run")
+    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, namespace="live", drain=drain)
+    io.save_checkpoint({"global_step": 1}, f"{run}/step=1.ckpt")
+    io.save_checkpoint({"global_step": 2}, f"{run}/step=2.ckpt", storage_options={"tiers": ["memory"]})
+    done = command("flush", "--memory-dir", memory_dir, "--namespace", "live", "--json")
+    assert [row["state"] for row in document_of("flush", done)["checkpoints"]] == ["durable"]
+    io.save_checkpoint({"global_step": 3}, f"{run}/step=3.ckpt")
+    # It knows that there is something to be removed on the durable tier, too.
+    io.remove_checkpoint(f"{run}/step=2.ckpt")
+    io.teardown()
+    assert sorted(names_of(DirectoryStore(run))) == ["step=1.ckpt", "step=3.ckpt"]
