@@ -68,7 +68,7 @@ def check_places(callbacks: Iterable[ModelCheckpoint], root: str) -> None:
             _refuse(one, other, folder, one.CHECKPOINT_NAME_LAST, _LAST_HINT)
 
 
-def check_retention(callbacks: Iterable[ModelCheckpoint], policies: Policies) -> None:
+def check_retention(callbacks: Iterable[ModelCheckpoint], policies: Policies | None) -> None:
     """Refuses a callback that keeps its best where the policies would remove them.
 
     Raises:

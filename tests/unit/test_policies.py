@@ -1,5 +1,7 @@
 """Which checkpoints the durable tier keeps: the decision, as properties, and how policies are written."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model.retention import Best, Checkpoint, EveryHours, EverySteps, Latest, Pin, kept
 
 NOW = 1_000_000.0
+DEFAULT = Path(__file__).parents[2] / "configs" / "s3_checkpointing" / "default.yaml"
 POLICIES = st.lists(
     st.one_of(
         st.integers(1, 4).map(Latest),
@@ -139,6 +142,9 @@ def test_policies_may_be_written_in_code_and_yaml_and_survive_the_way_to_the_dra
     if form is not FORMS[0]:
         assert TieredCheckpointConfig.from_any(OmegaConf.create({"dirpath": "/d", "retention": form})) == config
         assert TieredCheckpointConfig(dirpath="/d", retention=OmegaConf.create(form)) == config
+        # As Hydra puts a user's block over the package's own.
+        whole = OmegaConf.merge(OmegaConf.load(DEFAULT), {"dirpath": "/d", "retention": form})
+        assert TieredCheckpointConfig.from_any(whole) == config
 
 
 @pytest.mark.parametrize(

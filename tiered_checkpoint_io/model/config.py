@@ -148,7 +148,7 @@ class TieredCheckpointConfig:
     memory_every_n_train_steps: int | None = 10
     s3_every_n_train_steps: int | None = 50
     memory_keep_last: int = 2
-    retention: Policies = ()
+    retention: Policies | None = None
     memory_allocation_percentage: int = 50
     chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
     max_write_concurrency: Concurrency = "auto"
