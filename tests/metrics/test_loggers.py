@@ -38,6 +38,7 @@ def test_tensorboard(runs, tmp_path):
 
 
 @pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
 def test_mlflow(runs, tmp_path):
     pytest.importorskip("mlflow", reason="MLflow is not installed")
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
