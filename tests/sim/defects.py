@@ -18,9 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COMMIT, ALIASES, REMOVAL = (f"engine/durable/{name}.py" for name in ("commit", "aliases", "removal"))
 LEASES = "engine/leasing/lease_keeper.py"
-SENDER, RECEIVER, FATES, MEETING = (
-    f"engine/replication/{name}.py" for name in ("replica_sender", "replica_receiver", "fates", "meeting")
-)
+SENDER, FATES, MEETING = (f"engine/replication/{name}.py" for name in ("replica_sender", "fates", "meeting"))
 RETENTION = "engine/staging/retention.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
 #: What is wrong; where; the text, and what stands there instead.
@@ -176,10 +174,10 @@ DEFECTS = [
         "and not each.pending]",
     ),
     (
-        "a rank removes the replica of a save that may become replicated",
-        RECEIVER,
-        "if stored.save_id not in awaited and (",
-        "if (",
+        "a rank goes on to a newer save, and the earlier one may still become replicated",
+        FATES,
+        "self._decide(earlier, gives_up=True)",
+        "pass",
     ),
     (
         "what a machine has not learnt is replicated, it learns in no later start",

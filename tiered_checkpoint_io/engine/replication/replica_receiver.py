@@ -138,8 +138,7 @@ class ReplicaReceiver:
         """Removes what is outdated of the replicas that this rank keeps, and of those of earlier runs."""
         kept, series, run = self._tier.replicas, ids.series_of(part.name), ids.line_of(part.save_id)
         held = [stored for stored in kept.parts() if stored.part.place == part.place]
-        outdated, awaited = outdated_replicas(held, keep=keep), self._fates.awaited()
-        for stored in outdated:
+        for stored in outdated_replicas(held, keep=keep):
             own = stored.part.rank in self._sources and ids.series_of(stored.part.name) == series
-            if stored.save_id not in awaited and (own or ids.line_of(stored.save_id) != run):
+            if own or ids.line_of(stored.save_id) != run:
                 kept.remove(stored)
