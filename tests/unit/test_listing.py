@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreUnavailableError
+from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.model.manifest import Metric
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -61,6 +62,21 @@ def test_each_checkpoint_is_one_row_that_says_where_it_is_and_what_became_of_it(
     assert (rows["2.ckpt"]["state"], rows["2.ckpt"]["where"]) == ("corrupt", [])
     assert "quarantine: a chunk differs" in rows["1.ckpt"]["problem"]
     assert "quarantine: a chunk differs" in rows["2.ckpt"]["problem"]
+
+
+def test_what_was_deleted_on_the_durable_tier_is_in_memory_alone(node, memory_dir):
+    node.save("1.ckpt", b"A")
+    node.save("2.ckpt", b"B")
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    node.delete("1.ckpt")
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert listed(node, memory_dir)["1.ckpt"]["state"] == "memory_only"
+    # Also where the durable tier is not asked, by what the drain has noted.
+    here = json.loads(command("ls", "--memory-dir", memory_dir, "--json").stdout)["checkpoints"]
+    assert [(row["name"], row["state"]) for row in here] == [("2.ckpt", "durable"), ("1.ckpt", "memory_only")]
+    # Another node's drain has deleted it.
+    DirectoryStore(node.dirpath).delete(manifest_key("2.ckpt"))
+    assert listed(node, memory_dir)["2.ckpt"]["state"] == "memory_only"
 
 
 def test_parts_without_a_manifest_are_incomplete(node, memory_dir):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,8 @@ class HeldPart:
         stored: What it is, and where it lies.
         tier: Which memory: the node's, its spill, or what it keeps for other nodes.
         namespace: Whose.
-        outcome: What the drain has noted of its upload; None where there is none, or too long ago.
+        outcome: What the drain has noted of its upload, or of a later delete of its name; None where it has not, or too
+            long ago.
     """
 
     stored: StoredPart
@@ -111,10 +112,10 @@ def look_at_node(memory_dir: str) -> NodeMemory:
         # What is cleaned away while it is looked at is gone.
         with contextlib.suppress(FileNotFoundError):
             tier, queue = tier_at(root), Queue(root)
-            outcomes = {each.op_id: each for each in queue.outcomes()}
+            outcomes = queue.outcomes()
             for stored in (*tier.parts(), *tier.replicas.parts()):
                 where = _tier_of(tier, stored)
-                held.append(HeldPart(stored, where, root.name, outcomes.get(stored.op_id)))
+                held.append(HeldPart(stored, where, root.name, _outcome(stored, outcomes, tier.place)))
             broken += _broken(tier)
             waiting += queue.look(tier)
             if (root / LOCK_FILE).exists() and is_locked(root / LOCK_FILE):
@@ -126,6 +127,16 @@ def _tier_of(tier: MemoryTier, stored: StoredPart) -> Tier:
     if stored.is_replica:
         return "replicas"
     return "spill" if tier.is_spilled(stored.folder) else "memory"
+
+
+def _outcome(stored: StoredPart, outcomes: Iterable[Outcome], here: Place | None) -> Outcome | None:
+    """What became of a part on the durable tier last."""
+    part, last = stored.part, None
+    for each in outcomes:
+        is_delete = each.action == "delete" and each.name == part.name and each.op_id > part.save_id
+        if each.op_id == stored.op_id or (is_delete and each.place.known(here) == part.place):
+            last = each
+    return last
 
 
 def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:
