@@ -4,6 +4,7 @@ import json
 import socket
 
 import pytest
+from support import committing
 from support.draining import Node
 from support.sharded import make_part, views_of
 from support.story import op_id
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreUnavailableError
-from tiered_checkpoint_io.model.ids import manifest_key
+from tiered_checkpoint_io.model.ids import index_key, manifest_key
 from tiered_checkpoint_io.model.manifest import Metric
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -129,3 +130,21 @@ def test_nothing_at_a_dirpath_is_an_error_unless_memory_has_something_of_it(node
     assert isinstance(command("ls", *where).exception, CheckpointNotFoundError)
     node.save("1.ckpt", b"A")
     assert "1.ckpt" in command("ls", *where).stdout
+
+
+def test_show_tells_the_files_of_all_ranks_and_what_the_index_lacks(node, memory_dir):
+    store = DirectoryStore(node.dirpath)
+    committing.save(store, "step_7", 7, kind="sharded")
+    (shown,) = json.loads(command("show", node.dirpath, "tiered:latest", "--json").stdout)["saves"]
+    assert [file["path"].partition("-")[0] for file in shown["files"]] == [
+        *(f"step_7/__0_{number}" for number in range(2)),
+        "step_7/.metadata",
+        *(f"step_7/__1_{number}" for number in range(2)),
+    ]
+    assert sum(file["size_bytes"] for file in shown["files"]) == shown["checkpoint"]["size_bytes"]
+    assert (shown["checkpoint"]["parts"], shown["held_parts"]) == (2, [])
+    store.put(index_key(shown["checkpoint"]["save_id"]), b"{}")
+    damaged = command("show", node.dirpath, "step_7")
+    assert damaged.exit_code == 1
+    assert "problem: " in damaged.stdout
+    assert "index" in damaged.stdout.partition("problem: ")[2]
