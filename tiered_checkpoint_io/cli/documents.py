@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from tiered_checkpoint_io.cli.roots import tier_at
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
 from tiered_checkpoint_io.inventory.record import iso, time_of
+from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.place import Place

@@ -15,10 +15,10 @@ from tiered_checkpoint_io.cli.ending import told_to_end
 from tiered_checkpoint_io.cli.metrics import Export, source_of, targets_of
 from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Namespace, Root, root_of
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
-from tiered_checkpoint_io.cli.roots import all_roots, existing, tier_at, undone
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.inventory.roots import all_roots, existing, tier_at, undone
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier

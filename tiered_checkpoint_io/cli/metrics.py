@@ -11,8 +11,8 @@ import typer
 from tiered_checkpoint_io.cli.ending import told_to_end
 from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Root, root_of, wrong_use
 from tiered_checkpoint_io.cli.output import say, show, write_json
-from tiered_checkpoint_io.cli.roots import all_roots, existing
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.inventory.roots import all_roots, existing
 from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source

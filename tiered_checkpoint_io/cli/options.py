@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.roots import all_roots
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+from tiered_checkpoint_io.inventory.roots import all_roots
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

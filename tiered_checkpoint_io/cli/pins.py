@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.catalog import latest, read_all
 from tiered_checkpoint_io.cli.options import (
     TIMEOUT_S,
     Dirpath,
@@ -25,6 +24,7 @@ from tiered_checkpoint_io.cli.options import (
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.durable import metrics, pins
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.inventory.durable import latest, read_all
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Pin
 from tiered_checkpoint_io.stores import Store

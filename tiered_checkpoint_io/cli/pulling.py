@@ -11,7 +11,6 @@ from pathlib import Path
 import typer
 
 from tiered_checkpoint_io.cli.answers import moving
-from tiered_checkpoint_io.cli.catalog import checkpoints, latest, read
 from tiered_checkpoint_io.cli.checking import check_part, held_in
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.chunks import fetch_chunk
@@ -22,6 +21,7 @@ from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.inventory.durable import checkpoints, latest, read
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.catalog import Found, checkpoints
 from tiered_checkpoint_io.cli.options import (
     SHM,
     TIMEOUT_S,
@@ -25,9 +24,10 @@ from tiered_checkpoint_io.cli.options import (
     root_of,
 )
 from tiered_checkpoint_io.cli.output import printable, say, write_json
-from tiered_checkpoint_io.cli.roots import existing, last_config
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.inventory.durable import Found, checkpoints
+from tiered_checkpoint_io.inventory.roots import existing, last_config
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.metrics.report import DurableCheckpoint, page
 from tiered_checkpoint_io.model.events import Event

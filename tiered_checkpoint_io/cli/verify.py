@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.catalog import Found, checkpoints, newer, read
 from tiered_checkpoint_io.cli.checking import (
     Checked,
     Damage,
@@ -39,10 +38,11 @@ from tiered_checkpoint_io.cli.options import (
 )
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
-from tiered_checkpoint_io.cli.roots import all_roots, existing, tier_at
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError
+from tiered_checkpoint_io.inventory.durable import Found, checkpoints, newer, read
+from tiered_checkpoint_io.inventory.roots import all_roots, existing, tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids

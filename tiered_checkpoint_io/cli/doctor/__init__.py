@@ -27,7 +27,7 @@ from tiered_checkpoint_io.cli.options import (
     config_of,
     wrong_use,
 )
-from tiered_checkpoint_io.cli.roots import all_roots
+from tiered_checkpoint_io.inventory.roots import all_roots
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
