@@ -115,7 +115,7 @@ test-examples: venv
 # Wheel and sdist, in dist/, from a clean clone of the last commit; the wheel is tried with the sources gone.
 dist: venv
 	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[dist]'
-	$(BIN)/python tests/dist/check.py
+	$(BIN)/python tests/wheel/check.py
 
 # The site, in build/site: strict, so that a link to nowhere ends it, and nothing in it is fetched from other hosts.
 docs: venv

@@ -1,0 +1,164 @@
+"""Builds wheel and sdist from a clean clone, and tries the wheel with the sources gone; ``make dist`` calls it.
+
+On the Python that runs this: a training that resumes, the command line and the types of a script, with the pins of
+constraints.txt and of constraints-min.txt. On each other Python from 3.10 to 3.13 that is installed, and with the lowest
+versions that the wheel declares: all of the package compiles, and the command line verifies checkpoints that an earlier
+release saved. That needs no torch, of which another Python has builds for GPUs alone, of gigabytes; ``--full`` has each
+Python train.
+"""
+
+import argparse
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
+#: What only a trainer, or some kinds of configuration and URLs, import.
+HEAVY = {"torch", "lightning", "omegaconf", "s3fs"}
+TIMEOUT_S = 900
+
+
+def run(*command, cwd="/", **options):
+    done = subprocess.run(
+        [str(each) for each in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        **options,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def build(scratch, out):
+    """Wheel and sdist of what is committed; the wheel is made of the sdist."""
+    clone = scratch / "clone"
+    run("git", "clone", "--quiet", "--no-hardlinks", ROOT, clone)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, clone)
+    shutil.rmtree(clone)
+    made = sorted(out.iterdir())
+    run(sys.executable, "-m", "twine", "check", "--strict", *made)
+    (wheel,) = [each for each in made if each.suffix == ".whl"]
+    assert "tiered_checkpoint_io/py.typed" in zipfile.ZipFile(wheel).namelist()
+    return wheel
+
+
+def interpreters():
+    """The other Pythons that are installed, by version: on the path, or of pyenv."""
+    found = {}
+    for version in VERSIONS:
+        pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+        # A shim of pyenv's is there for versions that are not chosen.
+        on_path = [each for each in [shutil.which(f"python{version}")] if each and "shims" not in each]
+        if version != OWN and (pyenv or on_path):
+            found[version] = str([*on_path, *pyenv][0])
+    return found
+
+
+def required(wheel):
+    """What the wheel needs, without extras: the whole line, by name."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith("METADATA")]
+        lines = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")
+    return {re.match(r"[\w.-]+", line)[0]: line for line in lines if "extra ==" not in line}
+
+
+def venv(python, folder, *requirements):
+    run(python, "-m", "venv", folder)
+    run(folder / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements)
+    return folder / "bin"
+
+
+def looks_right(bin_folder, scratch):
+    """Modules import as far as they need no torch, and the command line verifies what an earlier release saved."""
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    package = Path(run(bin_folder / "python", "-c", where).strip()) / "tiered_checkpoint_io"
+    run(bin_folder / "python", "-m", "compileall", "-q", package)
+    run(bin_folder / "python", "-I", scratch / "modules.py")
+    for kind in ("full", "sharded", "local"):
+        output = run(bin_folder / "tiered-ckpt", "verify", scratch / "data" / kind / "durable")
+        assert "step_1.ckpt" in output, output
+
+
+def trains(bin_folder, scratch, memory_dir):
+    """A run, and one that goes on behind it; then the command line, and the types of a script."""
+    dirpath = scratch / "run"
+    for first, steps in ((0, 10), (10, 15)):
+        output = run(bin_folder / "python", "-I", scratch / "train.py", dirpath, memory_dir, steps, cwd=scratch)
+        assert f"starts at step {first}" in output, output
+    assert "end_of_training.ckpt" in run(bin_folder / "tiered-ckpt", "verify", dirpath)
+    shutil.rmtree(dirpath)
+
+
+def is_typed(bin_folder, scratch):
+    options = ("--strict", "--cache-dir", scratch / "mypy", "--config-file", os.devnull)
+    run(
+        sys.executable,
+        "-m",
+        "mypy",
+        *options,
+        "--python-executable",
+        bin_folder / "python",
+        scratch / "typed.py",
+        cwd=scratch,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="have each Python train, which may install torch for GPUs")
+    is_full = parser.parse_args().full
+    out = ROOT / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="tiered-dist-") as folder:
+        scratch = Path(folder)
+        wheel = build(scratch, out)
+        print(f"built {wheel.name}, and the sdist", flush=True)
+        for name in ("train.py", "typed.py", "modules.py"):
+            shutil.copy(HERE / name, scratch)
+        shutil.copytree(ROOT / "tests/data/format_v1", scratch / "data")
+        needs = required(wheel)
+        light = [line for name, line in needs.items() if name not in HEAVY]
+        lowest = [re.sub(r">=([\d.]+).*", r"==\1", line) for line in light]
+
+        def trained(python, version, constraints, *more):
+            with tempfile.TemporaryDirectory(prefix="tiered-dist-", dir="/dev/shm") as memory_dir:
+                bin_folder = venv(python, scratch / "env", "-c", ROOT / constraints, wheel, *more)
+                trains(bin_folder, scratch, memory_dir)
+                looks_right(bin_folder, scratch)
+                if constraints == "constraints.txt":
+                    is_typed(bin_folder, scratch)
+            shutil.rmtree(scratch / "env")
+            print(f"python={version} {constraints}: trains, resumes, verifies", flush=True)
+
+        def looked_at(python, version, what, *requirements):
+            bin_folder = venv(python, scratch / "env", *requirements)
+            run(bin_folder / "python", "-m", "pip", "install", "-q", "--no-deps", wheel)
+            looks_right(bin_folder, scratch)
+            shutil.rmtree(scratch / "env")
+            print(f"python={version} {what}, without torch: imports, verifies", flush=True)
+
+        trained(sys.executable, OWN, "constraints.txt")
+        looked_at(sys.executable, OWN, "lowest declared versions", *lowest)
+        for version, python in interpreters().items():
+            if is_full:
+                trained(python, version, "constraints.txt")
+            else:
+                looked_at(python, version, "constraints.txt", "-c", ROOT / "constraints.txt", *light)
+        trained(sys.executable, OWN, "constraints-min.txt", "lightning==2.4.0")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""A user's script, for the type checker alone: each public function, with the types that it takes and gives."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from typing_extensions import assert_type
+
+import tiered_checkpoint_io
+from tiered_checkpoint_io import (
+    AsyncCheckpointIO,
+    TieredCheckpointConfig,
+    TieredCheckpointIO,
+    TieredStorageReader,
+    TieredStorageWriter,
+    build_s3_url,
+    dcp,
+    is_s3_url,
+    parse_s3_url,
+)
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint, tiers_for_step
+from tiered_checkpoint_io.errors import StoreError, TieredCheckpointError
+from tiered_checkpoint_io.export import export_checkpoint
+from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
+
+assert_type(tiered_checkpoint_io.__version__, str)
+assert_type(build_s3_url("bucket", "key"), str)
+assert_type(parse_s3_url(Path("s3://bucket/key")), tuple[str, str])
+assert_type(is_s3_url("s3://bucket"), bool)
+
+io = TieredCheckpointIO("s3://bucket/run", namespace="run", memory_keep_last=3)
+plugins: list[CheckpointIO] = [io, AsyncCheckpointIO(io)]
+assert_type(TieredCheckpointIO.from_config({"dirpath": "/runs"}), TieredCheckpointIO | AsyncCheckpointIO)
+assert_type(io.config, TieredCheckpointConfig)
+assert_type(io.load_checkpoint("tiered:latest"), dict[str, Any])
+io.save_checkpoint({"step": 1}, "step=1.ckpt", storage_options={"tiers": ["memory"]})
+TieredCheckpointIO("s3://bucket/run", on_pending="never")  # type: ignore[arg-type]
+
+callback: ModelCheckpoint = TieredModelCheckpoint(monitor="loss", memory_every_n_train_steps=10)
+PreemptionCheckpoint(grace_seconds=30, signals=["SIGTERM"])
+assert_type(tiers_for_step(10, 10, None), frozenset[str])
+
+fsdp: FSDPStrategy = TieredFSDPStrategy()
+fsdp2: ModelParallelStrategy = TieredModelParallelStrategy()
+
+saved: Future[Any] = dcp.async_save({"a": 1}, checkpoint_id="step_1", dirpath="/runs")
+assert_type(dcp.load({"a": 1}, storage_reader=TieredStorageReader({"dirpath": "/runs"})), TieredStorageReader)
+dcp.save({"a": 1}, storage_writer=TieredStorageWriter(dirpath="/runs", step=1), kind="local")
+assert_type(export_checkpoint("/runs", "step_1", Path("model.pt")), list[Path])
+
+
+def hint(error: TieredCheckpointError) -> str | None:
+    return error.hint if isinstance(error, StoreError) and error.retryable else error.key
