@@ -174,22 +174,10 @@ DEFECTS = [
         "and not each.pending]",
     ),
     (
-        "a rank goes on to a newer save, and the earlier one may still become replicated",
-        FATES,
-        "self._decide(earlier, gives_up=True)",
-        "pass",
-    ),
-    (
         "what a machine has not learnt is replicated, it learns in no later start",
         MEETING,
         "replicated = newest_of(known for each in gathered for known in each.replicated.items())",
         "replicated = newest_replicated([*parts, *replicas])",
-    ),
-    (
-        "a rank gives up a save without a word to the others",
-        FATES,
-        'fate = self._store.swap(key, "", _REPLICATED if is_complete else _GIVEN_UP)',
-        "fate = _REPLICATED if is_complete else _GIVEN_UP",
     ),
 ]
 
