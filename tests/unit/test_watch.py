@@ -52,6 +52,21 @@ def test_a_command_runs_once_for_each_in_order_and_a_failure_is_told_at_the_end(
         assert CliRunner().invoke(app, ["watch", node.dirpath, *wrong]).exit_code == 2
 
 
+def test_what_a_command_reads_is_pinned_meanwhile(node, memory_dir, tmp_path, capfd):
+    for name in ("a.ckpt", "b.ckpt"):
+        node.save(name, b"A")
+    drain(node)
+    # The first command tries to delete what it reads.
+    delete = f"{sys.executable} -m tiered_checkpoint_io prune --keep-latest 1 --yes {node.dirpath}"
+    pins = f"ls {node.dirpath}/.tiered/pins"
+    done = watch(node, memory_dir, f"{pins}; test $TIERED_CKPT_NAME = b.ckpt || {delete} > {tmp_path}/said")
+    assert capfd.readouterr().out.split() == ["a.ckpt", "b.ckpt"]
+    assert done.exit_code == 0
+    assert "pinned" in (tmp_path / "said").read_text()
+    assert sorted(os.listdir(node.dirpath)) == [".tiered", "a.ckpt", "b.ckpt"]
+    assert not list((tmp_path / "durable" / ".tiered" / "pins").rglob("*.json"))
+
+
 def start(node, memory_dir, *arguments, **options):
     line = [sys.executable, "-m", "tiered_checkpoint_io", "watch", node.dirpath, "--memory-dir", memory_dir]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}

@@ -27,6 +27,7 @@ from tiered_checkpoint_io.cli.options import (
     config_of,
 )
 from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, say, write_json
+from tiered_checkpoint_io.cli.pinned import pinned
 from tiered_checkpoint_io.cli.rows import state_text, table_of
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.inventory.look import Looker
@@ -73,7 +74,7 @@ def watch(
     With --exec CMD a shell runs CMD once for each checkpoint that becomes durable, in the order of the saves, one at a
     time. "$1" is its URL; TIERED_CKPT_URL, _NAME, _DIRPATH, _SAVE_ID, _STEP, _EPOCH, _KIND, _SIZE_BYTES, _CREATED,
     _METRIC_NAME and _METRIC_VALUE are in its environment, empty where they are not known. Where CMD fails, that is
-    said, the next one follows, and the status is 1 at the end.
+    said, the next one follows, and the status is 1 at the end. Meanwhile the checkpoint is pinned: it is not deleted.
     """
     config = config_of(dirpath, endpoint_url, region, profile, timeout)
     if after is not None and command is None:
@@ -90,14 +91,21 @@ def watch(
             output.update(found)
             for each in news.of(found):
                 if runs is not None:
-                    # Seam: a pin that expires (engine.durable.pins) around this keeps it from retention meanwhile.
-                    runs.run(each)
+                    _run(runs, config, each)
                 last = time.monotonic()
             left = every if idle_timeout is None else min(every, last + idle_timeout - time.monotonic())
             if left <= 0:
                 break
             time.sleep(left)
     raise typer.Exit(1 if runs is not None and runs.failed else 0)
+
+
+def _run(runs: CommandLine, config: TieredCheckpointConfig, each: CheckpointInfo) -> None:
+    try:
+        with pinned(config, each.name):
+            runs.run(each)
+    except CheckpointNotFoundError:
+        say(printable(f"{each.name} was deleted before its turn came: the command was not run for it"), err=True)
 
 
 @contextlib.contextmanager
