@@ -13,7 +13,7 @@ def test_the_last_step_in_memory_is_saved_from_a_node_that_goes(story):
     run = ("dirpath=s3://bucket/run", "namespace=run")
     for step in (13, 28):
         assert story.python("lives.py", *run, f"kill={step}")[1] is None
-    story.drained()
+        story.drained()
     # Which steps are where: 20 on S3, 20 and 25 in this node's memory.
     story.tiered_ckpt("ls", "s3://bucket/run")
     story.tiered_ckpt("status", "--namespace", "run")
@@ -35,4 +35,8 @@ def test_the_last_step_in_memory_is_saved_from_a_node_that_goes(story):
     assert status == 0
     assert "Step 25: resuming from memory/epoch=0-step=25.ckpt (durable" in output
     assert weights(output) == uninterrupted
+    # How long memory keeps step 10 depends on how soon step 20 is durable.
+    for command, lines in story.sections:
+        if command.startswith(("tiered-ckpt status", "tiered-ckpt verify")):
+            lines[:] = [line for line in lines if "step=10.ckpt" not in line]
     story.shown("node_about_to_go")

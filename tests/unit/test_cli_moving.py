@@ -29,7 +29,9 @@ def interrupted(proxy, operation, *arguments):
         assert process.poll() is None, end(process)
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    return end(process)
+    status, out, err = end(process)
+    # On a slow machine there is a line of progress.
+    return status, out, [line for line in err.splitlines() if "iB/s" not in line]
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_ctrl_c_amid_a_pull_leaves_nothing_in_memory(server, memory_dir):
     assert CliRunner().invoke(app, ["drain", "--root", str(node.root), "--once"]).exit_code == 0
     server.is_slow = True
     pulled = ("pull", server.url, "--memory-dir", memory_dir, "--namespace", "other")
-    assert interrupted(server, "get", *pulled) == (130, "", "interrupted\n")
+    assert interrupted(server, "get", *pulled) == (130, "", ["interrupted"])
     other = node.root.with_name("other")
     assert MemoryTier(other).parts() == []
     assert list((other / "slots").iterdir()) == []
@@ -62,7 +64,7 @@ def test_ctrl_c_amid_an_import_leaves_nothing_on_s3(server, tmp_path):
     torch.save({"global_step": 1, "weights": torch.ones(5 << 20)}, tmp_path / "large.ckpt")
     server.is_slow = True
     status, out, err = interrupted(server, "put", "import", str(tmp_path / "large.ckpt"), server.url)
-    assert (status, out, err) == (130, "", "interrupted\n")
+    assert (status, out, err) == (130, "", ["interrupted"])
     server.is_slow = False
     store = open_store(Node.config_of(str(tmp_path), server.url))
     assert list(store.list("")) == []
@@ -75,7 +77,7 @@ def test_ctrl_c_amid_a_flush_leaves_the_upload_to_the_drain(server, memory_dir):
     node = Node(memory_dir, server.url)
     node.save("large.ckpt", LARGE, durable=False)
     server.is_slow = True
-    assert interrupted(server, "put", "flush", "--root", str(node.root)) == (130, "", "interrupted\n")
+    assert interrupted(server, "put", "flush", "--root", str(node.root)) == (130, "", ["interrupted"])
     server.is_slow = False
     assert CliRunner().invoke(app, ["flush", "--root", str(node.root)]).exit_code == 0
     store = open_store(node.config)
