@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -59,6 +59,7 @@ def left(tier, policies, now=NOW):
     return [each for each in tier if why[each.name]]
 
 
+@settings(max_examples=60)
 @given(tiers(), POLICIES)
 def test_what_must_stay_stays_and_a_second_look_removes_no_more(tier, policies):
     there = left(tier, policies)
@@ -77,6 +78,7 @@ def test_what_must_stay_stays_and_a_second_look_removes_no_more(tier, policies):
     assert names == set().union(*each_alone)
 
 
+@settings(max_examples=60)
 @given(tiers(), st.integers(1, 4), st.integers(1, 3))
 def test_latest_and_best_keep_as_many_steps_as_they_say(tier, latest, best):
     saves = [each for each in tier if not (each.alias_of or each.is_copy)]
