@@ -173,12 +173,6 @@ DEFECTS = [
         "and not each.pending and each.save_id not in retained]",
         "and not each.pending]",
     ),
-    (
-        "what a machine has not learnt is replicated, it learns in no later start",
-        MEETING,
-        "replicated = newest_of(known for each in gathered for known in each.replicated.items())",
-        "replicated = newest_replicated([*parts, *replicas])",
-    ),
 ]
 
 
