@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 MIN_VENV := .venv-min
 NEMO_VENV := .venv-nemo
+RAY_VENV := .venv-ray
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 STAMP := $(VENV)/.installed
@@ -20,7 +21,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: docs dist test-cli test-examples venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
+.PHONY: test-ray docs dist test-cli test-examples venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
 
 venv: $(STAMP)
 
@@ -28,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; name one by PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call INSTALL,$(VENV)) -c constraints.txt setuptools wheel
-	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[test,lint,cli]'
+	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[test,lint,cli,browser,huggingface,torch-checkpointing]'
 	touch $@
 
 $(MIN_STAMP): pyproject.toml constraints-min.txt
@@ -123,6 +124,12 @@ docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/_site/check.py build/site
 
+# Ray is large, and wants releases of its own.
+test-ray:
+	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	$(call INSTALL,$(RAY_VENV)) -c constraints.txt 'ray[train]' -e '.[test]'
+	$(RAY_VENV)/bin/python -m pytest tests/first_hour/test_ray_train.py
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -146,4 +153,4 @@ bench-beside: venv
 	$(BIN)/python benchmarks/beside.py $(COMMIT)
 
 clean:
-	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) $(RAY_VENV) build dist *.egg-info
