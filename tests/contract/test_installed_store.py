@@ -74,7 +74,7 @@ def test_a_drain_and_the_commands_use_it(site, tmp_path, memory_dir):
 
     command("drain", "--root", str(node.root), "--once")
     assert "durable\tlatest" in command("ls", url, "--memory-dir", memory_dir).replace("\tfull", "")
-    assert command("verify", url) == "intact   1.ckpt\n"
+    assert command("verify", url) == "intact   durable  1.ckpt\n"
     assert (tmp_path / "durable.sqlite").exists()
 
 

@@ -166,12 +166,13 @@ def test_the_first_five_minutes(story):
     commands = [
         line.partition("#")[0].split() for text in blocks("README.md", "bash").values() for line in text.splitlines()
     ]
-    commands = [command[1:] for command in commands if command[:1] == ["tiered-ckpt"]]
-    assert len(commands) == 3
+    # What doctor says is of the machine: tests/unit/test_doctor.py.
+    commands = [command[1:] for command in commands if command[:1] == ["tiered-ckpt"] and command[1] != "doctor"]
+    assert len(commands) == 5
     for command in commands:
         output, status = story.tiered_ckpt(*command)
         assert status == 0, output[-3000:]
-        assert "step=1000" in output
+        assert "step=1000" in output or command[0] in ("report", "flush"), output
 
 
 #: Pages whose blocks of Python have tests of their own, and those that need what is not installed here.
@@ -213,7 +214,7 @@ def test_every_command_of_the_documents_is_understood():
 
 
 def test_each_example_is_run():
-    runs = [ROOT / "Makefile", *(ROOT / "tests").rglob("test_*.py")]
+    runs = [ROOT / "Makefile", *(ROOT / "tests").rglob("*.py")]
     said = "".join(path.read_text() for path in runs)
     imported = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
     for path in (ROOT / "examples").rglob("*.py"):

@@ -35,8 +35,11 @@ def test_the_last_step_in_memory_is_saved_from_a_node_that_goes(story):
     assert status == 0
     assert "Step 25: resuming from memory/epoch=0-step=25.ckpt (durable" in output
     assert weights(output) == uninterrupted
-    # How long memory keeps step 10 depends on how soon step 20 is durable.
     for command, lines in story.sections:
         if command.startswith(("tiered-ckpt status", "tiered-ckpt verify")):
+            # How long memory keeps step 10 depends on how soon step 20 is durable.
             lines[:] = [line for line in lines if "step=10.ckpt" not in line]
+        elif command.startswith("python"):
+            # A trainer that is killed may have heard of its uploads, or not.
+            lines[:] = [line for line in lines if "is durable on S3" not in line]
     story.shown("node_about_to_go")

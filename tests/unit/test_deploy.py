@@ -104,8 +104,6 @@ def test_commands_are_understood():
     used = list(commands())
     assert {"drain", "flush", "status"} <= {name for name, *_ in used}
     for name, *arguments in used:
-        if name == "flush" and name not in known:
-            continue
         known[name].make_context(name, arguments)
 
 

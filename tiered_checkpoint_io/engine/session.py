@@ -61,7 +61,6 @@ class Session:
         config: The configuration.
         dirpath: The durable tier.
         clock: Of all that it opens.
-        log: Where to log.
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
         save_ids: Gives out the ids of its operations.
