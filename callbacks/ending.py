@@ -43,7 +43,7 @@ def is_in_memory_alone(callbacks: Iterable[Resumable]) -> bool:
 class DurableEnd(SafeDeletes):
     """A ModelCheckpoint after whose training the newest step to resume from is durable.
 
-    The one in memory is not marked for the upload, as `tiered-ckpt flush` does: the end has one name, which the next end replaces.
+    The step in memory is not marked for the upload, as `tiered-ckpt flush` does: nothing would ever delete it there.
     So the state is saved once more, at the step where training ended: under a name of its own, which neither the top-k
     nor ``last`` knows.
     """
