@@ -25,16 +25,27 @@ from sim.world import Fates
 CALM, ROUGH = Fates(), Fates(failed=0.03, skew=30.0)
 
 
+def lives_of(seed):
+    """Whose lives a seed is of."""
+    if seed // 2 % 2:
+        return runs
+    if seed % 16 // 2 == 4:
+        return peers
+    return two_runs if seed // 4 % 2 else drains
+
+
+def kind_of(seed):
+    """Which kind of these lives it is."""
+    lives = lives_of(seed)
+    if lives is runs:
+        return runs.KINDS[seed // 4 % len(runs.KINDS)]
+    return peers.KINDS[seed % 2] if lives is peers else ROUGH if seed % 2 else CALM
+
+
 def one(job):
     seed, folder = job
     with tempfile.TemporaryDirectory(dir=folder) as memory:
-        if seed // 2 % 2:
-            world = runs.life(seed, runs.KINDS[seed // 4 % len(runs.KINDS)], folder=memory)
-        elif seed % 16 // 2 == 4:
-            world = peers.life(seed, peers.KINDS[seed % 2], folder=memory)
-        else:
-            life = two_runs.life if seed // 4 % 2 else drains.life
-            world = life(seed, ROUGH if seed % 2 else CALM, folder=memory)
+        world = lives_of(seed).life(seed, kind_of(seed), folder=memory)
     return seed, world.steps, world.violation, world.history if world.violation else [], world.digest
 
 
@@ -44,8 +55,11 @@ def main():
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--first-found", action="store_true", help="end with the first violation")
+    parser.add_argument("--only", choices=["drains", "peers", "two_runs", "runs"], help="leave other lives out")
     options = parser.parse_args()
     seeds, began = range(options.first, options.first + options.seeds), time.monotonic()
+    if options.only:
+        seeds = [seed for seed in seeds if lives_of(seed).__name__ == f"sim.{options.only}"]
     steps, found = 0, []
     with (
         # Here, and not by the processes: they may be ended amid a life.
