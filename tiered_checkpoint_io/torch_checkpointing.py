@@ -16,18 +16,18 @@ from typing import Any, cast
 import torch
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 try:
     from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX
     from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
-except ImportError as missing:
-    raise ConfigError(
-        f"tiered_checkpoint_io.torch_checkpointing needs torch_checkpointing: {missing}",
-        operation="import",
-        hint="pip install 'tiered-checkpoint-io[torch-checkpointing]'",
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"tiered_checkpoint_io.torch_checkpointing needs torch_checkpointing ({missing}):"
+        " pip install 'tiered-checkpoint-io[torch-checkpointing]'",
+        name=missing.name,
     ) from missing
 
 #: The key by which one of our checkpoints holds the files of one of theirs.

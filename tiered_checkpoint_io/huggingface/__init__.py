@@ -3,16 +3,14 @@
 ``pip install tiered-checkpoint-io[huggingface]``; see docs/huggingface.md.
 """
 
-from tiered_checkpoint_io.errors import ConfigError
-
 try:
     from tiered_checkpoint_io.huggingface.accelerate import AcceleratorCheckpoints
     from tiered_checkpoint_io.huggingface.trainer import TieredCheckpointCallback
-except ImportError as missing:
-    raise ConfigError(
-        f"tiered_checkpoint_io.huggingface needs transformers and accelerate: {missing}",
-        operation="import",
-        hint="pip install 'tiered-checkpoint-io[huggingface]'",
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"tiered_checkpoint_io.huggingface needs transformers and accelerate ({missing}):"
+        " pip install 'tiered-checkpoint-io[huggingface]'",
+        name=missing.name,
     ) from missing
 
 __all__ = ["AcceleratorCheckpoints", "TieredCheckpointCallback"]
