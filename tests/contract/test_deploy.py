@@ -195,7 +195,7 @@ def test_the_rights_to_evaluate_are_to_read_and_no_more(job):
     reading = job(document("iam/evaluate.json"))
     reading.restores(3)
     done = CliRunner().invoke(app, ["verify", reading.url, "--endpoint-url", reading.options["endpoint_url"]])
-    assert (done.exit_code, done.stdout) == (0, "intact   b.ckpt\n")
+    assert (done.exit_code, done.stdout) == (0, "intact   durable  b.ckpt\n")
     assert reading.judge.used == {"s3:ListBucket", "s3:GetObject"}
     with pytest.raises(TieredCheckpointError, match="AccessDenied"):
         reading.io(namespace="another").save_checkpoint(state(4), "c.ckpt")

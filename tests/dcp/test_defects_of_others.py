@@ -7,7 +7,6 @@ local checkpoint of two ranks that one loads (``test_local.py``); requests when 
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.counting_proxy import CountingProxy
+from support.losing import lose_memory
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
@@ -30,7 +30,7 @@ MIB = 1 << 20
 def test_a_newer_step_that_lost_a_shard_in_memory_does_not_hide_an_older_durable_one(ranks, memory_dir):
     ranks(2, ["save", 10, {"save_to_s3": True, "wait": True}], ["save", 20])
     lost = max(Path(memory_dir).glob("tiered-*/*/saves/*")) / "rank-00001"
-    shutil.rmtree(lost)
+    lose_memory(lost)
     for answer in ranks(2, ["load", 10]):
         assert answer[0].get("got", answer[0])["name"] == "step_10"
         assert answer[0]["got"]["matches"]
@@ -57,7 +57,7 @@ def test_writers_and_readers_ask_s3_for_little_however_many_there_are(s3_url, s3
         # the lease, which is written, listed, held, given back, and beats every 15 s.
         asked = len(proxy.requests)
         assert asked <= (3 + 8) * saves + 2 + 5, proxy.requests
-        shutil.rmtree(memory_dir)
+        lose_memory(memory_dir)
         os.mkdir(memory_dir)
         loaded = {"a": torch.zeros(1000)}
         ours.load(loaded, **config).close()
@@ -109,7 +109,7 @@ def test_a_save_and_a_load_take_no_memory_but_the_tiers_own(memory_dir, tmp_path
         dcp.load(state, storage_reader=reader)
     assert reader.opened.name == "step_2"
     reader.close()
-    shutil.rmtree(memory_dir)
+    lose_memory(memory_dir)
     os.mkdir(memory_dir)
     reader = TieredStorageReader(**config)
     with growth() as fetching:

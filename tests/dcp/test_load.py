@@ -3,12 +3,12 @@
 import io
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.losing import lose_memory
 from support.restoring import flip
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
@@ -43,7 +43,7 @@ def test_an_fsdp2_model_and_its_optimizer_go_on_with_fewer_ranks(ranks):
 
 def test_two_ranks_read_each_byte_of_four_once_and_list_once(ranks, s3_url, memory_dir):
     ranks(4, ["save", 3, {"rows": 120_000}], ["close"], dirpath=s3_url, save_to_s3=True)
-    shutil.rmtree(memory_dir)
+    lose_memory(memory_dir)
     os.mkdir(memory_dir)
     answers = ranks(2, ["load", 3, {"rows": 120_000}], dirpath=s3_url)
     asked = [answer[0]["got"]["asked"] for answer in answers]
@@ -179,7 +179,7 @@ def test_damage_in_both_tiers_leads_to_the_step_before(saved, name, how):
 
 
 def test_plain_load_fails_on_damage_and_the_same_reader_then_takes_the_step_before(saved):
-    shutil.rmtree(saved["memory_dir"])
+    lose_memory(saved["memory_dir"])
     os.mkdir(saved["memory_dir"])
     damage(files_there(saved, 2)["__0_0.distcp"], "flip")
     reader, loaded = TieredStorageReader(**saved), blank()
@@ -191,7 +191,7 @@ def test_plain_load_fails_on_damage_and_the_same_reader_then_takes_the_step_befo
 
 
 def test_when_nothing_is_intact_it_is_said_and_nothing_is_returned(saved):
-    shutil.rmtree(saved["memory_dir"])
+    lose_memory(saved["memory_dir"])
     os.mkdir(saved["memory_dir"])
     for step in (1, 2):
         damage(files_there(saved, step)["__0_0.distcp"], "flip")
@@ -261,7 +261,7 @@ def test_an_overwritten_checkpoint_holds_the_new_content(saved):
     writer.close()
     assert len(list(before.parent.iterdir())) == 2
     assert files_there(saved, 2)["__0_0.distcp"] != before, "the old file was not written to"
-    shutil.rmtree(saved["memory_dir"])
+    lose_memory(saved["memory_dir"])
     os.mkdir(saved["memory_dir"])
     loaded = blank()
     ours.load(loaded, **saved)

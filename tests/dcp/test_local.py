@@ -1,12 +1,12 @@
 """Local checkpoints by real ranks: each its own state, and no collective on the way in or out."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from support.launch import launch
+from support.losing import lose_memory
 from support.sharded import incomplete
 
 from tiered_checkpoint_io import dcp
@@ -165,7 +165,7 @@ def test_one_rank_of_each_replication_group_writes_and_all_load_its_file(job, tm
     assert [answer["saved"] for answer in got(told)] == [False, True, True, False]
     assert [(answer["same"], answer["calls"]) for answer in got(named)] == [(True, [])] * 4
     # Fewer replicas may go on with it: the shard degree is what counts.
-    shutil.rmtree(f"{memory_dir}/a")
+    lose_memory(f"{memory_dir}/a")
     os.makedirs(f"{memory_dir}/a")
     (loaded,) = job(2, ["load_local", 6], nodes="aa")
     assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 6)] * 2

@@ -1,11 +1,11 @@
 """Jobs on nodes that are simulated by memory folders of their own, whose parts have copies on peers."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from support.launch import launch, said
+from support.losing import lose_memory
 
 WORKER = Path(__file__).with_name("worker.py")
 DEADLINE_S = 90.0
@@ -39,7 +39,7 @@ def lose(memory_dir):
 
     def lose(*nodes):
         for node in nodes:
-            shutil.rmtree(f"{memory_dir}/{node}")
+            lose_memory(f"{memory_dir}/{node}")
 
     return lose
 

@@ -2,12 +2,12 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 from support.counting_proxy import CountingProxy
 from support.launch import launch, said
+from support.losing import lose_memory
 
 WORKER = Path(__file__).with_name("training_worker.py")
 LAUNCH_TIMEOUT_S = 60
@@ -41,7 +41,7 @@ def test_a_killed_training_goes_on_from_the_memory_of_peers(fit, s3_server, memo
     whole = fit(strategy, job="whole")
     with CountingProxy(s3_server.endpoint_url) as proxy:
         fit(strategy, die_at=5, dead=True, endpoint_url=proxy.endpoint_url)
-        shutil.rmtree(f"{memory_dir}/{lost}")
+        lose_memory(f"{memory_dir}/{lost}")
         proxy.requests.clear()
         answers = fit(strategy, endpoint_url=proxy.endpoint_url)
     # What the killed run left to tell that it is alive is read, and what preflight wrote; nothing of checkpoints.
