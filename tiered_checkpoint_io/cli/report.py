@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,7 @@ from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.inventory.durable import Found, checkpoints
-from tiered_checkpoint_io.inventory.roots import existing, last_config
+from tiered_checkpoint_io.inventory.roots import existing, last_config, roots_of
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.metrics.report import DurableCheckpoint, page
 from tiered_checkpoint_io.model.events import Event
@@ -56,7 +57,9 @@ def report(
     if dirpath is not None:
         config = config_of(dirpath, endpoint_url, region, profile, timeout)
         durable = [_durable(each) for each in ask(config, checkpoints) if each.manifest is not None]
-        dirpath, namespace = config.dirpath, namespace or (config.namespace if root is None else None)
+        dirpath = config.dirpath
+        if root is None and namespace is None:
+            namespace = next(map(attrgetter("name"), roots_of(memory_dir, dirpath)), config.namespace)
     title, events = namespace or "", list[Event]()
     try:
         found = existing(root_of(root, memory_dir, namespace))

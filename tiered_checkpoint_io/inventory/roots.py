@@ -26,6 +26,13 @@ def all_roots(memory_dir: str) -> list[Path]:
     return sorted(each for each in folder.glob("*") if _is_tier(each))
 
 
+def roots_of(memory_dir: str, dirpath: str) -> list[Path]:
+    """Those whose last trainer saved to ``dirpath``; the last to be written to first. Raises as :func:`all_roots`."""
+    configs = {root: last_config(root) for root in all_roots(memory_dir)}
+    found = [root for root, config in configs.items() if config is not None and config.dirpath == dirpath]
+    return sorted(found, key=lambda root: (root / CONFIG_FILE).stat().st_mtime, reverse=True)
+
+
 def existing(root: Path) -> Path:
     """Gives the root of a memory tier back.
 
