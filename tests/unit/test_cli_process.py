@@ -78,11 +78,11 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_sigterm(silent, memory_
     assert [each.op_id for each in node.queue.look(node.tier)] == [save]
 
 
-def test_a_pipe_that_nothing_reads_is_silent(dirpath):
+def test_a_pipe_that_nothing_reads_is_silent(dirpath, memory_dir):
     for command in ("ls", "verify", "pull"):
         reader, writer = os.pipe()
         os.close(reader)
-        process = start(command, dirpath, stdout=writer)
+        process = start(command, dirpath, "--memory-dir", memory_dir, stdout=writer)
         os.close(writer)
         assert end(process) == (141, None, "")
 
