@@ -1,10 +1,10 @@
 """Builds wheel and sdist from a clean clone, and tries the wheel with the sources gone; ``make dist`` calls it.
 
 On the Python that runs this: a training that resumes, the command line and the types of a script, with the pins of
-constraints.txt and of constraints-min.txt. On each other Python from 3.10 to 3.13 that is installed, and with the lowest
+constraints.txt. On each other Python from 3.10 to 3.13 that is installed, and with the lowest
 versions that the wheel declares: all of the package compiles, and the command line verifies checkpoints that an earlier
 release saved. That needs no torch, of which another Python has builds for GPUs alone, of gigabytes; ``--full`` has each
-Python train.
+Python train, and this one with constraints-min.txt, too.
 """
 
 import argparse
@@ -157,7 +157,8 @@ def main():
                 trained(python, version, "constraints.txt")
             else:
                 looked_at(python, version, "constraints.txt", "-c", ROOT / "constraints.txt", *light)
-        trained(sys.executable, OWN, "constraints-min.txt", "lightning==2.4.0")
+        if is_full:
+            trained(sys.executable, OWN, "constraints-min.txt", "lightning==2.4.0")
 
 
 if __name__ == "__main__":
