@@ -76,7 +76,7 @@ test-crash-states: venv
 test-sim: venv
 	$(BIN)/python tests/sim/run.py
 
-# Ten defects put into the code one by one: the seed that finds each.
+# Defects put into the code one by one: the seed that finds each.
 test-sim-defects: venv
 	$(BIN)/python tests/sim/defects.py
 

@@ -19,7 +19,7 @@ _asking: set[threading.Thread] = set()
 
 def is_waiting() -> bool:
     """Whether a question that was given up still waits for its answer."""
-    return any(thread.is_alive() for thread in _asking)
+    return any(thread.is_alive() for thread in list(_asking))
 
 
 def moving() -> Callable[[], None]:
