@@ -21,7 +21,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: test-ray docs dist test-cli test-examples venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
+.PHONY: test-ray docs dist test-cli test-examples venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
 
 venv: $(STAMP)
 
@@ -52,13 +52,19 @@ demo-sharded: venv
 	$(BIN)/python examples/fsdp2.py $(if $(S3),--s3 '$(S3)')
 	$(BIN)/python examples/fsdp2.py --fsdp1 $(if $(S3),--s3 '$(S3)')
 
-# Each promise once, in at most 5 minutes on 2 cores.
+# Braces, for the parentheses in it need not match.
+CLI_TESTS = ${shell grep -lrE --include='test_*.py' 'tiered_ckpt\(|tiered_checkpoint_io(\.| import )cli|CliRunner' tests}
+EXAMPLE_TESTS = $(shell grep -lr --include='test_*.py' '"examples"' tests --exclude-dir=nemo)
+# With ONCE=1, as .ci/run has it, each test is run by one target: those of test-cli and test-examples by these alone.
+LEFT_OUT = $(if $(ONCE),$(addprefix --ignore=,$(sort $(CLI_TESTS) $(EXAMPLE_TESTS))))
+
+# Each promise once, in some 7 minutes on 2 cores.
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not matrix' tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not matrix' $(LEFT_OUT) tests
 
 # All that `make test` leaves out: the further cases, and the sweeps.
 test-all: venv
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix $(LEFT_OUT) tests
 	$(MAKE) test-crash
 	$(MAKE) test-sim
 	$(MAKE) -j2 -Otarget test-crash-states test-corruption
@@ -107,11 +113,11 @@ test-nemo: $(NEMO_STAMP)
 
 # All tests that type a command of tiered-ckpt.
 test-cli: venv
-	$(BIN)/python -m pytest -n 2 $$(grep -lrE --include='test_*.py' 'tiered_ckpt\(|tiered_checkpoint_io(\.| import )cli|CliRunner' tests)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(CLI_TESTS)
 
 # Scripts of examples/ as a user runs them; demo and demo-sharded run the two long ones, test-nemo those of NeMo.
 test-examples: venv
-	$(BIN)/python -m pytest -n 2 $$(grep -lr --include='test_*.py' '"examples"' tests --exclude-dir=nemo)
+	$(BIN)/python -m pytest -n 2 $(if $(ONCE),$(filter-out $(CLI_TESTS),$(EXAMPLE_TESTS)),$(EXAMPLE_TESTS))
 
 # Wheel and sdist, in dist/, from a clean clone of the last commit; the wheel is tried with the sources gone.
 dist: venv
@@ -136,6 +142,11 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Every contender beside the others, in environments of their own, and the goals: make bench ARGS=--quick
+bench: venv
+	$(BIN)/python benchmarks/peers.py
+	timeout -k 10 2400 $(BIN)/python benchmarks/bench.py $(ARGS)
+
 bench-stall: venv
 	$(BIN)/python benchmarks/stall.py
 
@@ -153,4 +164,4 @@ bench-beside: venv
 	$(BIN)/python benchmarks/beside.py $(COMMIT)
 
 clean:
-	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) $(RAY_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) $(RAY_VENV) .venv-peers build dist *.egg-info

@@ -7,8 +7,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
+from tiered_checkpoint_io.adapters.io_of import tiered_io_of
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.callbacks.places import folder_of
 from tiered_checkpoint_io.callbacks.recording import Recording
 from tiered_checkpoint_io.callbacks.requeue import take_over_requeue
@@ -18,8 +20,9 @@ from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
-from tiered_checkpoint_io.metrics.exports import Target, targets_of_environment
+from tiered_checkpoint_io.metrics.exports import targets_of_trainer
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.targets import Target
 
 
 class StrategyGuard(Callback):
@@ -39,6 +42,7 @@ class StrategyGuard(Callback):
     def __init__(self) -> None:
         self._recording = Recording()
         self._targets: list[Target] = []
+        self._overlapping: OverlappedCapture | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
@@ -46,7 +50,8 @@ class StrategyGuard(Callback):
         Raises:
             UsageError: A strategy does, or a ModelCheckpoint; or there are fewer nodes than ``replication_factor``.
             StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
-            ConfigError: TIERED_CHECKPOINT_METRICS can't be understood, or names what is not installed.
+            ConfigError: Metrics are to go where they can't: metrics_export or TIERED_CHECKPOINT_METRICS can't be
+                understood, or names what is not installed.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
@@ -54,7 +59,7 @@ class StrategyGuard(Callback):
         check_strategy(trainer.strategy)
         train_here()
         # On all ranks alike.
-        self._targets = targets_of_environment() if stage == "fit" else []
+        self._targets = targets_of_trainer(io.config.metrics_export) if stage == "fit" else []
         if stage == "fit":
             for callback in trainer.checkpoint_callbacks:
                 # Classes derived from it are their authors' business.
@@ -62,6 +67,8 @@ class StrategyGuard(Callback):
                     _place(callback, trainer, io)
             on_rank_0(trainer, lambda: preflight(io.checkpointer.session, _need(trainer, pl_module)))
             take_over_requeue(trainer, pl_module, io)
+            if io.config.staging != "eager":
+                self._overlapping = OverlappedCapture.join(trainer, io)
         if stage == "fit" and io.config.replication_factor > 1:
             # All ranks are here, on the threads that train; of a full checkpoint, rank 0 alone saves later.
             io.checkpointer.session.meet_peers()
@@ -136,6 +143,9 @@ class StrategyGuard(Callback):
             self._end(trainer)
 
     def _end(self, trainer: Trainer, exception: BaseException | None = None) -> None:
+        if self._overlapping is not None:
+            self._overlapping.leave(trainer)
+            self._overlapping = None
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
             self._recording.end(trainer, io.checkpointer.session, exception)

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.adapters.lightning import require_tiered_io
+from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.callbacks.ending import DurableEnd
 from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain

@@ -22,7 +22,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
+from tiered_checkpoint_io.adapters.io_of import tiered_io_of
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     ConfigError,

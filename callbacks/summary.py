@@ -7,7 +7,7 @@ import contextlib
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from tiered_checkpoint_io.adapters.lightning import tiered_io_of
+from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.engine.drain.messages import Standing, drain_command
 from tiered_checkpoint_io.engine.drain.progress import told_as
 from tiered_checkpoint_io.errors import UsageError

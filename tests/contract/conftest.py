@@ -1,7 +1,11 @@
 """What tests against a server share."""
 
+import os
+
 import pytest
 from support.fault_proxy import FaultProxy
+
+from tiered_checkpoint_io.testing.servers import S3Server
 
 
 @pytest.fixture
@@ -9,3 +13,37 @@ def proxy(s3_server):
     """Between the test and the server: it fails, delays or refuses what the test says."""
     with FaultProxy(s3_server.endpoint_url) as proxy:
         yield proxy
+
+
+@pytest.fixture(scope="module")
+def moto():
+    """A server that copies parts, and takes a real MD5 for their ETag, as S3 does and rclone does not."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield S3Server(f"http://{host}:{port}", "testing", "testing")
+    server.stop()
+
+
+@pytest.fixture
+def bucket(moto):
+    name = f"copies-{os.urandom(6).hex()}"
+    moto.make_bucket(name)
+    yield name
+    moto.remove_bucket(name)
+
+
+@pytest.fixture(scope="module")
+def copying(request):
+    """A server that copies ranges: that of TIERED_TEST_S3_ENDPOINT, else moto."""
+    return request.getfixturevalue("_server" if "TIERED_TEST_S3_ENDPOINT" in os.environ else "moto")
+
+
+@pytest.fixture
+def copying_bucket(copying):
+    name = f"delta-{os.urandom(6).hex()}"
+    copying.make_bucket(name)
+    yield name
+    copying.remove_bucket(name)

@@ -9,30 +9,10 @@ from support.fault_proxy import FaultProxy, lose_answer, refuse
 from tiered_checkpoint_io.errors import StoreUnavailableError
 from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
-from tiered_checkpoint_io.stores.s3_uploads import MARK
+from tiered_checkpoint_io.stores.s3_parts import MARK
 from tiered_checkpoint_io.testing.contract import MemoryJournal, StopHere, stop_here
-from tiered_checkpoint_io.testing.servers import S3Server
 
 SIZE = 20 * MIB + 5
-
-
-@pytest.fixture(scope="module")
-def moto():
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield S3Server(f"http://{host}:{port}", "testing", "testing")
-    server.stop()
-
-
-@pytest.fixture
-def bucket(moto):
-    name = f"copies-{os.urandom(6).hex()}"
-    moto.make_bucket(name)
-    yield name
-    moto.remove_bucket(name)
 
 
 @contextlib.contextmanager

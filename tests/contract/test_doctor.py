@@ -5,8 +5,6 @@ import json
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import datetime, timedelta, timezone
@@ -14,6 +12,7 @@ from email.utils import format_datetime
 
 import pytest
 from support.fault_proxy import FaultProxy, refuse, stall, where
+from support.processes import start
 from support.refusing import BUCKET, ServerWithRights, in_region
 from typer.testing import CliRunner
 
@@ -218,9 +217,7 @@ def test_an_interrupted_doctor_leaves_nothing(s3_url, s3_server, memory_dir):
 
     bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
     with FaultProxy(s3_server.endpoint_url, where(act, operation="create")) as proxy:
-        given = ["doctor", s3_url, "--memory-dir", memory_dir, "--endpoint-url", proxy.endpoint_url]
-        command = [sys.executable, "-m", "tiered_checkpoint_io", *given]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = start("doctor", s3_url, "--memory-dir", memory_dir, "--endpoint-url", proxy.endpoint_url)
         assert there.wait(30)
         assert s3_server.client.list_objects_v2(Bucket=bucket, Prefix=prefix)["KeyCount"] == 1
         process.send_signal(signal.SIGINT)

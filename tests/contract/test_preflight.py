@@ -155,9 +155,10 @@ def test_memory_too_small_is_an_error_only_where_nothing_can_be_saved(runs, tmp_
         assert "parameters and buffers alone take 12.00 MiB; memory can hold 8.00 MiB" in error.message
         assert (error.operation, error.key, trainer.global_step) == ("save", str(folder), 0)
         assert "spill_dir" in error.hint
-        # A named spill holds steps of memory alone, too.
-        trainer, error, said = fit(runs, **{**small, "spill_dir": str(tmp_path / "spill")})
+        # A named spill, which is made where it is missing, holds steps of memory alone, too.
+        trainer, error, said = fit(runs, **{**small, "spill_dir": str(tmp_path / "disk" / "spill")})
         assert (error, trainer.global_step) == (None, 3)
+        assert list((tmp_path / "disk").glob("spill/*/*/saves/*/rank-00000/part.json"))
         assert not [line for line in said if "preflight" in line]
         # A durable save gets there without memory.
         both = TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=3)

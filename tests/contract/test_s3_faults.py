@@ -14,7 +14,8 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     StoreUnavailableError,
 )
-from tiered_checkpoint_io.stores.base import folders_of
+from tiered_checkpoint_io.stores import s3_bodies
+from tiered_checkpoint_io.stores.fallbacks import folders_of
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_errors import refusal
 from tiered_checkpoint_io.testing.contract import MemoryJournal
@@ -95,6 +96,34 @@ def test_an_answer_cut_short_is_read_again(open_store, proxy, count):
     proxy.plan = on("get", truncate(count), numbers=[proxy.counts["get"] + 1])
     assert store.get("x") == data
     assert store.metrics.snapshot()["retries"] == 2
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+@pytest.mark.parametrize("fault", [truncate(0), truncate(MIB + 3), truncate(5 * MIB - 1), reset])
+def test_an_answer_that_breaks_off_amid_pieces_is_read_from_the_first_again(
+    open_store, proxy, fault, is_private, monkeypatch
+):
+    """By the connection behind boto3's body, and by the body where a release has no such connection."""
+    if not is_private:
+        monkeypatch.setattr(s3_bodies, "StreamingBody", None)
+    store, data = open_store(), os.urandom(6 * MIB)
+    store.upload("x", memoryview(data))
+    pieces = [memoryview(bytearray(MIB)) for _ in range(5)]
+    told, buffers = [], set()
+    for number in range(3):
+        proxy.plan = on("get", fault, numbers=[proxy.counts["get"] + 1])
+        told.clear()
+        store.read_pieces("x", 11, pieces, told.append)
+        assert b"".join(pieces) == data[11 : 11 + 5 * MIB]
+        assert told[-5:] == [*range(5)], "hashes begin anew with the first piece"
+        assert store.metrics.snapshot()["retries"] == number + 1
+        buffers.update(told[:-5])
+    if fault is not reset:
+        proxy.plan = lambda *_: None
+        opened = proxy.connections
+        for _ in range(4):
+            store.read_pieces("x", 11, pieces, told.append)
+        assert proxy.connections - opened <= 1, "what was read to its end leaves its connection to the next"
 
 
 def test_a_listing_cut_short_is_read_again(open_store, proxy):

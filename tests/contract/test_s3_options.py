@@ -11,27 +11,15 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.testing.contract import MemoryJournal
-from tiered_checkpoint_io.testing.servers import S3Server
-
-
-@pytest.fixture(scope="module")
-def _moto():
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield S3Server(f"http://{host}:{port}", "testing", "testing")
-    server.stop()
 
 
 @pytest.fixture
-def moto(_moto, monkeypatch):
+def moto(moto, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    for name, value in _moto.env().items():
+    for name, value in moto.env().items():
         monkeypatch.setenv(name, value)
-    return _moto
+    return moto
 
 
 @pytest.fixture

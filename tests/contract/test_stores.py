@@ -9,12 +9,13 @@ from support import clocks
 
 from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError, StoreUnavailableError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.delta import MAX_PARTS
 from tiered_checkpoint_io.stores import open_store, remote
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.remote import RemoteStore
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
-from tiered_checkpoint_io.stores.s3_uploads import MAX_PARTS, part_size_for
+from tiered_checkpoint_io.stores.s3_parts import part_size_for
 from tiered_checkpoint_io.testing.contract import ContentOnDemand, MemoryJournal, StopHere, StoreContract
 
 

@@ -27,7 +27,7 @@ def sample(story, place, count, **options):
 @pytest.mark.parametrize(
     "story",
     [
-        Trainer("full", "thread", "trainer and drain"),
+        further(Trainer("full", "thread", "trainer and drain")),
         further(Trainer("full", "process", "drain")),
         Trainer("sharded", "process", "trainer, then drain"),
         further(FullDrain()),
@@ -37,7 +37,7 @@ def sample(story, place, count, **options):
         Replication("sender"),
         further(Replication("receiver")),
         further(Training("trainer-a")),
-        RestoreFromPeers("full", "loader-a"),
+        further(RestoreFromPeers("full", "loader-a")),
         further(RestoreFromPeers("sharded", "loader-b")),
     ],
     ids=lambda story: story.title,

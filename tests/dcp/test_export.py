@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import mmap
 import os
 import pickle
 import subprocess
@@ -26,7 +27,8 @@ from tiered_checkpoint_io.errors import (
     ExportError,
     RestoreError,
 )
-from tiered_checkpoint_io.export import export_checkpoint, items
+from tiered_checkpoint_io.export import blocks, export_checkpoint
+from tiered_checkpoint_io.export.blocks import Box, Target, pour
 from tiered_checkpoint_io.export.files import to_safetensors, to_torch_file
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
@@ -105,30 +107,38 @@ def test_the_model_as_safetensors(folder, tmp_path):
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_blocks_come_to_their_places(data):
-    """An array cut into blocks by a grid, put together again through windows of a few bytes."""
+    """An array cut into blocks by one grid, cut by another through windows of a few bytes."""
     whole = data.draw(st.lists(st.integers(1, 5), max_size=4).map(tuple))
     itemsize = data.draw(st.sampled_from([1, 2, 8]))
     window = data.draw(st.integers(1, 60))
     array = np.random.default_rng(0).integers(0, 256, (*whole, itemsize), dtype=np.uint8)
-    cuts = [sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=2))}) for count in whole]
-    target = np.zeros_like(array)
+    cuts, other_cuts = (
+        [sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=2))}) for count in whole]
+        for _ in range(2)
+    )
+    file = mmap.mmap(-1, max(1, array.nbytes))
+    grid = lambda cuts: itertools.product(*(itertools.pairwise(cut) for cut in cuts))  # noqa: E731
+    slices = lambda place: tuple(slice(*ends) for ends in place)  # noqa: E731
+    read_from = lambda content: lambda start, count: memoryview(content)[start : start + count]  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(items, "_WINDOW", window)
-        blocks = [[]]
-        for cut in cuts:
-            blocks = [[*block, (low, high)] for block in blocks for low, high in itertools.pairwise(cut)]
-        for block in blocks:
-            place = tuple(slice(*ends) for ends in block)
-            content = array[place].tobytes()
-            assert len(content) == target[place].nbytes
-            if content:
-                read = lambda start, count, content=content: memoryview(content)[start : start + count]  # noqa: E731
-                items._copy(read, 0, target[place], lambda: None)
-    assert np.array_equal(target, array)
+        patch.setattr(blocks, "WINDOW", window)
+        # Blocks of another grid, one behind the other in a file, are filled from those of this one.
+        places, end = [], 0
+        for place in grid(other_cuts):
+            box = Box(tuple(low for low, _ in place), tuple(high - low for low, high in place))
+            places.append((place, Target(box, file, end)))
+            end += box.numel * itemsize
+        for place in grid(cuts):
+            box = Box(tuple(low for low, _ in place), tuple(high - low for low, high in place))
+            if box.numel:
+                pour(box, itemsize, read_from(array[slices(place)].tobytes()), [each for _, each in places])
+    for place, each in places:
+        expected = array[slices(place)].tobytes()
+        assert file[each.base : each.base + len(expected)] == expected
 
 
 def test_large_items_are_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(items, "_WINDOW", 4096)
+    monkeypatch.setattr(blocks, "WINDOW", 4096)
     large = {"rows": torch.randn(300, 100), "line": torch.randn(50_000), "turned": torch.randn(100, 300).t()}
     dcp.save(large, checkpoint_id=tmp_path / "sharded", no_dist=True)
     read = []

@@ -41,11 +41,13 @@ def test_an_fsdp2_model_and_its_optimizer_go_on_with_fewer_ranks(ranks):
         assert answer[0].get("got", answer[0]) == pytest.approx(saved)
 
 
-def test_two_ranks_read_each_byte_of_four_once_and_list_once(ranks, s3_url, memory_dir):
+@pytest.mark.parametrize("readers", [pytest.param(2, marks=pytest.mark.matrix), 3])
+def test_few_ranks_read_each_byte_of_four_once_and_list_once(ranks, s3_url, memory_dir, readers):
+    """Of three, each reads one file alone, or most of it, and shares others."""
     ranks(4, ["save", 3, {"rows": 120_000}], ["close"], dirpath=s3_url, save_to_s3=True)
     lose_memory(memory_dir)
     os.mkdir(memory_dir)
-    answers = ranks(2, ["load", 3, {"rows": 120_000}], dirpath=s3_url)
+    answers = ranks(readers, ["load", 3, {"rows": 120_000}], dirpath=s3_url)
     asked = [answer[0]["got"]["asked"] for answer in answers]
     assert all(answer[0]["got"]["matches"] for answer in answers)
     size = 120_000 * 24 * 4
@@ -312,4 +314,82 @@ def test_transformed_items_are_read_back_by_us_and_by_plain_dcp(config):
     folder = Path(config["dirpath"], "step_1")
     dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder, _extension_registry=registry))
     assert is_step(loaded, 1)
+    writer.close()
+
+
+# ------------------------------------------------------------------------------- straight into tensors
+def odd():
+    """Tensors that can be filled where they lie, and such that can't, by name."""
+    base = torch.arange(60_000, dtype=torch.float32)
+    return {
+        "plain": torch.randn(300, 1000),
+        "bfloat": torch.randn(70, 11).to(torch.bfloat16),
+        "bool": torch.rand(1001) > 0.5,
+        "complex": torch.randn(13, 5, dtype=torch.complex64),
+        "scalar": torch.tensor(7.25),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(40, 30).t(),
+        "view": base[100:40_000].view(300, 133),
+        "parameter": torch.nn.Parameter(torch.randn(64, 64)),
+        "note": {"a": [1, 2], "b": "text"},
+    }
+
+
+def other_layouts(state):
+    """Where it is loaded: other strides, dtypes and storages than it was saved from."""
+    blank = {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else {} for key, value in state.items()}
+    blank["parameter"] = torch.nn.Parameter(torch.zeros(64, 64))
+    blank["plain"] = torch.zeros(1000, 300).t()
+    blank["bfloat"] = torch.zeros(70, 11, dtype=torch.float64)
+    blank["scalar"], blank["bool"] = torch.zeros(()), torch.zeros(2002, dtype=torch.bool)[::2]
+    return blank
+
+
+@pytest.mark.parametrize("tier", ["memory", "durable"])
+def test_any_tensor_is_loaded_as_plain_dcp_loads_it(config, tier):
+    state = odd()
+    writer = TieredStorageWriter(**config, step=1, wait=True)
+    dcp.save(state, storage_writer=writer)
+    writer.close()
+    if tier == "durable":
+        lose_memory(config["memory_dir"])
+        os.mkdir(config["memory_dir"])
+    theirs, loaded = other_layouts(state), other_layouts(state)
+    dcp.load(theirs, storage_reader=dcp.FileSystemReader(Path(config["dirpath"], "step_1")))
+    before = {key: value._version for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+    reader = ours.load(loaded, **config)
+    assert reader.tier == tier
+    for key, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(loaded[key], value), key
+            assert loaded[key]._version > before[key] or not value.numel(), f"autograd must notice that {key} changed"
+        else:
+            assert loaded[key] == value
+    reader.close()
+
+
+def test_two_names_of_one_tensor_leave_one_of_their_contents_in_it(config):
+    contents = {"a": torch.full((1 << 20,), 1.0), "b": torch.full((1 << 20,), 2.0)}
+    writer = TieredStorageWriter(**config, step=1, save_to_s3=False)
+    dcp.save(contents, storage_writer=writer)
+    writer.close()
+    shared = torch.zeros(1 << 20)
+    ours.load({"a": shared, "b": shared}, **config).close()
+    assert shared.unique().tolist() in ([1.0], [2.0])
+
+
+def test_a_tensor_that_a_damaged_chunk_was_read_into_is_read_again_from_elsewhere_or_refused(config):
+    saved = {"a": torch.randn(6 << 20)}
+    writer = TieredStorageWriter(**config, step=1, wait=True)
+    dcp.save(saved, storage_writer=writer)
+    (path,) = Path(config["memory_dir"]).glob("tiered-*/*/saves/*/rank-*/__*")
+    flip(path, at=20 << 20)
+    loaded = {"a": torch.zeros(6 << 20)}
+    ours.load(loaded, **config).close()
+    assert torch.equal(loaded["a"], saved["a"])
+    dcp.save(saved, checkpoint_id="step_2", storage_writer=TieredStorageWriter(**config, save_to_s3=False))
+    for path in Path(config["memory_dir"]).glob("tiered-*/*/saves/*/rank-*/__*"):
+        flip(path, at=20 << 20)
+    with pytest.raises(BaseException, match="differ from their hash"):
+        dcp.load(loaded, checkpoint_id="step_2", storage_reader=TieredStorageReader(**config))
     writer.close()

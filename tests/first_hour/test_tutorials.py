@@ -1,8 +1,6 @@
 """The pages of docs/tutorials, from top to bottom: their files are written, their commands run, and their lines printed."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,22 +62,3 @@ def test_every_tutorial_is_python():
                 ast.parse(text, page.name)
         assert any(language == "bash" for language, _, _ in blocks), page.name
     assert {page.stem for page in PAGES} >= SHORT
-
-
-@pytest.mark.matrix
-def test_the_store_of_ones_own_keeps_the_contract(tmp_path):
-    """The block of docs/reference/stores.md, by the command below it."""
-    blocks = list(of(ROOT / "docs/reference/stores.md"))
-    ((_, title, text),) = [block for block in blocks if block[1]]
-    (tmp_path / title).write_text(text)
-    ((_, _, command),) = [block for block in blocks if block[0] == "bash"]
-    program, *arguments = command.split()
-    assert program == "python"
-    done = subprocess.run(
-        [sys.executable, *arguments, "-p", "no:cacheprovider"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]

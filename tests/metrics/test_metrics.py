@@ -75,7 +75,7 @@ def test_the_document_has_the_catalogue():
             assert each.unit in each.name
 
 
-def test_a_dead_trainer_and_one_that_resumes(dead, monkeypatch, tmp_path):
+def test_a_dead_trainer_and_one_that_resumes(dead, tmp_path):
     root = root_of(dead)
     found = values(root)
     expected = {"running": 1, "step": 17, "memory_step": 15, "durable_step": 10, "steps_at_risk": 7}
@@ -89,7 +89,7 @@ def test_a_dead_trainer_and_one_that_resumes(dead, monkeypatch, tmp_path):
     assert "replicated_step" not in found
 
     told = tmp_path / "m.prom"
-    monkeypatch.setenv(exports.ENVIRONMENT, f"prometheus=0, textfile={told}, cloudwatch={tmp_path / 'm.log'}")
+    io = dead.io(metrics_export=f"prometheus=0, textfile={told}, cloudwatch={tmp_path / 'm.log'}")
     seen = {}
 
     class Asked(Model):
@@ -104,7 +104,7 @@ def test_a_dead_trainer_and_one_that_resumes(dead, monkeypatch, tmp_path):
 
     guard = "StrategyGuard"
     checkpoints = TieredModelCheckpoint(memory_every_n_train_steps=5, s3_every_n_train_steps=10)
-    trainer = dead.trainer([checkpoints], max_steps=20)
+    trainer = dead.trainer([checkpoints], io=io, max_steps=20)
     trainer.callbacks.sort(key=lambda each: type(each).__name__ == guard)
     trainer.fit(Asked(), ckpt_path="tiered:latest")
     assert (seen["running"], seen["step"], seen["restores_total"], seen["repeated_steps_total"]) == (1, 15, 1, 2)
@@ -195,6 +195,16 @@ def test_wrong_use(arguments, said, memory_dir, monkeypatch):
     done = command("metrics", "--memory-dir", memory_dir, *arguments)
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_the_environment_counts_in_place_of_the_configuration(monkeypatch):
+    monkeypatch.delenv(exports.ENVIRONMENT, raising=False)
+    assert exports.targets_of_trainer(None) == []
+    assert [each.path for each in exports.targets_of_trainer("cloudwatch=-")] == ["-"]
+    monkeypatch.setenv(exports.ENVIRONMENT, "cloudwatch=/x.log")
+    assert [each.path for each in exports.targets_of_trainer("cloudwatch=-")] == ["/x.log"]
+    monkeypatch.setenv(exports.ENVIRONMENT, "")
+    assert exports.targets_of_trainer("cloudwatch=-") == []
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):

@@ -6,6 +6,7 @@
 Prints the first seed that finds each, and fails where one is not found within the seeds that ``make test-sim`` runs.
 """
 
+import contextlib
 import multiprocessing.pool
 import os
 import shutil
@@ -188,18 +189,23 @@ def seed_that_finds(where, text, instead, folder):
     source = path.read_text()
     assert source.count(text) == 1, f"{where} has no such line any more: {text}"
     path.write_text(source.replace(text, instead))
+    memory = folder / "memory"
+    memory.mkdir()
     command = [sys.executable, str(ROOT / "tests" / "sim" / "run.py"), "--first-found", "--jobs", "1"]
+    command += ["--memory", str(memory)]
     # No other life has replicas.
     command += ["--only", "peers"] if where.startswith("engine/replication/") else []
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        said, errors = process.communicate(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        # It ends its own processes, and removes their folder.
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-        return None
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=env, **options) as process:
+        try:
+            said, errors = process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # Its own process as well: with a defect, a life may be without an end.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     found = [line for line in said.splitlines() if line.startswith("seed ")]
     assert found or "violations=0" in said, errors
     return found[0] if found else None
@@ -209,7 +215,8 @@ def looked_for(defect):
     """What to say of a defect, and whether it was found."""
     what, *change = defect
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tiered-defect-") as folder:
+    # On tmpfs, as the memory of nodes.
+    with tempfile.TemporaryDirectory(prefix="tiered-defect-", dir="/dev/shm") as folder:
         found = seed_that_finds(*change, Path(folder))
     return f"{what}\n    {found or 'NOT FOUND'} ({time.monotonic() - began:.0f} s)", found is not None
 

@@ -18,6 +18,7 @@ from support.story import RUN, Model
 from tiered_checkpoint_io.engine.drain import worker
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.durable import arrivals, files, manifests, removal
+from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 
 NAMES = ("a", "b", "last")
@@ -52,10 +53,10 @@ def views_of(plan):
 
 
 def shown(world, name):
-    """The step that a reader finds whole under a name; None if it is absent; text where it finds none."""
+    """The step that a reader finds complete under a name; None if it is absent; text where it finds none."""
     try:
         return readable(Peek(world), name)
-    except AssertionError as error:
+    except (AssertionError, TieredCheckpointError) as error:
         return f"broken: {error}"
 
 

@@ -56,6 +56,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--first-found", action="store_true", help="end with the first violation")
     parser.add_argument("--only", choices=["drains", "peers", "two_runs", "runs"], help="leave other lives out")
+    parser.add_argument("--memory", default="/dev/shm", metavar="DIR", help="where the memory of nodes is")
     options = parser.parse_args()
     seeds, began = range(options.first, options.first + options.seeds), time.monotonic()
     if options.only:
@@ -63,7 +64,7 @@ def main():
     steps, found = 0, []
     with (
         # Here, and not by the processes: they may be ended amid a life.
-        tempfile.TemporaryDirectory(prefix="tiered-sim-", dir="/dev/shm") as folder,
+        tempfile.TemporaryDirectory(prefix="tiered-sim-", dir=options.memory) as folder,
         multiprocessing.get_context("spawn").Pool(min(options.jobs, len(seeds))) as pool,
     ):
         jobs = [(seed, folder) for seed in seeds]

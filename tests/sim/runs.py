@@ -124,7 +124,7 @@ class Trainer:
     # -------------------------------------------------------------------------------- training
     def train(self):
         # Runs that meet last longer, for it takes them a minute to know.
-        for _ in range(self.rng.randint(2, 8) if self.run.alone else self.rng.randint(3, 14)):
+        for _ in range(self.rng.randint(2, 8) if self.run.alone else self.rng.randint(5, 18)):
             self.run.machine.clock.sleep(self.rng.choice([0.5, 10.0, 45.0]))
             if self.run.leave_by is not None:
                 self.leave()
@@ -306,7 +306,8 @@ class Life:
         if what == "killed":
             run.process.kill()
         elif what == "stopped":
-            run.process.stop(rng.choice([20.0, 100.0, 1000.0, 7200.0]))
+            # Of two at once, the other is to be there still when this one goes on.
+            run.process.stop(rng.choice([20.0, 100.0, 1000.0, 7200.0] if run.alone else [20.0, 100.0, 150.0, 250.0]))
         elif what == "lost":
             self.judge.lost(run.machine)
             run.machine.lose()

@@ -7,7 +7,7 @@ from sim import drains, two_runs
 from sim.run import CALM, ROUGH
 
 
-@pytest.mark.parametrize("fates", [CALM, ROUGH], ids=["calm", "rough"])
+@pytest.mark.parametrize("fates", [pytest.param(CALM, marks=pytest.mark.matrix), ROUGH], ids=["calm", "rough"])
 def test_no_life_loses_or_mixes_anything(fates):
     steps, found = 0, []
     for seed, world in drains.lives(range(15), fates):
@@ -17,7 +17,7 @@ def test_no_life_loses_or_mixes_anything(fates):
     assert steps > 500
 
 
-@pytest.mark.parametrize("fates", [CALM, ROUGH], ids=["calm", "rough"])
+@pytest.mark.parametrize("fates", [pytest.param(CALM, marks=pytest.mark.matrix), ROUGH], ids=["calm", "rough"])
 def test_two_runs_on_the_same_names_are_as_one_after_the_other(fates, memory_dir):
     found = []
     for seed in range(10):

@@ -17,7 +17,6 @@ from support.sharded import full_part, make_part
 from support.story import Model
 
 from tiered_checkpoint_io.engine.drain.operations import Request, next_operation, unreplaced
-from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 
 RUNS = ("20260101T000000.000000-00000001", "20260102T000000.000000-00000002")
@@ -79,14 +78,6 @@ def ends(plans, held, *, left_over):
     return found
 
 
-def shows(world, name):
-    """As :func:`shown`; text as well where what a manifest names is not there."""
-    try:
-        return shown(world, name)
-    except TieredCheckpointError as error:
-        return f"broken: {error}"
-
-
 class Judge:
     """Looks at each name behind every change."""
 
@@ -98,7 +89,7 @@ class Judge:
 
     def __call__(self):
         for name in NAMES:
-            step = shows(self._world, name)
+            step = shown(self._world, name)
             before = self._last.get(name)
             if isinstance(step, str):
                 self._world.violation = step
@@ -201,7 +192,7 @@ def life(seed, fates=Fates(), *, folder, conditional=True, digests=True):
         if not world.run(is_done, PATIENCE_S) and not world.violation:
             waiting = [stored.op_id for node in nodes.values() for stored in node.tier.parts() if stored.pending]
             world.violation = f"not done within {PATIENCE_S:.0f} s: {waiting}"
-        seen = {name: step for name in NAMES if (step := shows(world, name)) is not None}
+        seen = {name: step for name in NAMES if (step := shown(world, name)) is not None}
         held = lost() | {request.op_id for node in nodes.values() for request in node.queue.requests()}
         if not world.violation and not fates.failed and seen not in ends(plans, held, left_over=left_over):
             world.violation = f"in the end {seen}, which no order of the operations gives"

@@ -176,6 +176,8 @@ class FaultProxy:
         self.plan = plan
         self.counts = Counter()
         self.lock = threading.Lock()
+        #: How many were opened.
+        self.connections = 0
         #: Set at the end, so that nothing that is held up outlives the proxy.
         self.closing = threading.Event()
         proxy = self
@@ -208,6 +210,11 @@ class FaultProxy:
 class Exchange(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 30
+
+    def setup(self):
+        with self.owner.lock:
+            self.owner.connections += 1
+        super().setup()
 
     def handle_any(self):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

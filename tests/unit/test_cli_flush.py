@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 from support.documented import document_of
 from support.draining import Node
 from typer.testing import CliRunner
@@ -12,8 +13,9 @@ from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.flushing import to_flush
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, UsageError
 from tiered_checkpoint_io.memory.parts import StoredPart, mark_durable
+from tiered_checkpoint_io.model.ids import LEASE_PREFIX
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -132,6 +134,25 @@ def test_a_part_that_retention_takes_meanwhile_is_gone(memory_dir):
     node.tier.remove(made)
     with pytest.raises(CheckpointNotFoundError):
         mark_durable(stored)
+
+
+def test_while_a_run_of_another_job_is_there_nothing_is_written(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.save("step=1.ckpt", b"A", durable=False)
+    torch.save({"global_step": 1}, tmp_path / "other.ckpt")
+    io = TieredCheckpointIO(dirpath=node.dirpath, memory_dir=memory_dir, namespace="live", drain="thread")
+    io.save_checkpoint({"global_step": 2}, f"{node.dirpath}/step=2.ckpt")
+    lines = (("flush", "--root", str(node.root)), ("import", str(tmp_path / "other.ckpt"), node.dirpath))
+    store = DirectoryStore(node.dirpath)
+    for line in lines:
+        done = command(*line)
+        assert isinstance(done.exception, UsageError)
+        assert f"another run writes to the same dirpath: process {os.getpid()}" in str(done.exception)
+        assert (names_of(store), [each.pending for each in node.tier.parts()]) == ({"step=2.ckpt"}, [False])
+    io.teardown()
+    assert [command(*line).exit_code for line in lines] == [0, 0]
+    assert names_of(store) == {"step=1.ckpt", "step=2.ckpt", "other.ckpt"}
+    assert not list(store.list(LEASE_PREFIX)), "their leases are given back"
 
 
 @pytest.mark.matrix

@@ -1,6 +1,7 @@
 """The command that makes checkpoints of others committed ones: each kind is loaded again, bytes unchanged."""
 
 import pickle
+import subprocess
 import sys
 import tarfile
 import types
@@ -12,7 +13,9 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from support import sagemaker_writer
 from support.documented import document_of
+from support.launch import free_port
 from torch.distributed.checkpoint.metadata import Metadata
 from typer.testing import CliRunner
 
@@ -126,6 +129,31 @@ def test_sharded_checkpoints_of_torch_and_of_the_sagemaker_library(tmp_path, mem
     loaded = {"weights": torch.zeros(1000)}
     torch_dcp.load(loaded, checkpoint_id=run / "step_7")
     assert torch.equal(loaded["weights"], state["weights"])
+
+
+@pytest.mark.parametrize("now", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["kept", "written now"])
+def test_what_three_ranks_saved_by_the_sagemaker_library_itself(now, tmp_path, memory_dir):
+    source = Path(__file__).parents[1] / "data" / "sagemaker"
+    if now:
+        pytest.importorskip("amzn_sagemaker_checkpointing")
+        pytest.importorskip("s3torchconnector")
+        source, script = tmp_path / "ns", sagemaker_writer.__file__
+        port = str(free_port())
+        ranks = [subprocess.Popen([sys.executable, script, source, str(rank), "3", port]) for rank in range(3)]
+        assert [each.wait(100) for each in ranks] == [0, 0, 0]
+    status, rows = imported(source, tmp_path / "run")
+    assert (status, rows["step_5"]["step"], rows["step_5"]["kind"]) == (0, 5, "sharded")
+    for load, options in (
+        (torch_dcp.load, {"checkpoint_id": tmp_path / "run" / "step_5"}),
+        (dcp.load, {"dirpath": str(tmp_path / "run"), "memory_dir": memory_dir}),
+    ):
+        loaded = {
+            "model": {name: torch.zeros_like(value) for name, value in sagemaker_writer.model().items()},
+            "step": 0,
+        }
+        load(loaded, **options)
+        assert all(torch.equal(loaded["model"][name], value) for name, value in sagemaker_writer.model().items())
+        assert loaded["step"] == 5
 
 
 def test_what_is_damaged_or_hostile_is_refused_and_leaves_nothing(tmp_path, monkeypatch):

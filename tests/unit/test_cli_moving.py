@@ -20,11 +20,11 @@ LARGE = b"L" * (20 << 20)
 WAIT_S = 60.0
 
 
-def interrupted(proxy, operation, *arguments):
-    """Runs a command until it has begun to move bytes, and ends it as Ctrl-C does."""
+def interrupted(proxy, operation, *arguments, behind=0):
+    """Runs a command until it has begun to move bytes, ``behind`` other requests, and ends it as Ctrl-C does."""
     before, deadline = proxy.counts[operation], time.monotonic() + WAIT_S
     process = start(*arguments)
-    while proxy.counts[operation] == before:
+    while proxy.counts[operation] <= before + behind:
         assert time.monotonic() < deadline
         assert process.poll() is None, end(process)
         time.sleep(0.02)
@@ -63,12 +63,34 @@ def test_ctrl_c_amid_an_import_leaves_nothing_on_s3(server, tmp_path):
 
     torch.save({"global_step": 1, "weights": torch.ones(5 << 20)}, tmp_path / "large.ckpt")
     server.is_slow = True
-    status, out, err = interrupted(server, "put", "import", str(tmp_path / "large.ckpt"), server.url)
+    status, out, err = interrupted(
+        # Its lease is written first, and again when it is held.
+        *(server, "put", "import", str(tmp_path / "large.ckpt"), server.url),
+        behind=2,
+    )
     assert (status, out, err) == (130, "", ["interrupted"])
     server.is_slow = False
     store = open_store(Node.config_of(str(tmp_path), server.url))
     assert list(store.list("")) == []
     assert store.abort_stale_uploads() in (None, 0)
+    store.close()
+
+
+@pytest.mark.matrix
+def test_ctrl_c_amid_a_reshard_leaves_nothing_on_s3(server, tmp_path):
+    import torch
+
+    torch.save({"global_step": 1, "weights": torch.ones(5 << 20)}, tmp_path / "large.ckpt")
+    assert CliRunner().invoke(app, ["import", str(tmp_path / "large.ckpt"), server.url]).exit_code == 0
+    store = open_store(Node.config_of(str(tmp_path), server.url))
+    before = sorted(entry.key for entry in store.list(""))
+    reshard = ("reshard", server.url, "large.ckpt", "--ranks", "2", "--name")
+    server.is_slow = True
+    assert interrupted(server, "get", *reshard, "parts") == (130, "", ["interrupted"])
+    server.is_slow = False
+    assert sorted(entry.key for entry in store.list("")) == before
+    assert store.abort_stale_uploads() in (None, 0)
+    assert CliRunner().invoke(app, [*reshard, "parts"]).exit_code == 0
     store.close()
 
 

@@ -1,22 +1,28 @@
 """The command line over what is kept: prune, pin, unpin and metric, on a real S3 server."""
 
+import itertools
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
 from support.committing import alias, save
 from support.draining import names
 from support.draining import objects as files
+from support.sharded import named
+from support.sharded import objects as all_objects
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.cli import app, prune
+from tiered_checkpoint_io.engine.durable.retention import Survey
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
+from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 
 def command(*arguments):
@@ -97,6 +103,26 @@ def test_ctrl_c_stops_between_two_checkpoints(s3, monkeypatch):
     done = command("prune", s3.url, "--keep-latest", "1", "--yes")
     assert (done.exit_code, done.stderr) == (130, "interrupted: removed 1 of 5; the others are whole\n")
     assert names(s3) == files(s3) == ["c2", "c3", "c4", "c5", "c6"]
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])
+def test_what_a_prune_was_cut_off_amid_goes_with_the_next(kind, tmp_path):
+    """Stopped before each of its requests, among them every delete."""
+    for fail_at in itertools.count(1):
+        store = DirectoryStore(str(tmp_path / str(fail_at)))
+        for number in (1, 2):
+            save(store, f"c{number}", number, kind=kind)
+        going = [each for each in Survey().look(store, metrics=False) if each.name == "c1"]
+        try:
+            prune._remove(FaultyStore(store, fail_at=fail_at), going, threading.Event())
+        except Injected:
+            done = command("prune", store.url, "--keep-latest", "1", "--yes")
+            assert done.exit_code == 0, done.exception
+            assert names(store) == ["c2"]
+            assert all_objects(store) == named(store)
+        else:
+            break
+    assert fail_at > 10
 
 
 @pytest.mark.parametrize(

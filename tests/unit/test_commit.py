@@ -118,7 +118,7 @@ MIXED = {
 
 
 def once(cases, *seldom):
-    """All of them; those of the kinds that differ in their index alone are further cases, but for an overwrite."""
+    """All of them; those of the kinds that differ in their index or switch alone are further cases, but for an overwrite."""
     return [
         pytest.param(*case, marks=pytest.mark.matrix)
         if any(kind in " ".join(case) for kind in seldom) and case[0] != "overwrite"
@@ -128,7 +128,7 @@ def once(cases, *seldom):
 
 
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.matrix), "after"])
-@pytest.mark.parametrize(("story", "kind"), once(itertools.product(STORIES, KINDS), "indexed", "one rank"))
+@pytest.mark.parametrize(("story", "kind"), once(itertools.product(STORIES, KINDS), "indexed", "one rank", "local"))
 def test_stopped_at_any_request_old_or_new_and_a_rerun_finishes(story, kind, when, memory_dir, monkeypatch):
     if kind == "full, indexed":
         monkeypatch.setattr(commit, "_MAX_INLINE", 0)

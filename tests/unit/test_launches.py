@@ -162,7 +162,7 @@ def test_a_process_and_one_that_it_starts_are_one_but_two_that_it_starts_are_not
     [
         pytest.param(("RANK", "WORLD_SIZE"), id="torchrun"),
         pytest.param(("LOCAL_RANK", "WORLD_SIZE"), id="lightning", marks=pytest.mark.matrix),
-        pytest.param(("SLURM_PROCID", "SLURM_NTASKS"), id="srun"),
+        pytest.param(("SLURM_PROCID", "SLURM_NTASKS"), id="srun", marks=pytest.mark.matrix),
     ],
 )
 def test_ranks_of_a_launch_are_one_before_they_know_each_other(script, names):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -59,8 +59,18 @@ def left(tier, policies, now=NOW):
     return [each for each in tier if why[each.name]]
 
 
+_PIN = Pin("weights", "t", "s2", "", "h", 0.0, None)
+_AT_ONE_STEP = [
+    Checkpoint("other", "s1", resumable=False),
+    Checkpoint("weights", "s2", 5, resumable=False, pins=(_PIN,)),
+    Checkpoint("all", "s3", 5),
+    Checkpoint("newer", "s4", 6),
+]
+
+
 @settings(max_examples=60)
 @given(tiers(), POLICIES)
+@example(_AT_ONE_STEP, [Latest(1)])
 def test_what_must_stay_stays_and_a_second_look_removes_no_more(tier, policies):
     there = left(tier, policies)
     names = {each.name for each in there}

@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = [
     "tiered_checkpoint_io",
-    *(f"tiered_checkpoint_io.{each}" for each in ("callbacks", "strategies", "dcp", "export", "nemo", "errors")),
+    *(
+        f"tiered_checkpoint_io.{each}"
+        for each in ("callbacks", "strategies", "dcp", "export", "resharding", "nemo", "errors")
+    ),
 ]
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 #: Hooks of Lightning's, whose arguments are described there.

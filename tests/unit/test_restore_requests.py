@@ -18,7 +18,7 @@ from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.restore.shard_reading import open_shards
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreUnavailableError
-from tiered_checkpoint_io.export.checkpoint import _find
+from tiered_checkpoint_io.export.find import find
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -161,11 +161,12 @@ def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_
     assert len(opened.rejected) == 1
     opened.files.ensure("__3_0.distcp", [(0, 10)])
     opened.close()
-    folder = _find(world.store, f"step_{STEPS}")
+    folder = find(world.store, f"step_{STEPS}", operation="export").folder
     assert folder.read("__3_0.distcp", 0, 10) == bytes_of(STEPS, 3, "__3_0.distcp")[:10]
     # What lists the files of the new content may be damaged, as nothing else needs it.
     world.store.delete(ids.index_key(op_id(9)))
-    assert _find(world.store, f"step_{STEPS}").size(METADATA) == len(bytes_of(STEPS, 0, METADATA))
+    folder = find(world.store, f"step_{STEPS}", operation="export").folder
+    assert folder.size(METADATA) == len(bytes_of(STEPS, 0, METADATA))
 
 
 def test_a_rank_of_a_local_checkpoint_reads_its_own_description_alone(memory_dir, tmp_path):

@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.restore.choice import Selector, Tier
 from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
-from tiered_checkpoint_io.engine.restore.shard_exchange import exchange
+from tiered_checkpoint_io.engine.restore.shard_exchange import exchange, share_reads
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError
@@ -183,6 +183,10 @@ class TieredStorageReader(OverTiers, StorageReader):
                 for note in notes:
                     log.error("%s: skipping this copy, trying the next: %s", opened.name, note)
                 opened.rejected.extend(notes)
+            elif opened.shared:
+                assert self._joined is not None
+                with self._joined.failing_together():
+                    share_reads(self._joined, opened.files, reader.spans(plan))
             reader.read(plan, planner)
         except TieredCheckpointError as error:
             self.error = error

@@ -57,7 +57,53 @@ class _Layout:
         return mine[:crc] == head[:crc] and mine[crc + _CRC_LENGTH :] == head[crc + _CRC_LENGTH :]
 
 
+#: What decides where a planner's bytes go: its own, and it may do anything.
+_RESOLVING = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+
 _Wanted = tuple[ReadItem, Any, _Layout | None]
+
+
+class _Direct:
+    """An item whose bytes go from where they lie straight into the tensor that it is loaded into."""
+
+    def __init__(self, item: ReadItem, info: Any, layout: _Layout, tensor: torch.Tensor) -> None:
+        offset, _ = layout.span(item.storage_offsets, item.lengths)
+        self.wanted = item, info, layout
+        self.tensor = tensor
+        self._head = memoryview(bytearray(len(layout.skeleton.head)))
+        into: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+        #: See :mod:`targets`.
+        self.targets = [(info.offset, self._head), (info.offset + offset, into)]
+
+    @classmethod
+    def of(cls, wanted: _Wanted, planner: LoadPlanner) -> _Direct | None:
+        """None where the bytes have to be converted, or the planner may do something of its own with them."""
+        item, info, layout = wanted
+        own = DefaultLoadPlanner
+        if layout is None or any(getattr(type(planner), name, None) is not getattr(own, name) for name in _RESOLVING):
+            return None
+        _, length = layout.span(item.storage_offsets, item.lengths)
+        if not length or length != math.prod(item.lengths) * layout.dtype.itemsize:
+            return None
+        tensor = planner.resolve_tensor(item)
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        if not is_plain or (tensor.device.type, tensor.dtype) != ("cpu", layout.dtype):
+            return None
+        tensor = tensor.detach()
+        if tensor.size() != item.lengths or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        return None if tensor.is_inference() else cls(item, info, layout, tensor)
+
+    @property
+    def fits(self) -> bool:
+        return self.wanted[2].fits(self._head)
+
+    def commit(self, planner: LoadPlanner) -> None:
+        """Has the planner take the tensor, once it is filled."""
+        if self.fits:
+            # As copy_ does: what autograd has saved of the tensor is outdated.
+            torch.autograd.graph.increment_version(self.tensor)
+            planner.commit_tensor(self.wanted[0], self.tensor)
 
 
 class PlanReader:
@@ -83,8 +129,13 @@ class PlanReader:
             CorruptCheckpointError: No intact copy of some byte is within reach.
         """
         for basename, wanted in self._by_file(plan).items():
-            view = self._files.ensure(basename, [span for each in wanted for span in _spans(*each)])
-            for item, info, layout in wanted:
+            direct, rest = _split(wanted, planner)
+            view = self._files.ensure(basename, [span for each in rest for span in _spans(*each)])
+            self._files.fill(basename, [target for each in direct for target in each.targets])
+            for each in direct:
+                each.commit(planner)
+            # Where the bytes do not lie as expected, what was filled with them is filled anew.
+            for item, info, layout in (*rest, *((*each.wanted[:2], None) for each in direct if not each.fits)):
                 if layout is not None and layout.fits(view[info.offset : info.offset + info.length]):
                     _copy(view, item, info, layout, planner)
                     continue
@@ -149,6 +200,33 @@ class PlanReader:
 def _descriptors(info: Any) -> Sequence[str]:
     """What an item's bytes went through; files of older releases of torch do not have the field."""
     return getattr(info, "transform_descriptors", None) or ()
+
+
+def _split(wanted: Sequence[_Wanted], planner: LoadPlanner) -> tuple[list[_Direct], list[_Wanted]]:
+    """Items that are read straight into their tensors, of which no two share a byte, and all others.
+
+    Args:
+        wanted: Items of one file, in the order in which they lie there.
+        planner: Whose tensors they are.
+    """
+    direct: list[_Direct] = []
+    rest: list[_Wanted] = []
+    end = 0
+    for each in wanted:
+        found = _Direct.of(each, planner) if each[1].offset >= end else None
+        end = max(end, each[1].offset + each[1].length)
+        if found is None:
+            rest.append(each)
+        else:
+            direct.append(found)
+    direct.sort(key=lambda each: each.tensor.data_ptr())
+    end = 0
+    for one in direct:
+        if one.tensor.data_ptr() < end:
+            # Tied tensors are filled one after another, as by DCP itself.
+            return [], list(wanted)
+        end = one.tensor.data_ptr() + one.tensor.nbytes
+    return direct, rest
 
 
 def _spans(item: ReadItem, info: Any, layout: _Layout | None) -> list[Span]:

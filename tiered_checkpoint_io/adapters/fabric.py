@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _unwrap_objects
 
-from tiered_checkpoint_io.adapters.lightning import require_tiered_io
+from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.steps import name_of, tiers_at
 
 

@@ -9,11 +9,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Literal
 
-from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
-from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import Strategy
 
 from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.given import noting_what_is_given
@@ -58,9 +55,11 @@ class TieredCheckpointIO(CheckpointIO):
         retention: Policies | None = None,
         memory_allocation_percentage: int = 50,
         chunk_size_MB: int = 64,  # noqa: N803 - the name that NeMo's users know
+        delta_upload: bool = False,
         max_write_concurrency: Concurrency = "auto",
         max_read_concurrency: Concurrency = "auto",
         enable_async_checkpointing: bool = True,
+        staging: Literal["eager", "overlapped", "auto"] = "eager",
         max_pending: int = 2,
         on_pending: Literal["wait", "skip"] = "wait",
         on_save_error: Literal["warn", "raise"] = "warn",
@@ -77,6 +76,7 @@ class TieredCheckpointIO(CheckpointIO):
         pending_timeout_s: int = 30,
         wait_timeout_s: int = 1_800,
         log_dir: str | None = None,
+        metrics_export: str | None = None,
         endpoint_url: str | None = None,
         region: str | None = None,
         profile: str | None = None,
@@ -105,12 +105,14 @@ class TieredCheckpointIO(CheckpointIO):
                 that to ModelCheckpoint's other triggers.
             memory_keep_last: How many checkpoints memory keeps.
             retention: Which checkpoints the durable tier keeps: see docs/retention.md.
-            memory_allocation_percentage: Per cent of the node's memory that checkpoints may take,
-                shared by all ranks of the node; 20 to 100.
+            memory_allocation_percentage: Per cent of the node's memory for checkpoints of all its ranks; 20 to 100.
             chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
+            delta_upload: Whether S3 itself copies what an earlier checkpoint has as well: see docs/deployment.md.
             max_write_concurrency: Parts in flight at once per node, or ``auto``.
             max_read_concurrency: Ranges in flight at once per node, or ``auto``.
             enable_async_checkpointing: Whether :meth:`from_config` gives an ``AsyncCheckpointIO``; this class waits.
+            staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the
+                optimizers change while the next forward and backward run; ``auto``, whichever costs training less.
             max_pending: Checkpoints that may wait for the durable tier at once.
             on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
             on_save_error: ``warn`` and train on, or ``raise``.
@@ -119,8 +121,7 @@ class TieredCheckpointIO(CheckpointIO):
             replication_jump: Distance between the nodes that keep each other's parts, in nodes.
             verify: Must be true: nothing is restored unverified.
             weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
-            safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
-                plain data.
+            safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside plain data.
             drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
             save_on_train_end: Whether the newest checkpoint that training can resume from is uploaded when ``fit``
                 ends, where it is in memory alone.
@@ -131,6 +132,7 @@ class TieredCheckpointIO(CheckpointIO):
                 in memory and training continues, seconds.
             wait_timeout_s: Bound of every wait for the durable tier, seconds.
             log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
+            metrics_export: Where this node's metrics go, such as ``prometheus=9464``: see docs/metrics.md.
             endpoint_url: Of an S3 server other than AWS.
             region: AWS region.
             profile: Profile in the AWS configuration files.
@@ -368,32 +370,3 @@ class AsyncCheckpointIO(_WrappingCheckpointIO):
     def teardown(self) -> None:
         """As :meth:`TieredCheckpointIO.teardown`."""
         self._tiered.teardown()
-
-
-def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
-    """The TieredCheckpointIO that a strategy's checkpoint IO is, or wraps; None where it is not ours.
-
-    Raises:
-        UsageError: It is ours, inside Lightning's AsyncCheckpointIO.
-    """
-    if isinstance(checkpoint_io, AsyncCheckpointIO):
-        return checkpoint_io._tiered
-    if isinstance(checkpoint_io, LightningAsyncCheckpointIO) and tiered_io_of(checkpoint_io.checkpoint_io) is not None:
-        raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="setup", hint=USE_OURS)
-    return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
-
-
-def require_tiered_io(strategy: Strategy | FabricStrategy, user: str) -> TieredCheckpointIO:
-    """The TieredCheckpointIO of a strategy, without which ``user`` can't work.
-
-    Raises:
-        UsageError: It has another one.
-    """
-    io = tiered_io_of(strategy.checkpoint_io)
-    if io is None:
-        raise UsageError(
-            f"{user} with a {type(strategy.checkpoint_io).__name__}",
-            operation="setup",
-            hint="give the trainer, or Fabric, plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
-        )
-    return io

@@ -23,11 +23,8 @@ from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.groups import save_planner
-from tiered_checkpoint_io.adapters.lightning import (
-    AsyncCheckpointIO,
-    TieredCheckpointIO,
-    require_tiered_io,
-)
+from tiered_checkpoint_io.adapters.io_of import require_tiered_io
+from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.adapters.read_already import read_already
 from tiered_checkpoint_io.adapters.state import SHARDED, make_again, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options

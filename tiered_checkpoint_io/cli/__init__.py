@@ -25,6 +25,7 @@ from tiered_checkpoint_io.cli import (
     prune,
     pull,
     report,
+    reshard,
     showing,
     verify,
     watch,
@@ -63,6 +64,7 @@ app.command("clean")(clean.clean)
 app.command("flush")(flush.flush)
 app.command("pull")(pull.pull)
 app.command("import")(importing.import_)
+app.command("reshard")(reshard.reshard)
 app.command("doctor")(doctor.doctor)
 app.command("prune")(prune.prune)
 app.command("pin")(pins.pin)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Namespace, Root, root_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
@@ -27,6 +28,7 @@ from tiered_checkpoint_io.memory.parts import mark_durable
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import config_at
@@ -52,7 +54,8 @@ def flush(
 
     By default the newest checkpoint that training can resume from, and all that is queued. The drain uploads it like
     any other: the one that runs, or a new one, which goes on where this command is interrupted. Of a checkpoint whose
-    parts are on several nodes, run this on each of them: it is committed once all parts are there.
+    parts are on several nodes, run this on each of them: it is committed once all parts are there. Refused while a run
+    of another job writes to the same dirpath.
     """
     if everything and name is not None:
         raise typer.BadParameter("give a name, or --all")
@@ -64,9 +67,13 @@ def flush(
         hint = "see what is there: tiered-ckpt status"
         raise CheckpointNotFoundError(text, operation="flush", tier="memory", key=str(root), hint=hint)
     config = _config(root, saves[0].place)
-    _mark(queue, saves)
-    error = _upload(tier, config, timeout, silent=json)
-    rows = [_row(config, tier, queue, save) for save in saves]
+    with contextlib.ExitStack() as held:
+        for place in sorted({save.place for save in saves}, key=str):
+            if _is_another_jobs(config, place, root.name):
+                held.enter_context(claimed(config_at(config, place), threading.Event(), place.dirpath))
+        _mark(queue, saves)
+        error = _upload(tier, config, timeout, silent=json)
+        rows = [_row(config, tier, queue, save) for save in saves]
     if json:
         good = error is None and any(row["state"] in ("durable", "uploaded") for row in rows)
         write_json("flush", {"namespace": root.name, "flushed": good, "checkpoints": rows})
@@ -93,6 +100,21 @@ def _config(root: Path, place: Place) -> TieredCheckpointConfig:
         config = replace(config, spill_dir=spill_dir_of(config.spill_dir))
         write_atomic(root / CONFIG_FILE, config.to_json().encode())
     return config
+
+
+def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: str) -> bool:
+    """Whether only another job than that of this memory has a lease on a durable tier.
+
+    A run of the same job is no obstacle: beside it, this is one drain more of what it saved.
+    """
+    there = config_at(config, place)
+    try:
+        leases = ask(there, lambda store: [each.key for each in store.list(ids.LEASE_PREFIX)], place.dirpath)
+    except TieredCheckpointError:
+        # The upload meets the same, and says so for each checkpoint.
+        return False
+    ours = ids.lease_prefix(namespace)
+    return bool(leases) and not any(key.startswith(ours) for key in leases)
 
 
 def _mark(queue: Queue, saves: Sequence[HeldSave]) -> None:

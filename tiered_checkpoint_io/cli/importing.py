@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, moving
+from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.options import (
     TIMEOUT_S,
     Dirpath,
@@ -51,7 +53,8 @@ def import_(
 
     Takes files of torch.save (Lightning, NeMo), NeMo's .nemo archives (the weights in them), folders of
     torch.distributed.checkpoint, and the SageMaker library's rank_R/step_N folders. Looks at them without running
-    anything that is in them. The order is that of their steps, and they count as saved now.
+    anything that is in them. The order is that of their steps, and they count as saved now. Refused while a run writes
+    to DIRPATH.
     """
     with wrong_use():
         origin = ids.normalize_dirpath(source)
@@ -75,25 +78,28 @@ def import_(
     # Before the server is asked: torch takes its time.
     from tiered_checkpoint_io.imports import import_checkpoints
 
+    def find(_: Store) -> tuple[list[Found], int]:
+        others, file = _opened(config, origin)
+        with contextlib.closing(others):
+            return _found(others, file, wanted)
+
     def work(store: Store) -> None:
         heard = moving()
-        others, file = _opened(config, origin)
-        try:
-            found, size = _found(others, file, wanted)
-            # Read to be hashed, and sent.
-            with progress("import", 2 * size, silent=json) as meter:
+        others, _ = _opened(config, origin)
+        # Read to be hashed, and sent.
+        with contextlib.closing(others), progress("import", 2 * size, silent=json) as meter:
 
-                def count(amount: int) -> None:
-                    look()
-                    heard()
-                    meter.add(amount)
+            def count(amount: int) -> None:
+                look()
+                heard()
+                meter.add(amount)
 
-                place = place_of(config, target)
-                import_checkpoints(others, found, store, place, force=force, progress=count, done=done)
-        finally:
-            others.close()
+            place = place_of(config, target)
+            import_checkpoints(others, found, store, place, force=force, progress=count, done=done)
 
-    ask(config, work, target, stop=stop)
+    found, size = ask(config, find, target)
+    with claimed(config, stop, target):
+        ask(config, work, target, stop=stop)
     good = all(row.state == "imported" for row in rows)
     if json:
         documents = [

@@ -16,7 +16,8 @@ from tiered_checkpoint_io.inventory.roots import all_roots, existing
 from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source
-from tiered_checkpoint_io.metrics.exports import Exports, Target, parse_targets, write
+from tiered_checkpoint_io.metrics.exports import Exports, parse_targets, write
+from tiered_checkpoint_io.model.targets import Target
 
 Export = Annotated[
     str | None,

@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.ending import told_to_end
 from tiered_checkpoint_io.cli.options import (
     TIMEOUT_S,
@@ -27,18 +28,16 @@ from tiered_checkpoint_io.cli.output import say, show, write_json
 from tiered_checkpoint_io.cli.pins import document_of, time_text
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.durable.leftovers import Leftovers, leftovers
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, StoreJournal
 from tiered_checkpoint_io.engine.durable.retention import Survey, in_order, remove
-from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreUnavailableError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Checkpoint, Policy, kept, policies_from
-from tiered_checkpoint_io.stores import Store, open_store
+from tiered_checkpoint_io.stores import Store
 
 _INTERRUPTED = 130
-#: Beyond the time after which a lease counts as dead: for the looks at it.
-_PATIENCE_S = 30.0
-_LOOK_S = 0.2
 
 
 class _Plan(NamedTuple):
@@ -48,6 +47,8 @@ class _Plan(NamedTuple):
     unread: Mapping[str, Exception]
     reasons: Mapping[str, tuple[str, ...]]
     left: Leftovers
+    #: Whether an earlier prune was cut off amid a delete.
+    is_cut_off: bool
 
     @property
     def going(self) -> list[Checkpoint]:
@@ -95,24 +96,18 @@ def prune(
     config = config_of(dirpath, endpoint_url, region, profile, timeout)
     older_than_s = older_than * 3600.0
     plan = ask(config, lambda store: _plan(store, policies, older_than_s))
-    if not (yes and plan.going):
+    if not (yes and (plan.going or plan.is_cut_off)):
         _tell(config, plan, [], json=json, dry_run=not yes)
         return
     gone: list[Checkpoint] = []
-    with told_to_end(logging.getLogger("tiered_checkpoint_io"), late=_INTERRUPTED) as stop:
-        store = open_store(config)
-        keeper = LeaseKeeper(lambda: store, config.namespace, _quiet(), owner=SYSTEM.token(8), clock=SYSTEM)
-        try:
-            keeper.start()
-            if _claims(config, keeper, stop):
-                # What was there before may be another by now.
-                plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))
-                going = plan.going
-                # What is printed comes behind the last delete: a closed pipe stops none half-way.
-                gone = ask(config, lambda asked: _remove(asked, going, stop))
-        finally:
-            keeper.close(float(timeout))
-            store.close()
+    ending = told_to_end(logging.getLogger("tiered_checkpoint_io"), late=_INTERRUPTED)
+    with ending as stop, claimed(config, stop) as is_ours:
+        if is_ours:
+            # What was there before may be another by now.
+            plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))
+            going = plan.going
+            # What is printed comes behind the last delete: a closed pipe stops none half-way.
+            gone = ask(config, lambda asked: _remove(asked, going, stop))
     if stop.is_set():
         say(f"interrupted: removed {len(gone)} of {len(plan.going)}; the others are whole", err=True)
         raise typer.Exit(_INTERRUPTED)
@@ -162,50 +157,21 @@ def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Pla
         )
     reasons = kept(found, policies, SYSTEM.wall())
     names = {each.name for each in found} | survey.unread.keys()
-    return _Plan(found, survey.unread, reasons, leftovers(store, names, survey.saves, older_than_s=older_than_s))
-
-
-def _claims(config: TieredCheckpointConfig, keeper: LeaseKeeper, stop: threading.Event) -> bool:
-    """Waits until this process holds the lease, as a run does; false where it was told to end before.
-
-    Raises:
-        UsageError: A live run holds it.
-        StoreUnavailableError: The tier does not answer.
-    """
-    began, told = SYSTEM.monotonic(), False
-    while not keeper.is_held and not stop.is_set():
-        keeper.check(_LOOK_S)
-        waited = SYSTEM.monotonic() - began
-        if not told and waited > SYSTEM.timing.lease_poll_s and not keeper.is_held:
-            say(f"watching for up to {SYSTEM.timing.lease_ttl_s:.0f} s whether another run is alive", err=True)
-            told = True
-        if waited > SYSTEM.timing.lease_ttl_s + max(_PATIENCE_S, config.durable_timeout_s):
-            raise StoreUnavailableError(
-                "could not check whether another run uses this dirpath, so nothing was removed",
-                operation="claim",
-                key=config.dirpath,
-                hint="try again once the server answers",
-            )
-        SYSTEM.wait(stop, 0.0 if keeper.is_held else _LOOK_S)
-    return not stop.is_set()
+    left = leftovers(store, names, survey.saves, older_than_s=older_than_s)
+    return _Plan(found, survey.unread, reasons, left, StoreJournal(store, ids.PRUNE_KEY).read() is not None)
 
 
 def _remove(store: Store, going: Sequence[Checkpoint], stop: threading.Event) -> list[Checkpoint]:
-    gone = []
+    journal, gone = StoreJournal(store, ids.PRUNE_KEY), []
+    # What an earlier one was cut off amid.
+    note = Section(journal, REMOVAL)
+    Removal.noted("prune", note).finish(store, note)
     for each in going:
         if stop.is_set():
             break
-        if remove(store, each):
+        if remove(store, each, journal=journal):
             gone.append(each)
     return gone
-
-
-def _quiet() -> logging.Logger:
-    """What a lease has to say is raised here."""
-    log = logging.getLogger("tiered_checkpoint_io.prune")
-    log.propagate = False
-    log.addHandler(logging.NullHandler())
-    return log
 
 
 # ------------------------------------------------------------------------------------------ output
@@ -259,6 +225,8 @@ def _tell(
         say(f"{len(going)} would go, {size}" + ("; delete with --yes" if going else ""))
     else:
         say(f"removed {len(gone)}, {size}")
+    if dry_run and plan.is_cut_off:
+        say("an earlier prune was cut off amid a delete; with --yes the rest of that goes as well")
     for line in _leftover_lines(left):
         say(line)
 

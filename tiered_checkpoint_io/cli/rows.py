@@ -30,14 +30,14 @@ def table_of(
 
 def _row(each: CheckpointInfo, names: dict[str, str], now: datetime) -> tuple[str, ...]:
     is_known = each.kind is not None
-    metric = f"{each.metric.monitor}={each.metric.value:.6g}" if each.metric is not None else ""
+    metrics = ", ".join(f"{name}={value:.6g}" for name, value in each.metrics.items())
     kind = each.kind or "?"
     return (
         each.name,
         str(each.step) if each.step is not None else "" if is_known else "?",
         size_text(each.size_bytes) if is_known else "?",
         age_text(each.created, now),
-        metric,
+        metrics,
         ", ".join(each.where),
         f"{kind}, not resumable" if is_known and not each.resumable else kind,
         state_text(each),

@@ -86,7 +86,7 @@ def _show(each: Details) -> None:
         "problem": each.problem,
         "step": info.step,
         "epoch": info.epoch,
-        "metric": f"{info.metric.monitor} = {info.metric.value!r}" if info.metric is not None else None,
+        "metrics": ", ".join(f"{name} = {value!r}" for name, value in info.metrics.items()),
         "size": size_text(info.size_bytes),
         "created": f"{iso(info.created)}, {age_text(info.created, datetime.now(timezone.utc))} ago"
         if info.created

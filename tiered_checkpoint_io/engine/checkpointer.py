@@ -15,27 +15,19 @@ from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore
-from tiered_checkpoint_io.engine.save.facts import admit, alone, position
-from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
-from tiered_checkpoint_io.engine.save.small import skip
+from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.staging.retention import all_complete
-from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
+from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
-    ConfigError,
     InvalidNameError,
-    MemoryFullError,
     UsageError,
 )
-from tiered_checkpoint_io.formats.layouts import Layouts
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import Metric
 
 TIERS = frozenset({"memory", "durable"})
 
@@ -60,7 +52,7 @@ class Checkpointer:
         self.dirpath = config.dirpath
         self.session = session or Session(config, logger=logger)
         self.restored: Restored | None = None
-        self._layouts = Layouts()
+        self.saver = FullSaver(self.session)
 
     # ------------------------------------------------------------------------------------- save
     def save(
@@ -75,8 +67,9 @@ class Checkpointer:
     ) -> SaveReport | None:
         """Saves a state.
 
-        When this returns, later changes to the tensors do not affect the checkpoint. Threads may call it at once: each
-        waits until the others have their states in node memory.
+        When this returns, later changes to the tensors do not affect the checkpoint; where a trainer has captures
+        overlap its training, that holds once it has waited for them. Threads may call it at once: each waits until the
+        others have their states in node memory.
 
         Args:
             state: Anything that ``torch.save`` takes; step and epoch come from a Lightning
@@ -106,45 +99,8 @@ class Checkpointer:
                 f"tiers is {sorted(wanted)}", operation="save", hint="allowed: 'memory', 'durable', or both"
             )
         name = ids.name_in(self.dirpath, path)
-        session, started = self.session, self.session.clock.monotonic()
-        with session.turn.taken(name):
-            session.surface()
-            session.claims.check()
-            if "durable" in wanted and current_rank() == 0:
-                session.claims.claim()
-        rated = Metric(*metric) if metric is not None else None
-        try:
-            with session.turn.taken(name):
-                session.open()
-                rank, durable = current_rank(), "durable" in wanted
-                facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
-                image = self._layouts.plan(state)
-                part = PartSave(session, admit(session, facts), rank, image, started=started)
-                part.stretches = stretches_of_state(state, image)
-                part.capture()
-                part.seal()
-                warn_at_first_save(session, self.config, session.log, name, image)
-                # Before the next save's slot is prepared: what goes may be that slot.
-                self._retain(part)
-                part.prepare_next()
-            waited = wait and part.wait()
-        except (InvalidNameError, ConfigError, UsageError):
-            raise
-        except Exception as error:
-            step = position(state, name)[0]
-            if isinstance(error, MemoryFullError) and "durable" not in wanted and session.is_open:
-                skip(session, name, step, error)
-            else:
-                session.failed(name, step, error)
-            return None
-        with session.turn.taken(name):
-            return part.report(waited=waited)
-
-    def _retain(self, part: PartSave) -> None:
-        """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""
-        held = self.session.open().tier.parts()
-        evidence = all_complete(held, part.facts.scope(part.rank, self.session.place))
-        part.retain(held, self.config.memory_keep_last, evidence)
+        durable = "durable" in wanted
+        return self.saver.save(state, name, durable=durable, wait=wait, metric=metric, resumable=resumable)
 
     # --------------------------------------------------------------------------- alias and remove
     def alias(self, path: str | os.PathLike[str], target: str | os.PathLike[str], *, copy: bool = False) -> None:
@@ -157,15 +113,16 @@ class Checkpointer:
                 itself. Of a sharded checkpoint it is an alias all the same.
         """
         name, session = ids.name_in(self.dirpath, path), self.session
+        of = ids.name_in(self.dirpath, target)
         with session.turn.taken(name):
-            session.submit("copy" if copy else "alias", name, ids.name_in(self.dirpath, target))
+            self.saver.behind(name, lambda: session.submit("copy" if copy else "alias", name, of), needs=of)
             session.known.note(name, exists=True)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint from memory now, and from the durable tier after earlier commits."""
         name = ids.name_in(self.dirpath, path)
         with self.session.turn.taken(name):
-            self._remove(name)
+            self.saver.behind(name, lambda: self._remove(name))
 
     def _remove(self, name: str) -> None:
         here: list[StoredPart] = []
@@ -358,4 +315,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """See :meth:`Session.close`."""
-        self.session.close()
+        try:
+            self.saver.show()
+        finally:
+            self.session.close()

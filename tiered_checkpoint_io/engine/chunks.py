@@ -6,17 +6,21 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.model.hashing import chunk_size_for
+from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes, new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry
-from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.base import Content, Store
+from tiered_checkpoint_io.stores.fallbacks import read_pieces
 
 #: xxh3 at full speed saturates memory with few threads.
 _HASH_THREADS = 4
+
+#: Bytes that are read at once: still in the processor's cache when they are hashed.
+PIECE_SIZE = 512 << 10
 
 Span = tuple[int, int]
 
@@ -24,6 +28,20 @@ Span = tuple[int, int]
 def unverified(key: str, size: int) -> FileEntry:
     """A file of which no hashes are known, to be read as others are."""
     return FileEntry(key, size, chunk_size_for(size), ())
+
+
+def hashed(path: str, data: Content, *, progress: Callable[[int], None] = lambda _: None) -> FileEntry:
+    """The description of a file that is to be at ``path``; ``progress`` is called with bytes before they are hashed."""
+    size = len(data)
+    chunk_size = chunk_size_for(size)
+
+    def one(chunk: Span) -> str:
+        offset, length = chunk
+        with data[offset : offset + length] as piece:
+            progress(length)
+            return hash_bytes(piece)
+
+    return FileEntry(path, size, chunk_size, tuple(in_parallel(one, chunk_ranges(size, chunk_size), _HASH_THREADS)))
 
 
 def fetch(store: Store, entry: FileEntry, view: memoryview, *, concurrency: int) -> None:
@@ -50,9 +68,34 @@ def fetch(store: Store, entry: FileEntry, view: memoryview, *, concurrency: int)
 
 def fetch_chunk(store: Store, entry: FileEntry, index: int, chunk: memoryview) -> None:
     """Reads one chunk into ``chunk``; raises as :func:`fetch`."""
-    store.read_into(entry.path, index * entry.chunk_size, chunk)
-    if entry.hashes:
-        entry.check_chunk(index, chunk, tier="durable", where=f"{store.url}/{entry.path}")
+    if not entry.hashes or not len(chunk):
+        store.read_into(entry.path, index * entry.chunk_size, chunk)
+        if entry.hashes:
+            entry.check_chunk(index, chunk, tier="durable", where=f"{store.url}/{entry.path}")
+    else:
+        pieces = [chunk[at : at + PIECE_SIZE] for at in range(0, len(chunk), PIECE_SIZE)]
+        fetch_pieces(store, entry, index, pieces)
+
+
+def fetch_pieces(store: Store, entry: FileEntry, index: int, pieces: Sequence[memoryview]) -> None:
+    """Reads one chunk into buffers, one behind the other, each hashed as soon as it is full; raises as :func:`fetch`.
+
+    Args:
+        store: Where from.
+        entry: A file with hashes.
+        index: Which chunk.
+        pieces: As long, in all, as the chunk. One buffer may be there several times, for what is not needed.
+    """
+    digest = new_hash()
+
+    def filled(number: int) -> None:
+        if number == 0:
+            # Where the request is repeated, so is this.
+            digest.reset()
+        digest.update(pieces[number])
+
+    read_pieces(store, entry.path, index * entry.chunk_size, pieces, filled)
+    entry.check_digest(index, digest.hexdigest(), tier="durable", where=f"{store.url}/{entry.path}")
 
 
 def verify(entry: FileEntry, view: memoryview, *, where: str, indices: Iterable[int] | None = None) -> None:

@@ -172,8 +172,8 @@ class Session:
         finally:
             # Others may save here before this session is opened again, and what it saves then is newer.
             self.save_ids.restart()
-            self.claims.close()
-            self.known.close()
+            for each in (self.claims, self.known, self.background):
+                each.close()
             for store in self._stores.values():
                 self._asked.update(store.metrics.snapshot())
                 store.close()

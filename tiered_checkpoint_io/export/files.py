@@ -9,7 +9,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
+from tiered_checkpoint_io.export.blocks import Target, whole
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.export.items import Items, Tensors
 from tiered_checkpoint_io.formats.image import plan
@@ -42,14 +43,31 @@ _SAFETENSORS = {
 }
 #: Linux's; Python's module has it since 3.13.
 _MAP_NORESERVE = 0x4000
+#: How a file system says that it has no files without names; the kernels before it say that a folder is one.
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 #: Where Lightning's sharded strategies keep the model.
 _MODEL_PREFIX = "state_dict."
 #: As Hugging Face's libraries have it.
 DEFAULT_SHARD_SIZE = 5 * 10**9
 
 
-def to_torch_file(folder: Folder, target: str | os.PathLike[str], *, weights_only: bool = True) -> None:
-    """Writes the whole state as ``torch.save`` would have; see :func:`export_checkpoint`."""
+def to_torch_file(
+    folder: Folder,
+    target: str | os.PathLike[str],
+    *,
+    weights_only: bool = True,
+    beside: Mapping[str, Any] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Writes the whole state as ``torch.save`` would have; see :func:`export_checkpoint`.
+
+    Args:
+        folder: The checkpoint.
+        target: The file; it must not exist.
+        weights_only: See :func:`export_checkpoint`.
+        beside: Further entries of the state.
+        progress: Called with bytes that are done, from any thread; what it raises ends the work.
+    """
     items = Items(folder)
     tensors = {name: _placeholder(items, name) for name in items.tensors}
     flat: dict[str, Any] = {
@@ -57,26 +75,29 @@ def to_torch_file(folder: Folder, target: str | os.PathLike[str], *, weights_onl
         for name in items.entries
     }
     state = flat if items.paths is None else unflatten_state_dict(flat, items.paths)
+    state.update(beside or {})
     image = plan(state)
     if not image.planned:
         # Then torch.save has written their elements, too: once more, with those of the checkpoint.
         for name, tensor in tensors.items():
             if tensor.numel():
                 content = mmap.mmap(-1, tensor.nbytes)
-                items.copy(name, content, 0)
+                items.fill({name: [Target(whole(tensor.size()), content, 0)]})
                 tensor.copy_(torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape))
         image = plan(state)
     names = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
     with new_file(Path(target), image.size) as mapping:
         for segment in image.segments:
             mapping[segment.offset : segment.offset + len(segment.data)] = segment.data
+        targets: dict[str, list[Target]] = {}
         for region in image.regions:
             source = names.get(region.storage.data_ptr())
             if source is not None:
-                items.copy(source, mapping, region.offset)
+                targets[source] = [Target(whole(items.tensors[source].size), mapping, region.offset)]
             else:
                 other: Any = torch.empty(0, dtype=torch.uint8)
                 mapping[region.offset : region.offset + region.nbytes] = other.set_(region.storage).numpy()
+        items.fill(targets, progress=progress)
 
 
 def to_safetensors(
@@ -113,8 +134,13 @@ def write_safetensors(
         header, offsets, size = _header(shard, items)
         with new_file(file, size) as mapping:
             mapping[: len(header)] = header
-            for name, source in shard.items():
-                items.copy(source, mapping, len(header) + offsets[name])
+            base = len(header)
+            items.fill(
+                {
+                    source: [Target(whole(items.tensors[source].size), mapping, base + offsets[name])]
+                    for name, source in shard.items()
+                }
+            )
         files.append(file)
         places.update(dict.fromkeys(shard, file.name))
     if len(shards) > 1:
@@ -200,25 +226,41 @@ def _header(shard: Mapping[str, str], items: Tensors) -> tuple[bytes, dict[str, 
 # ----------------------------------------------------------------------------------------- common
 @contextlib.contextmanager
 def new_file(target: Path, size: int) -> Iterator[mmap.mmap]:
-    """A mapped file that has its name only once it is complete, and on disk."""
-    begun = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    """A mapped file that has its name only once it is complete, and on disk; until then a kill leaves nothing of it."""
     try:
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "it exists already")
-        descriptor = os.open(begun, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor, begun = _begin(target)
         try:
             # A mapped page without space would end the process when it is touched.
             os.posix_fallocate(descriptor, 0, size)
             yield mmap.mmap(descriptor, size)
             os.fsync(descriptor)
-            begun.rename(target)
+            if begun is not None:
+                begun.rename(target)
+            else:
+                # With a folder's descriptor, which an absolute path does not need, Python has the link followed.
+                os.link(f"/proc/self/fd/{descriptor}", target, src_dir_fd=descriptor, follow_symlinks=True)
         finally:
             os.close(descriptor)
-            begun.unlink(missing_ok=True)
+            if begun is not None:
+                begun.unlink(missing_ok=True)
     except OSError as error:
         if isinstance(error, TieredCheckpointError):
             raise
         raise not_written(target, error) from error
+
+
+def _begin(target: Path) -> tuple[int, Path | None]:
+    """A file without a name in the target's folder; where the file system knows none such, with one for the moment."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(target.parent, flags | os.O_TMPFILE, 0o666), None
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    begun = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    return os.open(begun, flags | os.O_CREAT | os.O_EXCL, 0o666), begun
 
 
 def not_written(target: Path, error: OSError) -> ExportError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from tiered_checkpoint_io.engine.chunks import fetch_chunk, unverified
@@ -11,12 +12,12 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store, too_short
 
-#: Verified chunks that are kept: pieces of neighbouring tensors lie in the same ones.
-_KEPT_CHUNKS = 4
+#: Verified chunks that each thread keeps: pieces of neighbouring tensors lie in the same ones.
+_KEPT_CHUNKS = 3
 
 
 class Folder:
-    """A checkpoint's folder; each chunk whose hash is known is compared with it."""
+    """A checkpoint's folder; each chunk whose hash is known is compared with it. For many threads."""
 
     def __init__(self, store: Store, name: str, files: Iterable[FileEntry] | None = None) -> None:
         """Takes the folder, relative to the tier's root, and its files; None for a folder that others wrote."""
@@ -25,7 +26,7 @@ class Folder:
         self._prefix = name + "/" if name else ""
         self._of_others = files is None
         self._files = {entry.path: entry for entry in files or ()}
-        self._chunk = functools.lru_cache(_KEPT_CHUNKS)(self._read_chunk)
+        self._kept = threading.local()
 
     def size(self, path: str) -> int:
         """The size of a file, bytes.
@@ -48,7 +49,7 @@ class Folder:
         data = bytearray()
         while missing := length - len(data):
             index, within = divmod(offset + len(data), entry.chunk_size)
-            data += self._chunk(entry.path, index)[within : within + missing]
+            data += self._chunk(entry, index)[within : within + missing]
         return memoryview(data)
 
     def _entry(self, key: str) -> FileEntry:
@@ -60,8 +61,14 @@ class Folder:
             )
         return self._files[key]
 
-    def _read_chunk(self, key: str, index: int) -> memoryview:
-        entry = self._entry(key)
-        chunk = memoryview(bytearray(entry.chunks[index][1]))
-        fetch_chunk(self._store, entry, index, chunk)
-        return chunk
+    def _chunk(self, entry: FileEntry, index: int) -> memoryview:
+        kept: OrderedDict[tuple[str, int], memoryview] = vars(self._kept).setdefault("chunks", OrderedDict())
+        key = (entry.path, index)
+        if key not in kept:
+            while len(kept) >= _KEPT_CHUNKS:
+                kept.popitem(last=False)
+            chunk = memoryview(bytearray(entry.chunks[index][1]))
+            fetch_chunk(self._store, entry, index, chunk)
+            kept[key] = chunk
+        kept.move_to_end(key)
+        return kept[key]

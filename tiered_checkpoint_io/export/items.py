@@ -1,32 +1,33 @@
-"""Tensors of a sharded checkpoint, streamed from their items into a mapped file, a few megabytes at a time."""
+"""Tensors of a sharded checkpoint, streamed from their items into mapped files, a few megabytes at a time."""
 
 from __future__ import annotations
 
 import io
 import math
-import mmap
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from fsspec.spec import AbstractBufferedFile
-from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, UsageError
+from tiered_checkpoint_io.export import blocks
+from tiered_checkpoint_io.export.blocks import Box, Read, Target
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
+from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.formats.shard_image import skeleton_of
 from tiered_checkpoint_io.model.manifest import METADATA
 
-#: Bytes that are read and written at once.
-_WINDOW = 32 << 20
 _READ_AHEAD = 64 << 10
-
-#: Reads bytes of a block of elements, as if they lay contiguous: from where on, and how many.
-_Read = Callable[[int, int], memoryview]
+#: Files that are read at once, each from its front to its end.
+_READERS = 3
+#: FakeTensorMode is of the process.
+_faking = threading.Lock()
 
 
 class Tensors(Protocol):
@@ -42,12 +43,26 @@ class Tensors(Protocol):
         """Shape and element type of each, by its name."""
         ...
 
+    @property
+    def objects(self) -> Collection[str]:
+        """The names of what are not tensors."""
+        ...
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """The path of each name in the nested state; None where the state was flat."""
+        ...
+
     def nbytes(self, name: str) -> int:
         """See :meth:`Items.nbytes`."""
         ...
 
-    def copy(self, name: str, target: mmap.mmap, base: int) -> None:
-        """See :meth:`Items.copy`."""
+    def fill(self, targets: Mapping[str, Sequence[Target]], *, progress: Callable[[int], None] = ...) -> None:
+        """See :meth:`Items.fill`."""
+        ...
+
+    def saved(self, name: str) -> bytes:
+        """See :meth:`Items.saved`."""
         ...
 
 
@@ -69,6 +84,7 @@ class Items:
         #: By name; what are not tensors are objects that torch.save wrote.
         self.entries = metadata.state_dict_metadata
         self.tensors = {name: entry for name, entry in self.entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self.objects = [name for name in self.entries if name not in self.tensors]
         #: The path of each name in the nested state; None where the state was flat.
         self.paths: dict[str, tuple[str | int, ...]] | None = metadata.planner_data or None
 
@@ -97,38 +113,73 @@ class Items:
                 hint="if it holds objects of yours and you trust it, set weights_only to false",
             ) from error
 
-    def copy(self, name: str, target: mmap.mmap, base: int) -> None:
-        """Writes a tensor's elements, contiguous, into a mapped file, from byte ``base`` on.
+    def saved(self, name: str) -> bytes:
+        """An object that is no tensor, as torch.save wrote it.
+
+        Raises:
+            CorruptCheckpointError: It is not where ``.metadata`` says.
+        """
+        return bytes(self._folder.read(*self._place(MetadataIndex(name))))
+
+    @property
+    def files(self) -> set[str]:
+        """The files that hold items, by their basenames."""
+        return {info.relative_path for info in self._places.values()}
+
+    def fill(
+        self, targets: Mapping[str, Sequence[Target]], *, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Copies blocks of tensors, by their names, into mapped files.
+
+        Each file is read once, from its front to its end, whatever the order of the targets.
+
+        Args:
+            targets: Where the blocks belong.
+            progress: Called with the bytes of each item that is done, from any thread; what it raises ends the work.
 
         Raises:
             CorruptCheckpointError: What is stored is not what ``.metadata`` says.
             UsageError: The items were transformed by an extension of DCP.
         """
-        entry = self.tensors[name]
-        size, dtype = tuple(entry.size), entry.properties.dtype
-        if not math.prod(size):
-            return
-        whole = np.frombuffer(target, np.uint8, self.nbytes(name), base).reshape(*size, dtype.itemsize)
-        covered = 0
-        for chunk in entry.chunks:
-            sizes = tuple(chunk.sizes)
-            bounds = zip(chunk.offsets, sizes, size, strict=False)
-            block = whole[tuple(slice(low, low + count) for low, count, _ in bounds)]
-            if block.shape[:-1] != sizes or min(chunk.offsets, default=0) < 0:
-                raise self._corrupt(f"a chunk of {name!r} lies outside of it")
-            covered += math.prod(sizes)
-            if math.prod(sizes):
-                read = self._elements(name, MetadataIndex(name, chunk.offsets), sizes, dtype)
-                # Written pages count as the process's own for no longer than that.
-                _copy(read, 0, block, lambda: target.madvise(mmap.MADV_DONTNEED))
-        if covered != math.prod(size):
-            raise self._corrupt(f"the chunks of {name!r} hold {covered} of its {math.prod(size)} elements")
+        todo: dict[str, list[tuple[int, str, Box]]] = {}
+        for name in targets:
+            for box in self._boxes(name):
+                if any(box.common(target.box) for target in targets[name]):
+                    path, offset, _ = self._place(MetadataIndex(name, torch.Size(box.offsets)))
+                    todo.setdefault(path, []).append((offset, name, box))
+
+        def one(path: str) -> None:
+            for _, name, box in sorted(todo[path]):
+                dtype = self.tensors[name].properties.dtype
+                read = self._elements(name, MetadataIndex(name, torch.Size(box.offsets)), box.sizes, dtype)
+                blocks.pour(box, dtype.itemsize, read, targets[name])
+                progress(box.numel * dtype.itemsize)
+
+        in_parallel(one, todo, _READERS)
 
     # ------------------------------------------------------------------------------------- inside
-    def _elements(self, name: str, index: MetadataIndex, sizes: tuple[int, ...], dtype: torch.dtype) -> _Read:
+    def _boxes(self, name: str) -> list[Box]:
+        """The blocks that are stored of a tensor; together they are all of it."""
+        entry = self.tensors[name]
+        outer = blocks.whole(entry.size)
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        boxes = [box for box in boxes if box.numel]
+        for box in boxes:
+            if len(box.sizes) != len(outer.sizes) or box.common(outer) != box:
+                raise self._corrupt(f"a chunk of {name!r} lies outside of it")
+        covered = sum(box.numel for box in boxes)
+        if covered != outer.numel:
+            raise self._corrupt(f"the chunks of {name!r} hold {covered} of its {outer.numel} elements")
+        return boxes
+
+    def _elements(self, name: str, index: MetadataIndex, sizes: tuple[int, ...], dtype: torch.dtype) -> Read:
         path, offset, length = self._place(index)
-        if length > _WINDOW:
-            with FakeTensorMode():
+        known = skeleton_of(dtype, sizes)
+        if length == known.length and self._folder.read(path, offset, known.data_offset) == known.head:
+            # The file of a tensor as torch.save lays it out: nothing in it has to be looked up.
+            return lambda start, count: self._folder.read(path, offset + known.data_offset + start, count)
+        if length > blocks.WINDOW:
+            with _faking, FakeTensorMode():
                 # Reads the item's directory and its pickle, but no elements.
                 found: Any = self._load(name, _Item(self._folder, path, offset, length), sizes, dtype)
                 data_offset = getattr(found.untyped_storage(), "_checkpoint_offset", None)
@@ -181,17 +232,3 @@ class _Item(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return bytes(self._folder.read(self.path, self._offset + start, end - start))
-
-
-def _copy(read: _Read, start: int, block: NDArray[np.uint8], written: Callable[[], object]) -> None:
-    """Fills a block of an array, a window at a time; its first byte is at ``start`` of what ``read`` gives."""
-    row = math.prod(block.shape[1:])
-    if block.ndim > 2 and row > _WINDOW:
-        for number, inner in enumerate(block):
-            _copy(read, start + number * row, inner, written)
-        return
-    rows = max(1, _WINDOW // row)
-    for first in range(0, len(block), rows):
-        piece = block[first : first + rows]
-        piece[...] = np.frombuffer(read(start + first * row, piece.nbytes), np.uint8).reshape(piece.shape)
-        written()

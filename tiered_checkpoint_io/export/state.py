@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
+import io
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from tiered_checkpoint_io.errors import ExportError, RestoreError
-
-#: Bytes that are written at once.
-_WINDOW = 32 << 20
+from tiered_checkpoint_io.export.blocks import Read, Target, pour, whole
 
 
 class State:
@@ -40,9 +39,13 @@ class State:
             raise ExportError(
                 f"the file holds a {type(state).__name__}, no dictionary", operation="export", tier="durable", key=where
             )
-        flat, _ = flatten_state_dict(state)
+        flat, paths = flatten_state_dict(state)
         self.where = where
         self._tensors = {name: value.detach() for name, value in flat.items() if isinstance(value, torch.Tensor)}
+        self._objects = {name: value for name, value in flat.items() if name not in self._tensors}
+        self.objects = list(self._objects)
+        #: The path of each name in the nested state.
+        self.paths: dict[str, tuple[str | int, ...]] | None = paths
         self.tensors = {
             name: TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), [])
             for name, tensor in self._tensors.items()
@@ -53,23 +56,42 @@ class State:
         tensor = self._tensors[name]
         return tensor.numel() * tensor.dtype.itemsize
 
-    def copy(self, name: str, target: mmap.mmap, base: int) -> None:
-        """Writes a tensor's elements, contiguous, into a mapped file, from byte ``base`` on.
+    def saved(self, name: str) -> bytes:
+        """An object that is no tensor, as torch.save writes it."""
+        file = io.BytesIO()
+        torch.save(self._objects[name], file)
+        return file.getvalue()
+
+    def fill(
+        self, targets: Mapping[str, Sequence[Target]], *, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Copies blocks of tensors, by their names, into mapped files; ``progress`` is called with bytes that are done.
 
         Raises:
-            ExportError: It is sparse.
+            ExportError: One is sparse.
         """
-        tensor: Any = self._tensors[name]
-        if tensor.layout != torch.strided:
-            raise ExportError(
-                f"{name!r} is sparse",
-                operation="export",
-                key=self.where,
-                hint="export to a torch file, or choose other tensors by prefix",
+        for name, wanted in targets.items():
+            tensor: Any = self._tensors[name]
+            if tensor.layout != torch.strided:
+                raise ExportError(
+                    f"{name!r} is sparse",
+                    operation="export",
+                    key=self.where,
+                    hint="export to a torch file, or choose other tensors by prefix",
+                )
+            if not tensor.numel():
+                continue
+            elements = memoryview(
+                tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
             )
-        elements = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-        for start in range(0, len(elements), _WINDOW):
-            piece = elements[start : start + _WINDOW]
-            target[base + start : base + start + len(piece)] = piece
-            # Written pages count as the process's own for no longer than that.
-            target.madvise(mmap.MADV_DONTNEED)
+            pour(
+                whole(tensor.size()),
+                tensor.dtype.itemsize,
+                _reader(elements),
+                wanted,
+            )
+            progress(len(elements))
+
+
+def _reader(elements: memoryview) -> Read:
+    return lambda start, count: elements[start : start + count]

@@ -27,7 +27,15 @@ _MAX_SKELETONS = 4096
 #: Types whose tensors have scales beside their elements.
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
-Item = torch.Tensor | bytes | memoryview
+
+class Blank(NamedTuple):
+    """A tensor whose elements are written to the file later: only their place is planned, see :func:`skeleton_of`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Item = torch.Tensor | Blank | bytes | memoryview
 
 
 class Placed(NamedTuple):
@@ -70,6 +78,8 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
     for item in items:
         if isinstance(item, torch.Tensor):
             skeleton = _lay_out(item.detach(), position, regions)
+        elif isinstance(item, Blank):
+            skeleton = skeleton_of(*item)
         else:
             data = memoryview(item)
             skeleton = Skeleton(len(data), _padded((Segment(0, data),), len(data)), 0, 0)

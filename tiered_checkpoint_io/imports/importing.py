@@ -11,24 +11,21 @@ from typing import Any, Literal
 import torch
 
 from tiered_checkpoint_io.adapters.storage_options import OPTIMIZERS, is_resumable
+from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.manifests import exists, newest_save_id, read_manifest
 from tiered_checkpoint_io.engine.save.facts import position, versions
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
-from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.formats.unpickling import outline
 from tiered_checkpoint_io.imports.layouts import Found, shard_name
 from tiered_checkpoint_io.imports.reading import Source, weights_in
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
-from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
+from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores.base import Content as Bytes
 from tiered_checkpoint_io.stores.base import Store
 
-#: Chunks that are read at once to be hashed, each into a buffer of its own (16 MiB).
-_READS = 4
 #: Where a training state of others tells how far it is.
 _STEPS = ("global_step", "step", "epoch")
 
@@ -125,7 +122,7 @@ def _import(
         step, epoch, resumable = _facts(_source(next(iter(files.values()))), name)
     else:
         files[METADATA] = memoryview(_metadata(found, files))
-    entries = tuple(_entry(paths[basename], data, progress) for basename, data in files.items())
+    entries = tuple(hashed(paths[basename], data, progress=progress) for basename, data in files.items())
     content = Content(
         save_id=save_id,
         step=step,
@@ -231,16 +228,3 @@ def _metadata(found: Found, files: Mapping[str, Bytes]) -> bytes:
     # The path that it was saved to is another class here than where it was written.
     metadata.storage_meta = None
     return pickle.dumps(metadata)
-
-
-def _entry(path: str, data: Bytes, progress: Callable[[int], None]) -> FileEntry:
-    size = len(data)
-    chunk_size = chunk_size_for(size)
-
-    def one(chunk: tuple[int, int]) -> str:
-        offset, length = chunk
-        with data[offset : offset + length] as piece:
-            progress(length)
-            return hash_bytes(piece)
-
-    return FileEntry(path, size, chunk_size, tuple(in_parallel(one, chunk_ranges(size, chunk_size), _READS)))

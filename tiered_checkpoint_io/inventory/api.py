@@ -49,7 +49,7 @@ def list_checkpoints(
         ConfigError: A value is not allowed, or there is no such memory_dir.
         StoreError: The durable tier could not be asked.
     """
-    with contextlib.closing(_Tiers(dirpath, memory_dir, options)) as tiers:
+    with contextlib.closing(_Tiers(dirpath, memory_dir, options, metrics=True)) as tiers:
         return tiers.look().checkpoints
 
 
@@ -189,12 +189,18 @@ class _Tiers:
     """The tiers that a program asks about, looked at again and again."""
 
     def __init__(
-        self, dirpath: str | os.PathLike[str], memory_dir: str | None, options: dict[str, Any], clock: Clock = SYSTEM
+        self,
+        dirpath: str | os.PathLike[str],
+        memory_dir: str | None,
+        options: dict[str, Any],
+        clock: Clock = SYSTEM,
+        *,
+        metrics: bool = False,
     ) -> None:
         self._config = TieredCheckpointConfig.from_any(dirpath=os.fspath(dirpath), **options)
         self.place = place_of(self._config)
         self._clock = clock
-        self._looker = Looker(self.place, memory_dir, clock=clock)
+        self._looker = Looker(self.place, memory_dir, metrics=metrics, clock=clock)
         self._unfinished_too = memory_dir is not None
         self._has_answered = self._is_silent = False
         self._store: Store | None = None

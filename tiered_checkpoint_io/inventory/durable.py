@@ -20,7 +20,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest, Part
 from tiered_checkpoint_io.stores import Store
-from tiered_checkpoint_io.stores.base import folders_of
+from tiered_checkpoint_io.stores.fallbacks import folders_of
 
 #: No list is coarser in its times than this, seconds.
 _COARSEST_S = 2.0

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import FormatVersionError
 from tiered_checkpoint_io.inventory.durable import Found, Unfinished
 from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory
-from tiered_checkpoint_io.inventory.record import CheckpointInfo, State, Tier, info, time_of, url_of
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, State, Tier, info, time_of, url_of, with_added
 from tiered_checkpoint_io.model.manifest import Content, Manifest
 from tiered_checkpoint_io.model.place import Place
 
 
 @dataclass(frozen=True, slots=True)
 class DurableTier:
-    """What a look at a durable tier found: all names with a manifest, and saves without one."""
+    """What a look at a durable tier found: names with a manifest, saves without one, and added metrics by save."""
 
     found: Sequence[Found] = ()
     unfinished: Sequence[Unfinished] = ()
+    added: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def manifests(self) -> list[Manifest]:
@@ -44,7 +45,7 @@ def checkpoints_of(place: Place, durable: DurableTier | None, node: NodeMemory) 
     broken: dict[str, list[BrokenPart]] = {}
     for damage in node.broken:
         broken.setdefault(damage.save_id or str(damage.folder), []).append(damage)
-    rows = [_durable_row(place, each, saves, broken, durable.manifests) for each in durable.found]
+    rows = [_durable_row(place, each, saves, broken, durable) for each in durable.found]
     rows += _queued_rows(place, node, durable.manifests)
     seen = {row.save_id for row in rows if not row.alias_of}
     rows += [_unfinished_row(place, each, saves, node) for each in durable.unfinished if each.save_id not in seen]
@@ -81,7 +82,7 @@ def _durable_row(
     each: Found,
     saves: dict[str, list[HeldPart]],
     broken: dict[str, list[BrokenPart]],
-    manifests: Sequence[Manifest],
+    durable: DurableTier,
 ) -> CheckpointInfo:
     manifest, dirpath = each.manifest, place.dirpath
     if manifest is None:
@@ -89,7 +90,7 @@ def _durable_row(
         url = url_of(dirpath, each.name)
         return CheckpointInfo(name=each.name, url=url, dirpath=dirpath, state=state, problem=str(each.error))
     # An alias follows its target, which may have been overwritten.
-    target = next((other for other in manifests if other.name == manifest.alias_of), manifest)
+    target = next((other for other in durable.manifests if other.name == manifest.alias_of), manifest)
     content = target.content
     held = saves.get(content.save_id, [])
     return info(
@@ -97,6 +98,7 @@ def _durable_row(
         dirpath,
         content,
         state="durable",
+        metrics=with_added(content, durable.added),
         alias_of=manifest.alias_of,
         where=(*_tiers(held), "durable"),
         parts_here=_ranks(held),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.metrics import added_metrics, metric_notes
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.inventory.durable import Reader, checkpoints, unfinished
 from tiered_checkpoint_io.inventory.listing import DurableTier, checkpoints_of
@@ -37,11 +38,17 @@ class Look:
 class Looker:
     """Looks at the same tiers again and again; see :class:`Reader`."""
 
-    def __init__(self, place: Place, memory_dir: str | None = None, *, clock: Clock = SYSTEM) -> None:
-        """Takes the durable tier, and the folder of node memory; None not to look there."""
+    def __init__(
+        self, place: Place, memory_dir: str | None = None, *, metrics: bool = True, clock: Clock = SYSTEM
+    ) -> None:
+        """Takes the durable tier, and the folder of node memory; None not to look there.
+
+        With ``metrics`` it looks for those that were added since the saves as well: one list more.
+        """
         self._place = place
         self._memory_dir = memory_dir
         self._reader = Reader(clock)
+        self._added = metric_notes() if metrics else None
 
     def look(self, store: Store | None, *, unfinished_too: bool = True) -> Look:
         """Looks at both tiers, at memory first: what is committed in between is seen twice, and not missed.
@@ -65,4 +72,7 @@ class Looker:
             if self._place not in node.places:
                 raise
             found = []
-        return replace(look, durable=DurableTier(found, unfinished(store, found) if unfinished_too else ()))
+        left = unfinished(store, found) if unfinished_too else ()
+        # Before the first checkpoint there is none that has any.
+        added = added_metrics(store, self._added) if self._added is not None and found else {}
+        return replace(look, durable=DurableTier(found, left, added))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -36,6 +36,8 @@ class CheckpointInfo:
         step: The training step; None where it is not known. So is the epoch.
         epoch: The epoch.
         metric: What ModelCheckpoint monitored when it saved: ``monitor`` and ``value``; None where it did not.
+        metrics: All values that are known, by the names of their metrics: that one, and what :func:`add_metrics` added
+            to the save since, which replaces an earlier value.
         size_bytes: Bytes of all its files; where the durable tier does not have it, of the parts on this node.
         created: When it was saved, by the writer's clock (UTC); None where it is not known.
         kind: ``full``, ``sharded`` or ``local``; None where it is not known.
@@ -57,6 +59,7 @@ class CheckpointInfo:
     step: int | None = None
     epoch: int | None = None
     metric: Metric | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     size_bytes: int = 0
     created: datetime | None = None
     kind: Kind | None = None
@@ -74,14 +77,21 @@ class CheckpointInfo:
         return self.copy_of or self.save_id, not (self.copy_of or self.alias_of)
 
     def to_json(self) -> dict[str, Any]:
-        """The same for a JSON document: times as ISO 8601; a metric that is no finite number has the value null."""
+        """The same for a JSON document: times as ISO 8601; a value that is no finite number is null."""
         metric = self.metric
         return {
             **asdict(self),
             "where": list(self.where),
             "created": iso(self.created),
             "metric": metric and {"monitor": metric.monitor, "value": finite(metric.value)},
+            "metrics": {name: finite(value) for name, value in self.metrics.items()},
         }
+
+
+def with_added(content: Content, added: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a content: the one that it was saved with, and those of its save among the ``added`` ones."""
+    saved = {content.metric.monitor: content.metric.value} if content.metric is not None else {}
+    return {**saved, **added.get(content.copy_of or content.save_id, {})}
 
 
 def info(name: str, dirpath: str, content: Content, *, state: State, **more: Any) -> CheckpointInfo:
@@ -91,6 +101,7 @@ def info(name: str, dirpath: str, content: Content, *, state: State, **more: Any
         "step": content.step if content.step >= 0 else None,
         "epoch": content.epoch if content.epoch >= 0 else None,
         "metric": content.metric,
+        "metrics": with_added(content, {}),
         "size_bytes": content.size,
         "created": time_of(content.created),
         "kind": content.kind,

@@ -167,6 +167,7 @@ class MemoryTier:
             return None
         try:
             # Again each time: what clears temporary folders may have taken some.
+            os.makedirs(root.parent.parent, exist_ok=True)
             make_folders(root, FOLDERS)
             if self._spill is None:
                 spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
@@ -176,8 +177,7 @@ class MemoryTier:
                 self._spill = spill
         except OSError as error:
             self._spill_root = self._spill = None
-            why = getattr(error, "message", error.strerror)
-            warnings.warn(f"nothing is spilled to {root}: {why}", stacklevel=2)
+            warnings.warn(f"nothing is spilled to {root}: {getattr(error, 'message', error.strerror)}", stacklevel=2)
         return self._spill
 
     def _home(self, path: Path | str) -> MemoryTier:

@@ -107,6 +107,7 @@ def _of_events(totals: Totals, now: float) -> _Found:
         (catalog.FAILURES, totals.failed, {}),
         (catalog.UPLOADS, totals.uploads, {}),
         (catalog.UPLOADED, totals.uploaded_bytes, {}),
+        (catalog.COPIED, totals.copied_bytes, {}),
         (catalog.UPLOAD_TIME, totals.upload_s, {}),
         (catalog.RESTORES, totals.restores, {}),
         (catalog.REPEATED, totals.repeated_steps, {}),

@@ -1,19 +1,10 @@
-"""Where metrics go: named by one text for trainers, the drain and the command line, and kept going in the background.
-
-The text is a list separated by commas:
-
-``prometheus=9464``           serve them to Prometheus on this port of the loopback interface; ``0.0.0.0:9464`` on all
-``textfile=/dir/name.prom``   write that file for node_exporter's textfile collector, every 15 s
-``cloudwatch=/dir/name.log``  append lines of CloudWatch's embedded metric format, every 60 s; ``-`` for stdout
-``otel``                      by OpenTelemetry's SDK, to the process' own meter provider, or by OTLP as ``OTEL_*`` says
-"""
+"""Sends metrics where a text says (:mod:`model.targets`), in the background: of trainers, drains and commands."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -23,11 +14,10 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics import cloudwatch
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source
+from tiered_checkpoint_io.model.targets import Target, targets_in
 
-#: The environment variable that has a trainer export its node's metrics.
+#: The environment variable that says where the metrics of a trainer's node go, in place of its configuration.
 ENVIRONMENT = "TIERED_CHECKPOINT_METRICS"
-_LOOPBACK = "127.0.0.1"
-_ALLOWED = "allowed: prometheus=[HOST:]PORT, textfile=PATH, cloudwatch=PATH or cloudwatch=-, otel; several with commas"
 #: As Prometheus scrapes by habit; and CloudWatch charges for finer resolutions.
 _EVERY_S = {"textfile": 15.0, "cloudwatch": 60.0}
 #: How long the end of an exporter is waited for; it may be in the middle of a request.
@@ -41,46 +31,16 @@ class Export(Protocol):
         """Ends it, within a few seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One place that metrics go to.
-
-    Attributes:
-        kind: ``prometheus``, ``textfile``, ``cloudwatch`` or ``otel``.
-        path: The file of a textfile or cloudwatch; "-" for stdout.
-        host: The interface of prometheus.
-        port: Its port; 0 for any that is free.
-    """
-
-    kind: str
-    path: str = ""
-    host: str = _LOOPBACK
-    port: int = 0
-
-
 def parse_targets(text: str) -> list[Target]:
-    """The targets that a text names; see the head of this module.
+    """The targets that a text names.
 
     Raises:
         ConfigError: It can't be understood, or names a library that is not installed.
     """
-    targets = [_target(part.strip()) for part in text.split(",") if part.strip()]
+    targets = targets_in(text)
     for target in targets:
         _library(target.kind)
     return targets
-
-
-def _target(text: str) -> Target:
-    kind, _, value = text.partition("=")
-    if kind in ("textfile", "cloudwatch") and value:
-        return Target(kind, path=value)
-    if kind == "otel" and not value:
-        return Target(kind)
-    if kind == "prometheus":
-        host, _, port = value.rpartition(":")
-        if port.isascii() and port.isdigit() and int(port) < 1 << 16:
-            return Target(kind, host=host.strip("[]") or _LOOPBACK, port=int(port))
-    raise ConfigError(f"metrics can't go to {text!r}", hint=_ALLOWED)
 
 
 def _library(kind: str) -> None:
@@ -195,6 +155,10 @@ class _Repeated:
         self._clock.join(self._thread, _CLOSE_S)
 
 
-def targets_of_environment() -> list[Target]:
-    """Where the environment wants the metrics of a trainer's node to go; raises as :func:`parse_targets`."""
-    return parse_targets(os.environ.get(ENVIRONMENT, ""))
+def targets_of_trainer(configured: str | None) -> list[Target]:
+    """Where the metrics of a trainer's node are to go: the environment says so, or else its configuration.
+
+    Raises:
+        ConfigError: As :func:`parse_targets`.
+    """
+    return parse_targets(os.environ.get(ENVIRONMENT, configured or ""))

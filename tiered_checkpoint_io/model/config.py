@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Policies, policies_from
+from tiered_checkpoint_io.model.targets import ALLOWED, targets_in
 from tiered_checkpoint_io.redaction import shown, without_secrets
 
 #: What S3 serves a second and prefix, and the headroom that is left for others.
@@ -33,6 +34,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "on_save_error": ("warn", "raise"),
     "on_unrestored_loader": ("warn", "raise"),
     "drain": ("process", "thread"),
+    "staging": ("eager", "overlapped", "auto"),
     "preflight": ("error", "warn", "off"),
     "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
     "request_payer": ("requester",),
@@ -101,10 +103,16 @@ class TieredCheckpointConfig:
         memory_allocation_percentage: Per cent of the node's memory that checkpoints may take,
             shared by all ranks of the node; 20 to 100.
         chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
+        delta_upload: Whether what an earlier checkpoint has as well is copied by the server, where it can, in place of
+            being sent again; each copied part is compared, which takes CPU time. Pays where the uplink is the limit and
+            much of the state is frozen: see docs/deployment.md. S3 alone.
         max_write_concurrency: Parts in flight at once per node, or ``auto``.
         max_read_concurrency: Ranges in flight at once per node, or ``auto``.
         enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``, whose saves return once the
             checkpoint is in node memory. ``TieredCheckpointIO`` itself does not read it.
+        staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the optimizers
+            change while the next forward and backward run; ``auto``, whichever costs training less. See
+            docs/staging.md.
         max_pending: Checkpoints that may wait for the durable tier at once.
         on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
         on_save_error: ``warn`` and train on, or ``raise``.
@@ -126,6 +134,8 @@ class TieredCheckpointConfig:
             in memory and training continues, seconds.
         wait_timeout_s: Bound of every wait for the durable tier, seconds.
         log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
+        metrics_export: Where the metrics of this node go while training runs, such as ``prometheus=9464``; None for
+            nowhere. TIERED_CHECKPOINT_METRICS in the environment replaces it. See docs/metrics.md.
         endpoint_url: Of an S3 server other than AWS.
         region: AWS region.
         profile: Profile in the AWS configuration files.
@@ -151,9 +161,11 @@ class TieredCheckpointConfig:
     retention: Policies | None = None
     memory_allocation_percentage: int = 50
     chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
+    delta_upload: bool = False
     max_write_concurrency: Concurrency = "auto"
     max_read_concurrency: Concurrency = "auto"
     enable_async_checkpointing: bool = True
+    staging: Literal["eager", "overlapped", "auto"] = "eager"
     max_pending: int = 2
     on_pending: Literal["wait", "skip"] = "wait"
     on_save_error: Literal["warn", "raise"] = "warn"
@@ -170,6 +182,7 @@ class TieredCheckpointConfig:
     pending_timeout_s: int = 30
     wait_timeout_s: int = 1_800
     log_dir: str | None = None
+    metrics_export: str | None = None
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
@@ -213,7 +226,7 @@ class TieredCheckpointConfig:
             value = getattr(self, key)
             if value not in allowed and not (value is None and key in _S3_ONLY):
                 _refuse(key, value, "one of " + ", ".join(allowed))
-        for key in ("enable_async_checkpointing", "save_on_train_end"):
+        for key in ("delta_upload", "enable_async_checkpointing", "save_on_train_end"):
             if not isinstance(getattr(self, key), bool):
                 _refuse(key, getattr(self, key), "true or false")
         if self.weights_only is not None and not isinstance(self.weights_only, bool):
@@ -230,12 +243,16 @@ class TieredCheckpointConfig:
         self._check_s3()
 
     def _check_s3(self) -> None:
-        for key in (*_S3_ONLY, "log_dir"):
+        for key in (*_S3_ONLY, "log_dir", "metrics_export"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value):
                 _refuse(key, value, "text, or null")
             if value is not None and key in _S3_ONLY and ids.url_scheme(self.dirpath) != "s3":
                 _refuse(key, value, "null, because dirpath is not an S3 URL")
+        try:
+            targets_in(self.metrics_export or "")
+        except ConfigError:
+            _refuse("metrics_export", self.metrics_export, f"{ALLOWED}, or null")
         if self.storage_class in _UNREADABLE_CLASSES:
             _refuse("storage_class", self.storage_class, "a class whose objects can be read at once")
         if self.sse_kms_key_id is not None and not (self.sse or "").startswith("aws:kms"):

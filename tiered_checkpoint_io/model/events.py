@@ -10,7 +10,8 @@ save       a save returned: ``name``, ``step``, ``size_bytes``, ``stall_s``, ``c
 failed     a save failed: ``name``, ``step``, ``error``
 skipped    a save was left out, or stays in memory: ``name``, ``step``, ``error``
 upload     the drain ended an operation: ``action``, ``name``, ``step``, ``state``, ``size_bytes``, ``seconds``,
-           ``created`` (when the checkpoint was captured), ``error``
+           ``created`` (when the checkpoint was captured), ``copied_bytes`` (of an earlier one, in place of being
+           sent), ``error``
 restore    a checkpoint was loaded: ``name``, ``step``, ``tier``, ``seconds``, ``created``
 totals     what earlier events, which were removed, add up to
 =========  =========================================================================================================
@@ -43,6 +44,7 @@ class Totals:
         skipped: Saves that were left out, or stay in memory.
         uploads: Checkpoints, or parts of them, that the drain uploaded.
         uploaded_bytes: Their bytes.
+        copied_bytes: Of these, those that the durable tier copied from an earlier checkpoint.
         upload_s: Seconds that this took.
         durable_step: The step of the last checkpoint that was committed on the durable tier.
         durable_at: When that checkpoint was captured.
@@ -67,6 +69,7 @@ class Totals:
     skipped: int = 0
     uploads: int = 0
     uploaded_bytes: int = 0
+    copied_bytes: int = 0
     upload_s: float = 0.0
     durable_step: int = -1
     durable_at: float = 0.0
@@ -126,6 +129,7 @@ class Totals:
         elif event["state"] == "committed" and event["action"] in ("save", "part"):
             self.uploads += 1
             self.uploaded_bytes += event["size_bytes"]
+            self.copied_bytes += event.get("copied_bytes", 0)
             self.upload_s += event["seconds"]
             if event["action"] == "save":
                 self._is_durable(int(event["step"]), float(event["created"]))

@@ -25,6 +25,11 @@ def chunk_ranges(size: int, chunk_size: int) -> list[tuple[int, int]]:
     return [(offset, min(chunk_size, size - offset)) for offset in range(0, size, chunk_size)]
 
 
+def new_hash() -> xxhash.xxh3_128:
+    """An xxh3-128 that is given its bytes piece by piece; ``hexdigest`` is as :func:`hash_bytes` has it."""
+    return xxhash.xxh3_128()
+
+
 def hash_bytes(data: memoryview | bytes) -> str:
     """xxh3-128 of ``data``, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -63,7 +63,11 @@ class FileEntry:
 
     def check_chunk(self, index: int, data: memoryview | bytes, *, tier: str, where: str) -> None:
         """Raises CorruptCheckpointError where chunk ``index`` differs from its hash."""
-        if hash_bytes(data) != self.hashes[index]:
+        self.check_digest(index, hash_bytes(data), tier=tier, where=where)
+
+    def check_digest(self, index: int, digest: str, *, tier: str, where: str) -> None:
+        """As :meth:`check_chunk`, by the digest of what was read."""
+        if digest != self.hashes[index]:
             offset, length = self.chunks[index]
             raise CorruptCheckpointError(
                 f"bytes {offset}-{offset + length} of {self.path!r} differ from their hash",

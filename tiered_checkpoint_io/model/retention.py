@@ -218,7 +218,8 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: flo
     """Why each of these checkpoints is kept; one without a reason is to be removed.
 
     Whatever the policies say, these stay: the newest that training can resume from, of each payload; what is pinned;
-    aliases and what they stand for; copies such as ``last.ckpt``; what is being overwritten. Without a policy all stay.
+    aliases and what they stand for; copies such as ``last.ckpt``; what is being overwritten. What was saved at one step
+    stays or goes together. Without a policy all stay.
 
     Args:
         checkpoints: All that the durable tier has, aliases included.
@@ -253,6 +254,10 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: flo
             give([each] if pin.holds(now) else [], pin.text)
         if not policies:
             give([each], "no policy")
+    for unit in units:
+        # Policies judge a step by all that was saved at it, and training may resume from all of it alone.
+        if any(reasons[each.name] for each in unit):
+            give((each for each in unit if not reasons[each.name]), "another of its step is kept")
     return {name: tuple(dict.fromkeys(why)) for name, why in reasons.items()}
 
 

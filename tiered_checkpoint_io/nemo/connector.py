@@ -7,7 +7,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
+from tiered_checkpoint_io.adapters.io_of import require_tiered_io
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.trainer import on_rank_0
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.model import ids

@@ -21,7 +21,8 @@ from nemo.utils import exp_manager as upstream
 from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
+from tiered_checkpoint_io.adapters.io_of import tiered_io_of
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping

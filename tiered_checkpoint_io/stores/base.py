@@ -32,6 +32,7 @@ from tiered_checkpoint_io.errors import (
     StoreError,
     StoreNotFoundError,
 )
+from tiered_checkpoint_io.model.delta import Same
 
 
 def validate_key(key: str) -> str:
@@ -129,6 +130,28 @@ class Content(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """Content that the store may have in part under other keys, from where it may copy what it would be sent.
+
+    A store that does not know of this takes it as any content, and is sent all of it. One that does must compare what
+    it copied with ``data``: the ranges are a supposition. The objects may have been replaced, removed or damaged.
+
+    Attributes:
+        data: The whole content.
+        same: Which ranges of it other objects are supposed to have, in their order.
+    """
+
+    data: memoryview
+    same: tuple[Same, ...]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]:
+        return self.data[piece]
+
+
+@dataclass(frozen=True, slots=True)
 class ServerCopy:
     """Bytes that the store has under another key, to be copied there without being sent.
 
@@ -197,7 +220,8 @@ class Store(Protocol):
     # A store may also have ``folders(prefix)``: the names of the folders that a listing by a delimiter finds below a
     # prefix. See :func:`folders_of`. And ``try_multipart(key)``, where large objects need rights of their own. And
     # ``copy(source, target, size, ...)``, which sends no bytes. See :class:`ServerCopy`. And what
-    # :class:`ConditionalStore` adds. And ``delete_all(keys)``: as ``delete``, by few requests.
+    # :class:`ConditionalStore` adds. And ``delete_all(keys)``: as ``delete``, by few requests. And ``read_pieces``: see
+    # :func:`read_pieces`.
 
     def get(self, key: str) -> bytes:
         """The content of a small object.
@@ -311,59 +335,3 @@ class ConditionalStore(Store, Protocol):
             StoreChangedError: The object is another than expected. Nothing was removed.
         """
         ...
-
-
-class Unconditional:
-    """The methods of a ConditionalStore by those of a store that has them not: what is expected is not looked at."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def tag(self, key: str) -> str | None:
-        try:
-            self._store.size(key)
-        except StoreNotFoundError:
-            return None
-        return ""
-
-    def get_tagged(self, key: str) -> tuple[bytes, str]:
-        return self._store.get(key), ""
-
-    def put_if(self, key: str, data: bytes, expected: str | None) -> str:  # noqa: ARG002
-        self._store.put(key, data)
-        return ""
-
-    def upload_if(
-        self,
-        key: str,
-        data: Content,
-        expected: str | None,  # noqa: ARG002
-        *,
-        journal: UploadJournal | None = None,
-        progress: Callable[[int], None] | None = None,
-        look: Callable[[], None] | None = None,
-    ) -> None:
-        if look is not None:
-            look()
-        self._store.upload(key, data, journal=journal, progress=progress)
-
-    def delete_if(self, key: str, expected: str) -> None:  # noqa: ARG002
-        self._store.delete(key)
-
-
-def conditional(store: Store) -> ConditionalStore | Unconditional:
-    """The same store for writes on a condition; where it can't, they are unconditional."""
-    return store if isinstance(store, ConditionalStore) else Unconditional(store)
-
-
-def folders_of(store: Store, prefix: str) -> set[str]:
-    """The folders below a prefix that ends with a slash: few answers where a store can list them, else a list of all.
-
-    Raises:
-        StoreError: The listing failed.
-    """
-    folders = getattr(store, "folders", None)
-    if folders is not None:
-        return set(folders(prefix))
-    below = (entry.key[len(prefix) :] for entry in store.list(prefix))
-    return {key.partition("/")[0] for key in below if "/" in key}

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -68,6 +68,20 @@ class DirectoryStore(FileStore):
                 if not count:
                     raise too_short(key, os.fstat(file.fileno()).st_size, offset + len(buffer))
                 done += count
+
+    def read_pieces(self, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
+        """Fills several buffers; see :func:`stores.base.read_pieces`."""
+        path = self._path(key)
+
+        def once() -> None:
+            at = offset
+            for index, piece in enumerate(pieces):
+                self._read(key, path, at, piece)
+                at += len(piece)
+                filled(index)
+
+        self._ask("get", key, once)
+        self.metrics.add("bytes.down", sum(len(piece) for piece in pieces))
 
     # ------------------------------------------------------------------------- conditional writes
     def tag(self, key: str) -> str | None:

@@ -10,17 +10,18 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores.base import Content, ObjectInfo, UploadJournal, too_short
+from tiered_checkpoint_io.stores.base import Content, ObjectInfo, UploadJournal
 from tiered_checkpoint_io.stores.retry import Progress
+from tiered_checkpoint_io.stores.s3_bodies import content_of, fill
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import is_changed
-from tiered_checkpoint_io.stores.s3_uploads import MARK, MIB, Condition, Copied, MultipartUploads, part_size_for
+from tiered_checkpoint_io.stores.s3_parts import MARK, MIB, Condition, Copied, part_size_for
+from tiered_checkpoint_io.stores.s3_uploads import COPY_PART, MultipartUploads
 
 __all__ = ["MIB", "S3Store"]
 
-_RECEIVE_SIZE = 1 * MIB
-#: Up to this size an object is copied by one request (S3 allows 5 GiB), and beyond it in parts of the other.
-_COPY_WHOLE, _COPY_PART = 1024 * MIB, 256 * MIB
+#: Up to this size an object is copied by one request (S3 allows 5 GiB), and beyond it in parts.
+_COPY_WHOLE = 1024 * MIB
 #: As many keys as S3 takes in one request to delete.
 _DELETES = 1000
 
@@ -67,7 +68,7 @@ class S3Store:
         self.url, self.metrics = self._client.url, self._client.metrics
         self._part_size = part_size
         self._write_options = dict(write_options or {})
-        self._copy_whole, self._copy_part = _COPY_WHOLE, _COPY_PART
+        self._copy_whole, self._copy_part = _COPY_WHOLE, COPY_PART
         self._clock = clock
         self._uploads = MultipartUploads(self._client, self._write_options, workers=write_concurrency, clock=clock)
 
@@ -105,7 +106,7 @@ class S3Store:
                 yield entry["Prefix"][len(start) : -1]
 
     def get(self, key: str) -> bytes:
-        data: bytes = self._client.ask("get_object", key, receive=_content)
+        data: bytes = self._client.ask("get_object", key, receive=content_of)
         self.metrics.add("bytes.down", len(data))
         return data
 
@@ -134,9 +135,14 @@ class S3Store:
         if not len(buffer):
             self.size(key)
             return
-        wanted = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
-        self._client.ask("get_object", key, wanted, receive=lambda answer: _fill(buffer, answer, key, offset))
-        self.metrics.add("bytes.down", len(buffer))
+        self.read_pieces(key, offset, [buffer], lambda _: None)
+
+    def read_pieces(self, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
+        """Fills several buffers by one request; see :func:`stores.base.read_pieces`."""
+        length = sum(len(piece) for piece in pieces)
+        wanted = {"Range": f"bytes={offset}-{offset + length - 1}"}
+        self._client.ask("get_object", key, wanted, receive=lambda answer: fill(pieces, filled, answer, key, offset))
+        self.metrics.add("bytes.down", length)
 
     # ------------------------------------------------------------------------- conditional writes
     def tag(self, key: str) -> str | None:
@@ -146,7 +152,9 @@ class S3Store:
             return None
 
     def get_tagged(self, key: str) -> tuple[bytes, str]:
-        data, tag = self._client.ask("get_object", key, receive=lambda answer: (_content(answer), str(answer["ETag"])))
+        data, tag = self._client.ask(
+            "get_object", key, receive=lambda answer: (content_of(answer), str(answer["ETag"]))
+        )
         self.metrics.add("bytes.down", len(data))
         return data, tag
 
@@ -304,39 +312,3 @@ def _as_changed(key: str) -> Iterator[None]:
         if not is_changed(error.__cause__):
             raise
         raise StoreUnavailableError("it was replaced while it was copied", operation="copy", key=key) from error
-
-
-def _content(answer: Mapping[str, Any]) -> bytes:
-    with contextlib.closing(answer["Body"]) as body:
-        data: bytes = body.read()
-        return data
-
-
-def _fill(buffer: memoryview, answer: Mapping[str, Any], key: str, offset: int) -> None:
-    """Fills ``buffer`` from an answer that should hold the bytes from ``offset`` on."""
-    end = offset + len(buffer)
-    start, total = 0, int(answer["ContentLength"])
-    if "ContentRange" in answer:
-        bounds, _, size = answer["ContentRange"].rpartition(" ")[2].partition("/")
-        start, total = int(bounds.partition("-")[0]), int(size)
-    with contextlib.closing(answer["Body"]) as body:
-        if total < end:
-            raise too_short(key, total, end)
-        if start > offset:
-            raise _broken_off(key)
-        # Some servers answer a range with the whole object.
-        for at in range(start, offset, _RECEIVE_SIZE):
-            if not body.read(min(_RECEIVE_SIZE, offset - at)):
-                raise _broken_off(key)
-        done = 0
-        while done < len(buffer):
-            # In pieces, because the HTTP client holds each in a buffer of its own on the way.
-            with buffer[done : done + _RECEIVE_SIZE] as piece:
-                count = body.readinto(piece)
-            if not count:
-                raise _broken_off(key)
-            done += count
-
-
-def _broken_off(key: str) -> StoreUnavailableError:
-    return StoreUnavailableError("the answer is not the range asked for", operation="read", key=key)

@@ -306,13 +306,13 @@ class S3Client:
                     hint="this is a defect of the server",
                 )
 
-    def copy_source(self, key: str, etag: str) -> dict[str, Any]:
-        """The arguments of a request that copies an object, for as long as that has this ETag."""
+    def copy_source(self, key: str, etag: str | None) -> dict[str, Any]:
+        """The arguments of a request that copies an object, for as long as that has this ETag, if any is given."""
         source = {"Bucket": self._bucket, "Key": self.prefix + validate_key(key)}
         owner = self._always.get("ExpectedBucketOwner")
         return {
             "CopySource": source,
-            "CopySourceIfMatch": etag,
+            **({"CopySourceIfMatch": etag} if etag is not None else {}),
             **({"ExpectedSourceBucketOwner": owner} if owner else {}),
         }
 

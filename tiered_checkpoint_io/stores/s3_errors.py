@@ -20,6 +20,7 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
 )
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.s3_facts import NEEDS
 
 _NO_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
@@ -90,7 +91,7 @@ def refusal(
 ) -> StoreError:
     """The error for an answer that is not a success; the code is the status as text where it has no body (HEAD)."""
     label = code if code == str(status) else f"{code}, HTTP {status}"
-    return _error(_meaning(code, status, ids.parse_s3_url(url)[0], region), request, label, url, key)
+    return _error(_meaning(request, code, status, ids.parse_s3_url(url)[0], region), request, label, url, key)
 
 
 def _error(meaning: _Meaning, request: str, label: str, url: str, key: str | None) -> StoreError:
@@ -152,7 +153,7 @@ def may_refuse_conditions(error: BaseException | None) -> bool:
     )
 
 
-def _meaning(code: str, status: int, bucket: str, region: str | None) -> _Meaning:
+def _meaning(request: str, code: str, status: int, bucket: str, region: str | None) -> _Meaning:
     if code == "NoSuchBucket":
         return StoreConfigError, f"bucket {bucket!r} does not exist there; check dirpath and endpoint_url"
     if code == "InvalidBucketName":
@@ -169,7 +170,10 @@ def _meaning(code: str, status: int, bucket: str, region: str | None) -> _Meanin
     if code in _BAD_KEYS or code.startswith("ExpiredToken"):
         return StoreAccessError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
     if status in (401, 403):
-        return StoreAccessError, "check the credentials, and their rights on this bucket and prefix"
+        # Of what is not there, AWS says so only to who may list the bucket.
+        actions = NEEDS["absent" if request in ("get", "head") else request] if request in NEEDS else ()
+        needed = f": this needs {' and '.join(actions)}" if actions else ""
+        return StoreAccessError, f"check the credentials, and their rights on this bucket and prefix{needed}"
     if status == 404:
         return StoreNotFoundError, None
     if status == 400 and code in _NO_REASON:

@@ -10,11 +10,32 @@ from typing import Any, Literal, NamedTuple
 Condition = Literal["judged", "ignored", "refused", "misjudged"] | None
 
 
+#: The actions that AWS asks for at each request that the store sends.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "list": ("s3:ListBucket",),
+    # Of what is not there, AWS says so only to who may list the bucket.
+    "absent": ("s3:GetObject", "s3:ListBucket"),
+    "put": ("s3:PutObject",),
+    "get": ("s3:GetObject",),
+    "head": ("s3:GetObject",),
+    "create": ("s3:PutObject",),
+    "part": ("s3:PutObject",),
+    "complete": ("s3:PutObject",),
+    "list_parts": ("s3:ListMultipartUploadParts",),
+    "abort": ("s3:AbortMultipartUpload",),
+    "copy": ("s3:GetObject", "s3:PutObject"),
+    "copy_part": ("s3:GetObject", "s3:PutObject"),
+    "list_uploads": ("s3:ListBucketMultipartUploads",),
+    "delete": ("s3:DeleteObject",),
+    "delete_many": ("s3:DeleteObject",),
+}
+
+
 class Tried(NamedTuple):
     """One request, and how it ended.
 
     Attributes:
-        request: Its name, as in ``rights.NEEDS``.
+        request: Its name, as in ``NEEDS``.
         code: "" where it succeeded; else the server's error code, the HTTP status, or the exception's name.
         text: The error in one sentence.
         server_text: What the server itself says, which on AWS names the right that is missing.

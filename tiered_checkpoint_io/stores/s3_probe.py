@@ -23,7 +23,7 @@ from tiered_checkpoint_io.stores.s3 import write_options_of
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import answer_of, is_just_denied, may_refuse_conditions, translated
 from tiered_checkpoint_io.stores.s3_facts import BucketFacts, Condition, Leftovers, Settings, Tried
-from tiered_checkpoint_io.stores.s3_uploads import MARK
+from tiered_checkpoint_io.stores.s3_parts import MARK
 
 #: Of so many unfinished uploads the parts are counted: one request each.
 _LOOKED_AT = 20

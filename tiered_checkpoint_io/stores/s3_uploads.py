@@ -7,119 +7,40 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import (
+    CorruptCheckpointError,
     InvalidNameError,
     StoreChangedError,
     StoreError,
     StoreNotFoundError,
     StoreUnavailableError,
 )
-from tiered_checkpoint_io.stores.base import Content, UploadJournal, changed
+from tiered_checkpoint_io.model.delta import Piece, pieces_of
+from tiered_checkpoint_io.stores.base import Content, CopyRefusedError, Delta, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import S3Client
+from tiered_checkpoint_io.stores.s3_parts import (
+    MARK,
+    Condition,
+    Copied,
+    Pieces,
+    Upload,
+    is_shown,
+    origin_of,
+    part_size_for,
+)
 
-MIB = 1 << 20
-MAX_PARTS = 10_000
-_MIN_PART = 8 * MIB
-_MAX_PART = 5 << 30
-_MAX_OBJECT = 5 << 40
-#: The user metadata of an object by which an upload knows it again. An ETag tells nothing of the content where the
-#: bucket encrypts by KMS, in directory buckets (S3 Express), and on some servers.
-MARK = "tiered-upload"
+#: Bytes of one part that the server copies. It answers once it has, and within the time that a request may take.
+COPY_PART = 256 << 20
+#: After so many refusals in a row, delta uploads are not tried any more.
+_PATIENCE = 2
 _log = logging.getLogger("tiered_checkpoint_io.s3")
-
-
-def part_size_for(size: int, wanted: int) -> int:
-    """Bytes of one part of an object of ``size`` bytes: as wanted, raised so that 10,000 parts suffice.
-
-    Raises:
-        StoreError: S3 has no object of this size.
-    """
-    if size > _MAX_OBJECT:
-        raise StoreError(
-            f"{size} bytes exceed S3's limit of 5 TiB for one object",
-            operation="upload",
-            hint="save a sharded checkpoint",
-        )
-    needed = -(-size // MAX_PARTS)
-    return min(_MAX_PART, max(wanted, -(-needed // MIB) * MIB, _MIN_PART))
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What must hold when an object appears: its tag, and what ``look`` looks at; see ConditionalStore.upload_if."""
-
-    expected: str | None
-    look: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """An upload in progress, as its journal has it: parts of ``part_size`` bytes, the last one maybe smaller.
-
-    The object that it makes bears its ``mark``; "" where an earlier release began it. Of a copy, ``origin`` is the
-    source's ETag.
-    """
-
-    url: str
-    key: str
-    upload_id: str
-    size: int
-    part_size: int
-    mark: str = ""
-    origin: str = ""
-
-    @classmethod
-    def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
-        """The upload of ``key`` that a journal tells of; None where it tells of none, or is another store's."""
-        state = (journal.read() if journal is not None else None) or {}
-        match state:
-            case {"url": u, "key": k, "upload_id": str(upload_id), "size": int(size), "part_size": int(part_size)} if (
-                (u, k) == (url, key) and size >= 0 and part_size >= 1
-            ):
-                return cls(
-                    url, key, upload_id, size, part_size, str(state.get("mark", "")), str(state.get("origin", ""))
-                )
-        return None
-
-    @property
-    def numbers(self) -> range:
-        """Part numbers, from 1."""
-        return range(1, -(-self.size // self.part_size) + 1)
-
-    def range_of(self, number: int) -> slice:
-        """The bytes of a part."""
-        start = (number - 1) * self.part_size
-        return slice(start, min(start + self.part_size, self.size))
-
-    def size_of(self, number: int) -> int:
-        return len(range(self.size)[self.range_of(number)])
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """Bytes that the server has under another key, for an upload whose parts it copies from there.
-
-    Attributes:
-        arguments: Which object, for requests that copy: they fail where its ETag has changed.
-        etag: Its ETag.
-        size: Its bytes.
-        check: Called before the upload is completed: some servers ignore the ETag.
-    """
-
-    arguments: Mapping[str, Any]
-    etag: str
-    size: int
-    check: Callable[[], None]
-
-    def __len__(self) -> int:
-        return self.size
 
 
 class MultipartUploads:
@@ -130,6 +51,7 @@ class MultipartUploads:
         self._clock = clock
         self._write_options = write_options
         self._checksum = write_options.get("ChecksumAlgorithm")
+        self._copy_part, self._refused = COPY_PART, 0
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-s3")
 
     def close(self) -> None:
@@ -148,6 +70,10 @@ class MultipartUploads:
 
         The condition, if any, is looked at before the end.
         """
+        if isinstance(data, Delta):
+            if self._send_delta(key, data, part_size, journal, report, condition):
+                return
+            data = data.data
         for _ in range(2):
             report.restart()
             if self._send(key, data, part_size, journal, report, condition):
@@ -157,6 +83,35 @@ class MultipartUploads:
         raise StoreUnavailableError(
             "others aborted the upload, twice", operation="upload", key=f"{self._client.url}/{key}"
         )
+
+    def _send_delta(
+        self,
+        key: str,
+        data: Delta,
+        part_size: int,
+        journal: UploadJournal | None,
+        report: Progress,
+        condition: Condition | None,
+    ) -> bool:
+        """Whether the object was made, some of it by copies; False where all of it has to be sent."""
+        begun = Upload.journaled(journal, self._client.url, key)
+        copy_size = part_size_for(len(data), self._copy_part)
+        cut = Pieces(data, pieces_of(len(data), data.same, part_size, copy_size))
+        if not cut.copied or self._refused >= _PATIENCE or (begun is not None and not begun.origin):
+            return False
+        try:
+            self.send(key, cut, part_size, journal, report, condition)
+        except CopyRefusedError as error:
+            if isinstance(error.__cause__, StoreNotFoundError):
+                _log.info("%s is sent whole: %s", key, error)
+                return False
+            self._refused += 1
+            last = "; from now on all uploads are" if self._refused == _PATIENCE else ""
+            _log.warning("%s is sent whole%s: %s", key, last, error)
+            return False
+        self._refused = 0
+        self._client.metrics.add("bytes.copied", cut.copied)
+        return True
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
         """Ends the upload that a journal describes."""
@@ -196,8 +151,7 @@ class MultipartUploads:
         condition: Condition | None,
     ) -> bool:
         """Whether the object is complete; False where the upload vanished (a lifecycle rule, for one)."""
-        origin = data.etag if isinstance(data, Copied) else ""
-        upload, arrived = self._begin(key, len(data), part_size, journal, origin)
+        upload, arrived = self._begin(key, data, part_size, journal)
         upload_id = {"UploadId": upload.upload_id}
         checksum = {"ChecksumAlgorithm": self._checksum} if self._checksum else {}
         report.add(sum(upload.size_of(number) for number in arrived))
@@ -220,6 +174,35 @@ class MultipartUploads:
             arrived[number] = self._part(number, answer["CopyPartResult"])
             report.add(upload.size_of(number))
 
+        def take_part(number: int, source: Piece, cancelled: threading.Event) -> None:
+            assert isinstance(data, Pieces)
+            part = arrived.get(number)
+            if part is None:
+                last = source.offset + upload.size_of(number) - 1
+                span = {"CopySourceRange": f"bytes={source.offset}-{last}"}
+                given = {**upload_id, "PartNumber": number, **self._client.copy_source(source.key, None), **span}
+                try:
+                    answer = self._client.ask("upload_part_copy", key, given, cancelled=cancelled, doubt=is_gone)
+                except (StoreError, CorruptCheckpointError) as error:
+                    # The latter where the source ends before the range, and the server says so.
+                    if isinstance(error, StoreError) and error.retryable:
+                        raise
+                    text = f"the server did not copy from {source.key!r}: {error.message}"
+                    raise CopyRefusedError(text, operation="copy", key=key, hint=error.hint) from error
+                part = answer.get("CopyPartResult", {})
+            # Whatever the source holds by now, and whatever the server has made of the request.
+            with data[upload.range_of(number)] as piece:
+                if not is_shown(part, piece):
+                    raise CopyRefusedError(
+                        f"what the server copied from {source.key!r} was not shown to be what this checkpoint holds",
+                        operation="copy",
+                        key=key,
+                        hint="it is so on servers that do not copy ranges, or encrypt by KMS; else check that object",
+                    )
+            if number not in arrived:
+                arrived[number] = self._part(number, part)
+                report.add(upload.size_of(number))
+
         def send_part(number: int, cancelled: threading.Event) -> None:
             assert not isinstance(data, Copied)
             with data[upload.range_of(number)] as piece:
@@ -230,7 +213,10 @@ class MultipartUploads:
             report.add(upload.size_of(number))
 
         try:
-            missing = [number for number in upload.numbers if number not in arrived]
+            # Copies come first: what they show decides on the rest. Those that have arrived are compared as well.
+            copies = {number: source for number in upload.numbers if (source := upload.source_of(number)) is not None}
+            missing = [number for number in upload.numbers if number not in arrived and number not in copies]
+            self._run(copies, lambda number, cancelled: take_part(number, copies[number], cancelled))
             self._run(missing, copy_part if isinstance(data, Copied) else send_part)
             if isinstance(data, Copied):
                 data.check()
@@ -274,11 +260,14 @@ class MultipartUploads:
         self._client.ask_if("complete_multipart_upload", key, condition.expected, given, doubt=doubt)
 
     def _begin(
-        self, key: str, size: int, part_size: int, journal: UploadJournal | None, origin: str
+        self, key: str, data: Content | Copied, part_size: int, journal: UploadJournal | None
     ) -> tuple[Upload, dict[int, dict[str, Any]]]:
         """The upload to write to, and its parts that have arrived already."""
+        size, origin = len(data), origin_of(data)
+        pieces = data.pieces if isinstance(data, Pieces) else ()
         upload = Upload.journaled(journal, self._client.url, key)
         if upload is not None:
+            upload = replace(upload, pieces=pieces)
             is_same = (upload.size, upload.origin) == (size, origin)
             arrived = self._arrived(upload) if is_same else None
             if arrived is not None:
@@ -286,9 +275,9 @@ class MultipartUploads:
             self._abort(key, upload.upload_id)
         mark = self._clock.token(8)
         answer = self._client.ask("create_multipart_upload", key, {**self._write_options, "Metadata": {MARK: mark}})
-        upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark, origin)
+        upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark, origin, pieces)
         if journal is not None:
-            journal.write(asdict(upload))
+            journal.write(upload.to_journal())
         return upload, {}
 
     def _arrived(self, upload: Upload) -> dict[int, dict[str, Any]] | None:

@@ -17,7 +17,8 @@ from tiered_checkpoint_io.errors import (
     StoreError,
     StoreNotFoundError,
 )
-from tiered_checkpoint_io.stores.base import Store, folders_of
+from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.fallbacks import folders_of
 from tiered_checkpoint_io.testing.optional import MemoryJournal, OptionalContract, StopHere, stop_here
 
 __all__ = ["ContentOnDemand", "MemoryJournal", "StopHere", "StoreContract", "stop_here"]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
 from tiered_checkpoint_io.errors import StoreUnavailableError
-from tiered_checkpoint_io.stores.base import Content, ObjectInfo, Store, UploadJournal, conditional
+from tiered_checkpoint_io.stores.base import Content, ObjectInfo, Store, UploadJournal
+from tiered_checkpoint_io.stores.fallbacks import conditional
 
 _T = TypeVar("_T")
 

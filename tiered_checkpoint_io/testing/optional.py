@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tiered_checkpoint_io.errors import StoreChangedError, StoreNotFoundError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreChangedError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import ConditionalStore, CopyRefusedError, ServerCopy, Store
+from tiered_checkpoint_io.stores.fallbacks import read_pieces
 
 
 class StopHere(Exception):  # noqa: N818 - says what it is
@@ -51,6 +52,21 @@ class OptionalContract:
             store.put(f"many/{number} &<ü>", b"1")
         delete_all([*(f"many/{number} &<ü>" for number in range(4)), "many/none"])
         assert [entry.key for entry in store.list("")] == ["many/4 &<ü>"]
+
+    # --------------------------------------------------------------------------------- reads in pieces
+    def test_pieces_are_filled_in_order_and_told_as_they_are(self, store: Store) -> None:
+        data = os.urandom(3 << 20)
+        store.upload("x", memoryview(data))
+        pieces = [memoryview(bytearray(length)) for length in (1, 1 << 20, 0, 700_001, 5)]
+        told: list[bytes] = []
+        read_pieces(store, "x", 7, pieces, lambda index: told.append(bytes(pieces[index])))
+        assert [len(each) for each in told] == [1, 1 << 20, 0, 700_001, 5]
+        assert b"".join(told) == data[7 : 7 + sum(map(len, told))]
+        assert store.metrics.snapshot()["bytes.down"] == sum(map(len, told))
+        with pytest.raises(CorruptCheckpointError):
+            read_pieces(store, "x", len(data) - 4, [pieces[0], pieces[-1]], lambda _: None)
+        with pytest.raises(StoreNotFoundError):
+            read_pieces(store, "none", 0, [pieces[0]], lambda _: None)
 
     # --------------------------------------------------------------------------------- copies
     def _skip_without_copy(self, store: Store) -> None:

@@ -12,7 +12,7 @@ from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores.s3_facts import BucketFacts, Tried
+from tiered_checkpoint_io.stores.s3_facts import NEEDS, BucketFacts, Tried
 
 #: AWS refuses requests that are further from its time, seconds.
 _SKEW_REFUSED_S = 900
@@ -130,18 +130,16 @@ def _rights(facts: BucketFacts, config: TieredCheckpointConfig) -> list[Check]:
     missing = set(_missing(facts, config))
     tried = {each.request: each for each in facts.tries}
     checks = []
-    for action in dict.fromkeys(action for actions in rights.NEEDS.values() for action in actions):
+    for action in dict.fromkeys(action for actions in NEEDS.values() for action in actions):
         # The others say of a right no more than those that need it alone.
-        requests = [name for name, actions in rights.NEEDS.items() if actions == (action,) and name in tried]
+        requests = [name for name, actions in NEEDS.items() if actions == (action,) and name in tried]
         denied = [tried[name] for name in requests if tried[name].is_denied]
         if action in missing and action == "s3:ListBucket" and not tried["list"].failed:
             measured = "allowed to list, but an object that is not there is answered by 403"
             do = "allow it without a condition on s3:prefix, which holds only for lists"
             checks.append(Check("durable", "fail", action, measured, do))
         elif action in missing:
-            refused = denied or [
-                each for each in facts.tries if each.is_denied and action in rights.NEEDS[each.request]
-            ]
+            refused = denied or [each for each in facts.tries if each.is_denied and action in NEEDS[each.request]]
             said = refused[0].server_text
             measured = f"missing: {', '.join(each.request for each in refused)} refused ({refused[0].code})"
             measured += f": {said}" if said and said != "Access Denied" else ""
@@ -169,7 +167,7 @@ def _failures(facts: BucketFacts, config: TieredCheckpointConfig) -> list[Check]
     return [
         _failure(each)
         for each in facts.tries
-        if each.failed and not (each.is_denied and missing & set(rights.NEEDS[each.request]))
+        if each.failed and not (each.is_denied and missing & set(NEEDS[each.request]))
     ]
 
 

@@ -6,27 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.s3_facts import Tried
+from tiered_checkpoint_io.stores.s3_facts import NEEDS, Tried
 
-#: The actions that AWS asks for at each request of the probe, which sends all those that the store sends.
-NEEDS: dict[str, tuple[str, ...]] = {
-    "list": ("s3:ListBucket",),
-    # Of what is not there, AWS says so only to who may list the bucket.
-    "absent": ("s3:GetObject", "s3:ListBucket"),
-    "put": ("s3:PutObject",),
-    "get": ("s3:GetObject",),
-    "head": ("s3:GetObject",),
-    "create": ("s3:PutObject",),
-    "part": ("s3:PutObject",),
-    "complete": ("s3:PutObject",),
-    "list_parts": ("s3:ListMultipartUploadParts",),
-    "abort": ("s3:AbortMultipartUpload",),
-    "copy": ("s3:GetObject", "s3:PutObject"),
-    "copy_part": ("s3:GetObject", "s3:PutObject"),
-    "list_uploads": ("s3:ListBucketMultipartUploads",),
-    "delete": ("s3:DeleteObject",),
-    "delete_many": ("s3:DeleteObject",),
-}
 #: What follows where an action is missing.
 WITHOUT = {
     "s3:ListBucket": "restarts find no checkpoint, and a first save fails",

@@ -14,6 +14,7 @@ from typing import Literal
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.begun import Begun
+from tiered_checkpoint_io.engine.drain.deltas import Deltas
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.drain.operations import NAMING, RETENTION, SAVES, Outcome, Request, State, superseded
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -31,7 +32,7 @@ from tiered_checkpoint_io.errors import (
     PinnedError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.logs import Logger, rate
+from tiered_checkpoint_io.logs import Logger, rate, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -60,6 +61,7 @@ class Executor:
         found: What earlier looks for garbage found, by durable tier.
         refused: Durable tiers that do not copy objects, of which this was said.
         surveys: What retention has seen, by durable tier.
+        deltas: What earlier uploads have left on the durable tier that later ones need not send.
     """
 
     tier: MemoryTier
@@ -74,6 +76,10 @@ class Executor:
     found: dict[Place, Seen] = field(default_factory=dict)
     refused: set[Place] = field(default_factory=set)
     surveys: dict[Place, retention.Survey] = field(default_factory=dict)
+    deltas: Deltas = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deltas = Deltas(self.tier)
 
     def waiting(self, queued: Collection[str]) -> dict[str, float]:
         """Those of the operations in the queue whose turn has not come again, and when it does."""
@@ -128,30 +134,40 @@ class Executor:
             return
         seconds = self.clock.monotonic() - started
         self.report.succeeded(stored.part.content.size if stored is not None else 0, seconds)
-        self._finish(operation, "committed", seconds=seconds)
+        copied = self.deltas.copied(operation.op_id)
+        self._finish(operation, "committed", seconds=seconds, copied=copied)
         if stored is not None:
             part = stored.part
+            self.deltas.uploaded(part)
             # Before it leaves the queue: who waits for all that is queued must not find just those that failed.
             for old in superseded(operations, self._lost(part), operation):
                 self._give_up(old, f"superseded by {part.name}")
             # Behind the outcome: a drain that dies in between finds it committed, and says so again.
             self._mark_drained(stored)
             what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
-            self.log.info("Step %d: %s %s: %s", part.content.step, part.name, what, rate(part.content.size, seconds))
+            took = rate(part.content.size, seconds)
+            if copied:
+                took += f", of which {size_text(copied)} were copied there in place of being sent"
+            self.log.info("Step %d: %s %s: %s", part.content.step, part.name, what, took)
 
     def _save(self, stored: StoredPart) -> commit.Fate | Literal["waits"]:
         """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
         part, rows = stored.part, None
         is_alone, timeout_s = part.content.parts == 1, self.stores.config.wait_timeout_s
         store, journal = self.stores.get(part.place), self.queue.journal(stored.op_id)
-        with self.report.uploading(part.name, part.content.size), reading(stored) as views:
+        with (
+            self.report.uploading(part.name, part.content.size),
+            self.deltas.counting(store, stored.op_id),
+            reading(stored) as views,
+        ):
+            files = self.deltas.contents(part, views) if self.stores.config.delta_upload else views
             if not is_alone:
-                fate = commit.put_part(store, part, views, journal=journal, progress=self._progress, clock=self.clock)
+                fate = commit.put_part(store, part, files, journal=journal, progress=self._progress, clock=self.clock)
                 if fate == "replaced" or not part.commits:
                     return fate
                 if fate == "sent" and (rows := self._gather(store, part, timeout_s)) is None:
                     return "waits"
-            fate = commit.commit(store, part, views, rows, journal=journal, progress=self._progress, clock=self.clock)
+            fate = commit.commit(store, part, files, rows, journal=journal, progress=self._progress, clock=self.clock)
         if fate != "replaced" and not is_alone:
             queued = [each for each in self.queue.look(self.tier) if each.action in SAVES]
             busy = {each.name for each in queued if ids.save_id_of_op(each.op_id) > part.save_id}
@@ -315,6 +331,7 @@ class Executor:
         error: Exception | str = "",
         *,
         seconds: float = 0.0,
+        copied: int = 0,
         final: bool = True,
     ) -> None:
         """Notes how an operation ended; one that is not tried again leaves the queue."""
@@ -348,6 +365,7 @@ class Executor:
             state=state,
             size_bytes=outcome.bytes,
             seconds=round(seconds, 3),
+            copied_bytes=copied,
             created=content.created if content is not None else 0.0,
             error=outcome.error,
         )

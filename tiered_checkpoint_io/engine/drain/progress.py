@@ -22,7 +22,8 @@ class SaveReport:
         tiers: Where it is, or is on its way to.
         queued: Whether it is still on its way to the durable tier.
         spilled: Whether what the memory tier has of it lies in its spill, on the node's disk.
-        capture_s: Seconds of the stall in which the state was copied.
+        capture_s: How long the state was copied, seconds; 0 where that goes on when the save returns.
+        overlapped: Whether it was copied beside training, and not within the stall.
     """
 
     name: str
@@ -34,6 +35,7 @@ class SaveReport:
     queued: bool = False
     spilled: bool = False
     capture_s: float = 0.0
+    overlapped: bool = False
 
     def line(self, dirpath: str, what: str = "") -> str:
         """What to log of it: where it is by now, and what is still to be done.
@@ -48,7 +50,9 @@ class SaveReport:
         here = "the node's disk" if self.spilled else "memory"
         places = " and ".join(here if tier == "memory" else told_as(dirpath) for tier in there)
         done = f"saved {what or self.name} to {places}" if places else f"captured {what or self.name}"
-        text = f"{done}: {rate(self.size, self.stall_s)}"
+        text = f"{done}: {rate(self.size, self.capture_s if self.overlapped else self.stall_s)}"
+        if self.overlapped:
+            text = f"{text} beside training, which waited {self.stall_s:.3f} s"
         return f"{text}; upload to {told_as(dirpath)} queued" if self.queued else text
 
 

@@ -13,7 +13,8 @@ from tiered_checkpoint_io.errors import FormatVersionError, TieredCheckpointErro
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Part
-from tiered_checkpoint_io.stores.base import ObjectInfo, Store, folders_of
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store
+from tiered_checkpoint_io.stores.fallbacks import folders_of
 
 
 @dataclass(slots=True)

@@ -20,7 +20,8 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, Manifest, reservation, reservation_in
-from tiered_checkpoint_io.stores.base import ObjectInfo, Store, changed, conditional
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store, changed
+from tiered_checkpoint_io.stores.fallbacks import conditional
 
 #: Manifests that are read for the newest save: an upload that failed before may be committed after newer ones.
 _LAST = 8

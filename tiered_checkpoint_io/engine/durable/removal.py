@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -10,12 +11,13 @@ from typing import Any
 
 from tiered_checkpoint_io.engine.durable.files import parse_description, paths_in
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact
-from tiered_checkpoint_io.errors import ManifestError, StoreChangedError
+from tiered_checkpoint_io.errors import ManifestError, StoreChangedError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import Index
 from tiered_checkpoint_io.model.manifest import Content, Part
-from tiered_checkpoint_io.stores.base import Store, UploadJournal, conditional
+from tiered_checkpoint_io.stores.base import Store, UploadJournal
+from tiered_checkpoint_io.stores.fallbacks import conditional
 
 #: The section of an operation's journal that says what is to go.
 REMOVAL = "removal"
@@ -48,6 +50,32 @@ class Section:
 
     def _all(self) -> dict[str, object]:
         return (self._journal.read() if self._journal is not None else None) or {}
+
+
+class StoreJournal:
+    """A journal on the durable tier itself, for one process at a time: it holds the lease."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+        self._state: dict[str, object] | None = None
+        self._is_read = False
+
+    def read(self) -> dict[str, object] | None:
+        if not self._is_read:
+            # One that is damaged tells nothing.
+            with contextlib.suppress(StoreNotFoundError, ValueError):
+                state = json.loads(self._store.get(self._key))
+                self._state = state if isinstance(state, dict) else None
+            self._is_read = True
+        return self._state
+
+    def write(self, state: dict[str, object]) -> None:
+        self._store.put(self._key, json.dumps(state).encode())
+        self._state, self._is_read = state, True
+
+    def clear(self) -> None:
+        self._store.delete(self._key)
+        self._state, self._is_read = None, True
 
 
 @dataclass(frozen=True, slots=True)

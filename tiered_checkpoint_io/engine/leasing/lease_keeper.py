@@ -95,6 +95,8 @@ class LeaseKeeper:
         #: Whether the store answered the last time.
         self._is_answered: bool | None = None
         self._refusal: UsageError | None = None
+        #: Why the last look failed.
+        self.failure: Exception | None = None
         self._was_shown = False
 
     @property
@@ -141,14 +143,14 @@ class LeaseKeeper:
             pause = self._timing.lease_beat_s
             try:
                 pause = self.step()
-                self._is_answered = True
+                self._is_answered, self.failure = True, None
             except Exception as error:
                 # No reason to stop training: a store that does not answer takes no writes either. Other runs may
                 # be cut off as well, so their silence so far proves nothing.
                 self._watched.clear()
                 if self._is_answered is not False:
                     self._log.warning("could not check whether another run uses this dirpath: %s", error)
-                self._is_answered = False
+                self._is_answered, self.failure = False, error
             self._looked.set()
             if self._refusal is not None:
                 break

@@ -10,7 +10,7 @@ as long as there is one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -119,6 +119,27 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
         # What the durable tier has is read from there; of the rest, reading says so.
         files.forget(basename)
     return notes
+
+
+def share_reads(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -> None:
+    """Tells the ranks of each node which chunks of the durable tier several of them read; every rank calls this.
+
+    Raises:
+        TieredCheckpointError: Some rank failed.
+    """
+    mine, error = dict[str, list[int]](), None
+    try:
+        mine = files.chunks_of(spans)
+    except Exception as caught:
+        error = caught
+    agree(group, error)
+    gathered: list[tuple[str, dict[str, list[int]]]] = group.all_gather((group.node, mine))
+    others: defaultdict[str, set[int]] = defaultdict(set)
+    for rank, (node, theirs) in enumerate(gathered):
+        if node == group.node and rank != group.rank:
+            for basename, indices in theirs.items():
+                others[basename].update(indices)
+    files.share(others)
 
 
 def _carry(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,15 @@ from tiered_checkpoint_io.engine.durable.files import Files, files_of
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
+from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, copy_chunk
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
+
+#: Two fill the memory's bus.
+_COPY_THREADS = 4
 
 
 @dataclass(slots=True)
@@ -50,6 +55,8 @@ class ShardFiles:
         self._tiers = tiers
         self._content = candidate.durable
         self._concurrency = max(1, tiers.config.read_concurrency() // readers)
+        self._alone = readers == 1
+        self._also_read: Mapping[str, Collection[int]] | None = None
         self._expected: dict[str, FileEntry] = {}
         self._exits = ExitStack()
         self._held: dict[str, _HeldFile] = {}
@@ -139,6 +146,51 @@ class ShardFiles:
                 if self._entry(basename) is None:
                     raise
         return self._with_room(basename, lambda file: file.ensure(spans)).view
+
+    def fill(self, basename: str, targets: Sequence[Target]) -> None:
+        """Fills targets with bytes of a file, all of them verified, and copied once; see :mod:`targets`.
+
+        Raises as :meth:`ensure`; the targets then hold anything.
+        """
+        if basename in self._held:
+            try:
+                self._copy_held(basename, targets)
+                return
+            except CorruptCheckpointError:
+                if self._entry(basename) is None:
+                    raise
+        self._with_room(
+            basename, lambda file: file.fill(targets, alone=lambda index: self._reads_alone(basename, index))
+        )
+
+    def chunks_of(self, spans: Mapping[str, Iterable[Span]]) -> dict[str, list[int]]:
+        """The chunks, by file, in which spans lie of the files of the durable tier."""
+        entries = {basename: self._entry(basename) for basename in spans}
+        return {name: chunks_of(entry, spans[name]) for name, entry in entries.items() if entry is not None}
+
+    def share(self, others: Mapping[str, Collection[int]]) -> None:
+        """Takes which chunks other ranks of this node will read: only those need a place that all of them see."""
+        self._also_read = others
+
+    def _reads_alone(self, basename: str, index: int) -> bool:
+        if self._also_read is None:
+            return self._alone
+        return index not in self._also_read.get(basename, ())
+
+    def _copy_held(self, basename: str, targets: Sequence[Target]) -> None:
+        file = self._held[basename]
+        where, wanted = str(file.stored.file(basename)), by_chunk(file.entry, targets)
+
+        def one(index: int) -> None:
+            known = index in file.verified
+            copy_chunk(file.entry, index, file.view, wanted[index], where=None if known else where)
+
+        try:
+            in_parallel(one, wanted, _COPY_THREADS)
+        except CorruptCheckpointError as error:
+            self._tiers.quarantine(self._held.pop(basename).stored, error)
+            raise
+        file.verified.update(wanted)
 
     def _with_room(self, basename: str, work: Callable[[FetchedFile], None]) -> FetchedFile:
         """Works on a fetched file; where memory has no room for it, in a private folder for temporary files."""

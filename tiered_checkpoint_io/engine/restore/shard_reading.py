@@ -30,11 +30,13 @@ class OpenShards(Found):
         small: ``.metadata``, and the other files beside the shards, by name; verified where they can be.
         files: The bytes that it names; None where they are not read piece by piece.
         scattered: Whether its bytes lie in the memory of several nodes.
+        shared: Whether it comes from the durable tier, and several ranks of a node read it.
     """
 
     small: dict[str, bytes] = field(default_factory=dict)
     files: ShardFiles | None = None
     scattered: bool = False
+    shared: bool = False
 
     @property
     def metadata(self) -> bytes:
@@ -106,6 +108,7 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
                     small=small,
                     files=files,
                     scattered=candidate.in_memory and len(set(search.nodes)) > 1,
+                    shared=not candidate.in_memory and len(set(search.nodes)) < len(search.nodes),
                 )
     except BaseException:
         files.close()

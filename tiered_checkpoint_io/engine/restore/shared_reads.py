@@ -12,11 +12,12 @@ import mmap
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk
+from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, copy_chunk, fetch_targets
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.space import needs_space
@@ -156,6 +157,23 @@ class FetchedFile:
                 )
             if missing:
                 self._clock.sleep(self._clock.timing.chunk_poll_s)
+
+    def fill(self, targets: Sequence[Target], *, alone: Callable[[int], bool]) -> None:
+        """Fills targets, see :mod:`targets`; which chunks this rank reads ``alone`` is told: nothing else keeps those.
+
+        Raises as :meth:`ensure`; the targets then hold anything.
+        """
+        wanted = by_chunk(self.entry, targets)
+        shared = [index for index in wanted if not (self.entry.hashes and alone(index))]
+        self.ensure(self._ranges[index] for index in shared)
+
+        def one(index: int) -> None:
+            if self._is_here(index):
+                copy_chunk(self.entry, index, self.view, wanted[index], where=None)
+            else:
+                fetch_targets(self._store(), self.entry, index, wanted[index])
+
+        in_parallel(one, wanted, self._concurrency)
 
     def put(self, index: int, data: bytes | memoryview) -> None:
         """Takes a chunk that did not come from the durable tier; raises as :meth:`ensure`."""

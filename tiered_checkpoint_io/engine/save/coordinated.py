@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit
+from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.sameness import stretches_of
 from tiered_checkpoint_io.engine.save.small import skip
@@ -141,6 +142,7 @@ class CoordinatedSaver:
         if durable:
             session.claims.claim()
         session.open()
+        say_eager(session, OF_PARTS)
         if self._agreeing is not None:
             self.is_complete(self._agreeing.name, self._agreeing.save_id)
             self._agreeing = None

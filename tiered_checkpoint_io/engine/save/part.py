@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -49,6 +49,7 @@ class PartSave:
         streams: Whether :meth:`seal` sends it from the live state, because this node has no room for it.
         spilled: Whether it lies in the spill.
         capture_s: How long the copy took, seconds.
+        made: What the caller was told of the save; None before that.
     """
 
     session: Session
@@ -63,6 +64,7 @@ class PartSave:
     streams: bool = False
     spilled: bool = False
     capture_s: float = 0.0
+    made: SaveReport | None = None
     _stream: Stream | None = None
 
     def __post_init__(self) -> None:
@@ -93,21 +95,23 @@ class PartSave:
         Raises:
             MemoryFullError: No room, and the save is of memory alone.
         """
+        self.reserve(retained=retained)
+        self.fill(hashed=hashed)
+
+    def reserve(self, *, retained: tuple[str, ...] = ()) -> None:
+        """Takes a slot for the state; raises as :meth:`capture`. Where there is none, it :attr:`streams`."""
         if self.image is None:
             return
         session, durable = self.session, self.facts.durable
         tier, capturer, drain = session.open()
-        scope = self.facts.scope(self.rank, session.place)
         try:
             if durable:
                 drain.start()
             began = session.clock.monotonic()
-            self.slot, self.hashes = capturer.capture(
-                self.image,
-                scope,
+            self.slot = capturer.acquire(
+                self.image.size,
+                self.facts.scope(self.rank, session.place),
                 retained=retained,
-                threads=self.threads,
-                hashed=hashed,
                 spills=durable or session.config.spill_dir not in (AUTO, None),
             )
             self.capture_s = session.clock.monotonic() - began
@@ -124,6 +128,16 @@ class PartSave:
         except BaseException:
             self.give_back()
             raise
+
+    def fill(self, *, hashed: bool = True) -> None:
+        """Copies the state into its slot, if it has one; as :meth:`capture`."""
+        if self.image is None or self.slot is None:
+            return
+        session, slot, self.slot = self.session, self.slot, None
+        began = session.clock.monotonic()
+        self.hashes = session.open().capturer.fill(self.image, slot, threads=self.threads, hashed=hashed)
+        self.slot = slot
+        self.capture_s += session.clock.monotonic() - began
 
     # ------------------------------------------------------------------------------------- seal
     def seal(self, small: Mapping[str, bytes] | None = None, watching: Watching = nothing_missing) -> None:
@@ -324,24 +338,21 @@ class PartSave:
             background: Whether the rest of it is left to a background task.
         """
         session, facts = self.session, self.facts
-        size = (self.image.size if self.image is not None else 0) + small
-        stall = self.session.clock.monotonic() - self.started
-        tiers = frozenset(({"durable"} if facts.durable else set()) | (set() if self.streams else {"memory"}))
+        if self.made is None:
+            report = self.make_report(small=small, waited=waited, background=background)
+        else:
+            # The caller went on before the copy was done.
+            report = replace(self.made, capture_s=self.capture_s)
         session.counts["saved"] += 1
-        queued = facts.durable and not waited and (background or not self.streams)
-        report = SaveReport(
-            facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s
-        )
-        session.last_save = report
         session.note(
             "save",
             name=facts.name,
             step=facts.step,
-            size_bytes=size,
-            stall_s=round(stall, 6),
+            size_bytes=report.size,
+            stall_s=round(report.stall_s, 6),
             capture_s=round(self.capture_s, 6),
             durable=facts.durable,
-            queued=queued,
+            queued=report.queued,
         )
         log = session.log.at_step(facts.step)
         # One part speaks for the save; steps of memory alone are too many.
@@ -349,6 +360,22 @@ class PartSave:
             report.line(session.dirpath, self._label)
         )
         return report
+
+    def make_report(
+        self, *, small: int = 0, waited: bool = False, background: bool = False, overlapped: bool = False
+    ) -> SaveReport:
+        """What the caller is told, now that the call ends; see :meth:`report`, which may come later."""
+        session, facts = self.session, self.facts
+        size = (self.image.size if self.image is not None else 0) + small
+        stall = session.clock.monotonic() - self.started
+        tiers = frozenset(({"durable"} if facts.durable else set()) | (set() if self.streams else {"memory"}))
+        queued = facts.durable and not waited and (background or not self.streams)
+        self.made = SaveReport(
+            *(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s),
+            overlapped=overlapped,
+        )
+        session.last_save = self.made
+        return self.made
 
     @property
     def _label(self) -> str:

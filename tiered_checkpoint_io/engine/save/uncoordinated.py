@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, uncoordinated
+from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
@@ -89,8 +90,10 @@ def save_local(
     """
     started = session.clock.monotonic()
     session.claims.check()
-    if durable and place.shard == 0:
-        session.claims.claim()
+    if place.shard == 0:
+        say_eager(session, OF_PARTS)
+        if durable:
+            session.claims.claim()
     held = session.open().tier.parts()
     facts = uncoordinated(session, name, step=step, degree=place.degree, durable=durable, held=held)
     run = _RunWide(session, facts, place.shard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from tiered_checkpoint_io.errors import DrainError
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 class BackgroundTask:
-    """At most one end of a save at a time, on a thread of its own.
+    """At most one end of a save at a time, and what follows it, on a thread of its own.
 
     Opening the session waits for it, so the next restore, delete or save finds all parts in memory. A process that
-    ends waits for it too.
+    ends waits for it too. The thread waits for the next task: to start one, a caller would wait for a core.
     """
 
     def __init__(self, timeout_s: float) -> None:
         """Takes the bound of each wait, seconds."""
         self._timeout_s = timeout_s
-        self._name = ""
-        self._thread: threading.Thread | None = None
-        self._future: Future[Any] | None = None
+        self._tasks: list[tuple[str, Future[Any]]] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._thread: int | None = None
 
     def run(self, name: str, work: Callable[[], T]) -> Future[T]:
         """Runs ``work``, what is left to do for the checkpoint ``name``, after what runs already.
@@ -33,20 +33,19 @@ class BackgroundTask:
             Its result, or the exception that it raised, which is for the caller to show.
         """
         self.wait()
-        future: Future[T] = Future()
+        self._tasks = []
+        return self.follow(name, work)
 
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._name, self._future = name, future
-        thread = threading.Thread(target=run, name="tiered-seal")
-        thread.start()
-        # Not before: who waits on another thread could not wait for one that has not begun.
-        self._thread = thread
+    def follow(self, name: str, work: Callable[[], T]) -> Future[T]:
+        """As :meth:`run`, but without waiting for what runs already."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "tiered-seal", self._begin)
+        future = self._pool.submit(work)
+        self._tasks = [*self._tasks, (name, future)]
         return future
+
+    def _begin(self) -> None:
+        self._thread = threading.get_ident()
 
     def wait(self) -> None:
         """Waits for what runs, however it ends; does nothing on its own thread.
@@ -54,18 +53,32 @@ class BackgroundTask:
         Raises:
             DrainError: It has not ended in time.
         """
-        thread = self._thread
-        if thread is None or threading.current_thread() is thread:
+        if threading.get_ident() == self._thread:
             return
-        thread.join(self._timeout_s)
-        if thread.is_alive():
+        tasks = self._tasks
+        _, left = wait([future for _, future in tasks], self._timeout_s)
+        if left:
+            name = next(name for name, future in tasks if future in left)
             raise DrainError(
-                f"{self._name} is not complete in memory after {self._timeout_s:.0f} s",
+                f"{name} is not complete in memory after {self._timeout_s:.0f} s",
                 operation="save",
                 tier="memory",
                 hint="see whether the node is out of memory or of processor time",
             )
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything runs."""
+        return any(not future.done() for _, future in self._tasks)
+
     def is_running(self, name: str) -> bool:
         """Whether the end of the save of that name still runs."""
-        return self._name == name and self._future is not None and not self._future.done()
+        return any(task == name and not future.done() for task, future in self._tasks)
+
+    def close(self) -> None:
+        """Ends the thread, once it has nothing to do; a later task begins another."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            # One that has hung is not waited for once more.
+            pool.shutdown(wait=not self.is_busy)
+            self._thread = None

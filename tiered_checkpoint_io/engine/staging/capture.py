@@ -64,38 +64,40 @@ class Capturer:
         self._pins = pins or HostPins()
         self._preparing: threading.Thread | None = None
 
-    def capture(
-        self,
-        image: Image,
-        scope: Scope,
-        *,
-        retained: Collection[str] = (),
-        threads: int | None = None,
-        hashed: bool = True,
-        spills: bool = False,
-    ) -> tuple[Slot, tuple[str, ...]]:
-        """Fills a slot with a planned file.
+    def acquire(self, size: int, scope: Scope, *, retained: Collection[str] = (), spills: bool = False) -> Slot:
+        """A slot for a file.
 
         Args:
-            image: The file.
+            size: Of the file, bytes.
             scope: The save; where there is no room, what it may remove goes, the oldest first.
             retained: Ids of saves that must not go for it.
-            threads: How many threads copy; see :meth:`Image.fill`.
-            hashed: Whether to hash it while it is copied.
             spills: Whether it goes to the spill where memory has no room.
 
         Returns:
-            The slot, which is the caller's to commit or to give back, and the hashes of its chunks, or none.
+            It is the caller's to fill, or to give back.
 
         Raises:
             MemoryFullError: No room even so; all that memory need not give up is still there.
         """
         self._finish_preparing()
-        slot = self._acquire(image.size, scope, retained, spills=spills)
+        return self._acquire(size, scope, retained, spills=spills)
+
+    def fill(self, image: Image, slot: Slot, *, threads: int | None = None, hashed: bool = True) -> tuple[str, ...]:
+        """Copies a planned file into a slot, which is given back where that fails.
+
+        Args:
+            image: The file.
+            slot: Of :meth:`acquire`; the caller's to commit or to give back.
+            threads: How many threads copy; see :meth:`Image.fill`.
+            hashed: Whether to hash it while it is copied.
+
+        Returns:
+            The hashes of its chunks, or none.
+        """
         # Pages of a file on disk are written back, and not to be pinned.
         pin = None if self._tier.is_spilled(slot.path) else self._pins.pin
         try:
-            return slot, image.fill(slot.view, threads=threads, pin=pin, hashed=hashed)
+            return image.fill(slot.view, threads=threads, pin=pin, hashed=hashed)
         except BaseException:
             self._tier.give_back(slot)
             raise

@@ -18,6 +18,8 @@ LEASE_PREFIX = META_PREFIX + "leases/"
 PINS_PREFIX = META_PREFIX + "pins/"
 #: Values that were added to checkpoints after their commit.
 METRICS_PREFIX = META_PREFIX + "metrics/"
+#: What a prune is about to remove, so that the next one can go on where it was cut off.
+PRUNE_KEY = META_PREFIX + "prune.json"
 #: Small objects that are written, read and deleted to see whether that is possible.
 PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
 #: The objects by which ``tiered-ckpt doctor`` tries each right.

@@ -1,0 +1,180 @@
+"""Waits for overlapped captures before anything may change what they copy: see :mod:`engine.save.overlap`.
+
+The order of Lightning's hooks: a batch ends, which is when ModelCheckpoint saves; the next one begins, with forward and
+backward; ``on_before_optimizer_step``; the update. Between the end of one batch and the beginning of the next, a save
+may leave the rest of its capture to a background task; all others are eager. An optimizer's ``step`` that Lightning
+does not know of is seen by torch's own hook.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.engine.save.overlap import Overlap, say_eager
+from tiered_checkpoint_io.engine.staging.choice import StagingChoice
+from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.formats.filling import default_threads
+
+#: Steps without a capture beside them, to compare the others with.
+_STEPS = 33
+
+
+class OverlappedCapture(Callback):
+    """The first callback of a trainer: what others do in the same hook comes behind the wait."""
+
+    def __init__(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
+        self._trainer = trainer
+        self._saver = io.checkpointer.saver
+        self._session = io.checkpointer.session
+        self._overlap = Overlap(self._session, self._tensors)
+        self._choice = StagingChoice() if io.config.staging == "auto" else None
+        self._between_batches = False
+        self._handle: Any = None
+        self._began = 0.0
+        self._plain: deque[float] = deque(maxlen=_STEPS)
+        self._report: object = self._session.last_save
+        self._cost: float | None = None
+
+    @classmethod
+    def join(cls, trainer: Trainer, io: TieredCheckpointIO) -> OverlappedCapture | None:
+        """Makes one the trainer's first callback; None, with a line in the log, where its saves are eager."""
+        if not trainer.is_global_zero:
+            return None
+        session, strategy = io.checkpointer.session, trainer.strategy
+        # Others hold their parameters in ways of their own, or save shards of them.
+        if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
+            say_eager(session, f"{type(strategy).__name__} is not known to leave parameters to the optimizers")
+            return None
+        if io.config.staging == "auto" and not _has_idle_cores(strategy.root_device):
+            say_eager(session, "training fills all cores")
+            return None
+        callback = cls(trainer, io)
+        # Not in place: Lightning goes through this list just now.
+        held: Any = trainer
+        held.callbacks = [callback, *held.callbacks]
+        callback._saver.overlap = callback._overlap
+        callback._handle = register_optimizer_step_pre_hook(callback._before_step)
+        return callback
+
+    def leave(self, trainer: Trainer) -> None:
+        """Waits, and leaves the trainer."""
+        self._saver.overlap = None
+        self._handle.remove()
+        held: Any = trainer
+        held.callbacks = [each for each in held.callbacks if each is not self]
+        self._overlap.wait()
+
+    # -------------------------------------------------------------------------------- the waits
+    def _wait(self, *_: Any, **__: Any) -> None:
+        self._between_batches = False
+        self._overlap.wait()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        closure = kwargs.get("closure", args[0] if args else None)
+        # Lightning's own runs forward and backward, and then on_before_optimizer_step.
+        if not (isinstance(closure, functools.partial) and getattr(closure.func, "__name__", "") == "_wrap_closure"):
+            self._wait()
+
+    on_before_optimizer_step = on_train_epoch_start = on_validation_start = on_sanity_check_start = _wait
+    on_test_start = on_predict_start = on_train_end = on_fit_end = teardown = _wait
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Waits; what has ended the training is what the user sees."""
+        try:
+            self._wait()
+        except SaveError as error:
+            self._session.log.error("%s", error)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Waits, because weights are exchanged here; what is saved behind that may overlap the next epoch."""
+        self._overlap.wait()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """From here on saves are eager: the module's own code runs, and its optimizers."""
+        self._between_batches = False
+        self._began = self._session.clock.monotonic()
+        if self._choice is not None:
+            self._note_save()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """From here on a save may overlap what follows."""
+        if self._choice is not None:
+            self._note_step(self._session.clock.monotonic() - self._began)
+        self._between_batches = True
+
+    # ------------------------------------------------------------------------------- the tensors
+    def _tensors(self) -> list[torch.Tensor]:
+        """What nothing but an optimizer's step changes before :meth:`_wait` is called; nothing for an eager save."""
+        trainer = self._trainer
+        state = trainer.state
+        is_training = state.stage == RunningStage.TRAINING and state.status == TrainerStatus.RUNNING
+        if not (self._between_batches and is_training):
+            say_eager(self._session, "it is not saved between two batches")
+            return []
+        if self._choice is not None and not self._choice.overlaps:
+            return []
+        tensors = list(_optimizers_own(trainer.optimizers))
+        if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in tensors):
+            say_eager(self._session, "a parameter's optimizer steps during the backward pass")
+            return []
+        # Whatever shares memory with a buffer may change in the forward pass.
+        buffers = {each.untyped_storage()._cdata for each in trainer.lightning_module.buffers()}
+        return [each for each in tensors if each.untyped_storage()._cdata not in buffers]
+
+    # -------------------------------------------------------------------------------- the choice
+    def _note_save(self) -> None:
+        """Takes note of what was saved since the last batch."""
+        report = self._session.last_save
+        if report is None or report is self._report or self._choice is None:
+            return
+        self._report = report
+        if self._overlap.has_begun:
+            self._cost = report.stall_s
+        else:
+            self._choice.note_eager(report.stall_s)
+        self._overlap.has_begun = False
+
+    def _note_step(self, took_s: float) -> None:
+        assert self._choice is not None
+        if self._cost is None:
+            self._plain.append(took_s)
+            return
+        if self._plain:
+            self._cost += took_s - statistics.median(self._plain)
+        if self._session.background.is_busy:
+            return
+        cost, self._cost = self._cost, None
+        if self._choice.note_overlapped(cost):
+            self._session.log.info(
+                "staging is auto, and overlapped captures have cost training more than eager ones: saves are eager"
+            )
+
+
+def _optimizers_own(optimizers: list[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """Their parameters that are trained, and the tensors of their states."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from (each for each in group["params"] if each.requires_grad and each.layout == torch.strided)
+        for state in optimizer.state.values():
+            values = state.values() if isinstance(state, dict) else []
+            for value in values:
+                # LBFGS has lists of them.
+                for each in value if isinstance(value, list) else [value]:
+                    if isinstance(each, torch.Tensor) and each.layout == torch.strided:
+                        yield each
+
+
+def _has_idle_cores(device: torch.device) -> bool:
+    """Whether training leaves a core: on those that it fills, an overlapped capture costs more than an eager one."""
+    return device.type != "cpu" or torch.get_num_threads() < default_threads()

@@ -1,0 +1,151 @@
+"""An overlapped capture, without a Trainer: what its save promises when training goes on before the copy is done."""
+
+import threading
+
+import pytest
+import torch
+
+from tiered_checkpoint_io import TieredStorageWriter, dcp
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlap
+from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+ROWS = 1 << 15
+
+
+class Job:
+    """A state that a test changes, and saves whose copy begins when the test says so."""
+
+    def __init__(self, memory_dir, tmp_path, **options):
+        config = TieredCheckpointConfig.from_any(
+            dirpath=str(tmp_path), memory_dir=memory_dir, staging="overlapped", drain="thread", **options
+        )
+        self.checkpointer = Checkpointer(config)
+        self.weight = torch.zeros(ROWS)
+        self.overlap = self.checkpointer.saver.overlap = Overlap(self.checkpointer.session, lambda: [self.weight])
+        self.may_copy = threading.Event()
+
+    def save(self, step, *, tiers=("memory", "durable")):
+        state = {"w": self.weight, "global_step": step}
+        return self.checkpointer.save(state, f"step={step}.ckpt", tiers=tiers, wait=False)
+
+    def go_on(self):
+        """As a trainer before its optimizers step."""
+        self.may_copy.set()
+        self.overlap.wait()
+
+    def said(self, caplog):
+        return [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def job(memory_dir, tmp_path, monkeypatch):
+    made = []
+    fill = PartSave.fill
+
+    def later(part, *, hashed=True):
+        if threading.current_thread().name.startswith("tiered-seal"):
+            assert made[0].may_copy.wait(20)
+        fill(part, hashed=hashed)
+
+    def start(**options):
+        made.append(Job(memory_dir, tmp_path, **options))
+        return made[0]
+
+    monkeypatch.setattr(PartSave, "fill", later)
+    yield start
+    for each in made:
+        each.may_copy.set()
+        each.checkpointer.close()
+
+
+def test_what_follows_a_save_comes_behind_it_and_its_line_tells_copy_from_stall(job, caplog):
+    caplog.set_level("INFO")
+    job = job()
+    report = job.save(1)
+    assert (report.overlapped, job.overlap.is_copying) == (True, True)
+    job.checkpointer.alias("last.ckpt", "step=1.ckpt")
+    job.checkpointer.remove("step=1.ckpt")
+    job.go_on()
+    job.weight.fill_(7.0)
+    loaded = job.checkpointer.load("last.ckpt")
+    assert (loaded["global_step"], loaded["w"].sum()) == (1, 0)
+    (line,) = [line for line in job.said(caplog) if "saved step=1.ckpt" in line]
+    assert "beside training, which waited" in line
+
+
+def test_an_alias_of_a_durable_save_that_failed_in_the_background_is_not_set(job, monkeypatch, caplog):
+    job = job()
+    job.save(1)
+    job.checkpointer.alias("last.ckpt", "step=1.ckpt")
+    job.go_on()
+    assert job.checkpointer.load("last.ckpt")["global_step"] == 1
+    seal, given_back = PartSave.seal, PartSave.give_back
+
+    def fails(part, *args, **options):
+        if part.facts.step == 2:
+            raise OSError("no such device")
+        seal(part, *args, **options)
+
+    def cannot(part):
+        given_back(part)
+        raise OSError("nor can it be given back")
+
+    monkeypatch.setattr(PartSave, "seal", fails)
+    monkeypatch.setattr(PartSave, "give_back", cannot)
+    job.may_copy.clear()
+    job.save(2)
+    job.checkpointer.alias("last.ckpt", "step=2.ckpt")
+    job.checkpointer.remove("step=1.ckpt")
+    job.go_on()
+    with pytest.raises(OSError, match="given back"):
+        job.checkpointer.saver.show()
+    monkeypatch.setattr(PartSave, "give_back", given_back)
+    assert job.checkpointer.load("last.ckpt")["global_step"] == 1
+    said = job.said(caplog)
+    assert [line for line in said if "no such device" in line]
+    assert [line for line in said if "last.ckpt stays as it is: the save of step=2.ckpt failed" in line]
+    # The next one that gets there ends that.
+    job.save(3)
+    job.checkpointer.alias("last.ckpt", "step=3.ckpt")
+    assert job.checkpointer.load("last.ckpt")["global_step"] == 3
+
+
+def test_a_change_that_leaves_no_trace_is_found_by_the_check(job, monkeypatch, caplog):
+    monkeypatch.setenv(CHECK, "1")
+    caplog.set_level("INFO")
+    job = job()
+    job.save(1)
+    # Neither a counter, nor an address, nor the bytes that are looked at.
+    job.weight.data[5] = 1.0
+    job.go_on()
+    job.checkpointer.saver.show()
+    assert [line for line in job.said(caplog) if f"is not what an eager copy holds ({CHECK})" in line]
+    assert job.save(2).tiers == {"memory", "durable"}
+    assert not job.overlap.is_copying
+    assert [line for line in job.said(caplog) if line.endswith("a capture has found the state changed")]
+    assert job.checkpointer.load("tiered:latest")["global_step"] == 2
+
+
+def test_a_save_that_memory_has_no_room_for_is_sent_before_it_returns(job, monkeypatch, caplog):
+    monkeypatch.setattr("tiered_checkpoint_io.engine.session.node_budget", lambda *_: 1 << 14)
+    job = job(spill_dir=None)
+    with pytest.warns(UserWarning, match="the memory tier can't hold"):
+        assert job.save(1).tiers == {"durable"}
+    assert not job.overlap.is_copying
+    job.weight.fill_(7.0)
+    assert job.checkpointer.load("tiered:latest")["w"].sum() == 0
+
+
+def test_sharded_and_local_saves_are_eager_which_is_said_once(memory_dir, tmp_path, caplog):
+    caplog.set_level("INFO")
+    options = {"dirpath": str(tmp_path), "memory_dir": memory_dir, "staging": "overlapped", "drain": "thread"}
+    writer = TieredStorageWriter(**options, wait=True)
+    for kind in ("sharded", "local"):
+        for step in (1, 2):
+            state, name = {"w": torch.zeros(8)}, f"{kind}/step_{step}"
+            dcp.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True, kind=kind)
+    writer.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if "it is part of a sharded or local checkpoint" in line]) == 1

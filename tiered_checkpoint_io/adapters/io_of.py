@@ -1,0 +1,46 @@
+"""Which of our checkpoint IOs a strategy has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
+from lightning.pytorch.strategies import Strategy
+
+from tiered_checkpoint_io.adapters.lightning import (
+    REFUSE_LIGHTNING_ASYNC,
+    USE_OURS,
+    AsyncCheckpointIO,
+    TieredCheckpointIO,
+)
+from tiered_checkpoint_io.errors import UsageError
+
+
+def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
+    """The TieredCheckpointIO that a strategy's checkpoint IO is, or wraps; None where it is not ours.
+
+    Raises:
+        UsageError: It is ours, inside Lightning's AsyncCheckpointIO.
+    """
+    if isinstance(checkpoint_io, AsyncCheckpointIO):
+        return checkpoint_io._tiered
+    if isinstance(checkpoint_io, LightningAsyncCheckpointIO) and tiered_io_of(checkpoint_io.checkpoint_io) is not None:
+        raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="setup", hint=USE_OURS)
+    return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
+
+
+def require_tiered_io(strategy: Strategy | FabricStrategy, user: str) -> TieredCheckpointIO:
+    """The TieredCheckpointIO of a strategy, without which ``user`` can't work.
+
+    Raises:
+        UsageError: It has another one.
+    """
+    io = tiered_io_of(strategy.checkpoint_io)
+    if io is None:
+        raise UsageError(
+            f"{user} with a {type(strategy.checkpoint_io).__name__}",
+            operation="setup",
+            hint="give the trainer, or Fabric, plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
+        )
+    return io

@@ -1,0 +1,118 @@
+"""The command that writes a checkpoint anew, as another number of parts or as one file."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiered_checkpoint_io.cli.answers import answer, moving
+from tiered_checkpoint_io.cli.options import (
+    TIMEOUT_S,
+    Dirpath,
+    Endpoint,
+    Json,
+    Profile,
+    Region,
+    Timeout,
+    config_of,
+    name_of,
+    wrong_use,
+)
+from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.model import ids
+
+if TYPE_CHECKING:
+    from tiered_checkpoint_io.resharding import Resharded
+
+
+def reshard(
+    dirpath: Dirpath,
+    name: Annotated[str, typer.Argument(help="The checkpoint, or tiered:latest.")],
+    new_name: Annotated[str, typer.Option("--name", help="What to call the new one; nothing may have that name.")],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="As a job of so many ranks would save it.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="As one file, in place of --ranks.")] = False,
+    scratch: Annotated[
+        Path | None, typer.Option(help="A folder on a disk with room; by default that of temporary files.")
+    ] = None,
+    trust: Annotated[bool, typer.Option(help="Allow objects that may run code when loaded.")] = False,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    timeout: Timeout = TIMEOUT_S,
+    json: Json = False,
+) -> None:
+    """Writes a checkpoint anew, as another number of parts or as one file; every byte is verified.
+
+    It is committed in DIRPATH under the new name, and the old one stays. What tiered:latest takes does not change.
+    """
+    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    wanted = name_of(config, name)
+    with wrong_use():
+        new_name = ids.validate_name(new_name)
+    if (ranks is None) is not full:
+        raise typer.BadParameter("give either --ranks or --full")
+    stop = threading.Event()
+
+    def look() -> None:
+        if stop.is_set():
+            raise StoreError("interrupted", operation="reshard", tier="durable", key=config.dirpath)
+
+    # Before the server is asked: torch takes its time.
+    from tiered_checkpoint_io.resharding import reshard_checkpoint
+
+    def work() -> Resharded:
+        heard = moving()
+        with contextlib.ExitStack() as held:
+            meters: list[Meter] = []
+
+            def count(amount: int) -> None:
+                look()
+                heard()
+                for meter in meters:
+                    meter.add(amount)
+
+            return reshard_checkpoint(
+                config.dirpath,
+                wanted,
+                new_name,
+                parts=ranks,
+                weights_only=not trust,
+                scratch=scratch,
+                progress=count,
+                begin=lambda total: meters.append(held.enter_context(progress("reshard", total, silent=json))),
+                endpoint_url=endpoint_url,
+                region=region,
+                profile=profile,
+                durable_timeout_s=timeout,
+            )
+
+    made = answer(config, config.dirpath, work, stop=stop)
+    step = made.step if made.step >= 0 else None
+    if json:
+        write_json(
+            "reshard",
+            {
+                "dirpath": config.dirpath,
+                "source": made.source,
+                "name": made.name,
+                "kind": made.kind,
+                "parts": made.parts,
+                "step": step,
+                "resumable": made.resumable,
+                "size_bytes": made.size_bytes,
+            },
+        )
+        return
+    what = "one file" if made.kind == "full" else f"{made.parts} parts" if made.parts > 1 else "one part"
+    at = f"step {step}, " if step is not None else ""
+    note = "" if made.resumable else "; not resumable: load it by name"
+    say(printable(f"resharded {made.source} to {made.name} ({at}{what}, {size_text(made.size_bytes)}{note})"))

@@ -1,0 +1,61 @@
+"""What the uploads of a drain need not send, because the durable tier has it in an earlier checkpoint of the same rank.
+
+The descriptions of both parts tell, by the hashes of their chunks: nothing is read or asked for that. It is
+only a guess (see :class:`~tiered_checkpoint_io.stores.base.Delta`): what is known of earlier uploads may be wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.delta import same_ranges
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.stores.base import Content, Delta, Store
+
+
+class Deltas:
+    """The part that was uploaded last, by durable tier and rank; and what was copied, by operation."""
+
+    def __init__(self, tier: MemoryTier) -> None:
+        self._tier = tier
+        self._last: dict[tuple[Place, int], Part] = {}
+        self._copied: Counter[str] = Counter()
+
+    def contents(self, part: Part, views: Mapping[str, memoryview]) -> Mapping[str, Content]:
+        """What to upload of a part whose files' bytes are these, by their basenames."""
+        base = self._last.get((part.place, part.rank)) or self._in_memory(part)
+        if base is None or base.save_id == part.save_id:
+            return views
+        contents: dict[str, Content] = dict(views)
+        for entry in part.content.files:
+            same = same_ranges(entry, base.content.files)
+            if same:
+                contents[entry.basename] = Delta(views[entry.basename], same)
+        return contents
+
+    def uploaded(self, part: Part) -> None:
+        """Notes that the durable tier has a part."""
+        self._last[part.place, part.rank] = part
+
+    @contextlib.contextmanager
+    def counting(self, store: Store, op_id: str) -> Iterator[None]:
+        """Counts what is copied while the block runs for an operation; see :meth:`copied`."""
+        before = store.metrics.snapshot().get("bytes.copied", 0)
+        try:
+            yield
+        finally:
+            self._copied[op_id] += store.metrics.snapshot().get("bytes.copied", 0) - before
+
+    def copied(self, op_id: str) -> int:
+        """The bytes that were copied for an operation that has ended; told once."""
+        return self._copied.pop(op_id, 0)
+
+    def _in_memory(self, part: Part) -> Part | None:
+        """The newest part that an earlier drain has uploaded, as far as memory still has it."""
+        parts = [each.part for each in self._tier.parts() if each.drained and each.part.durable and not each.is_replica]
+        ours = [each for each in parts if (each.place, each.rank) == (part.place, part.rank)]
+        return max(ours, key=lambda each: each.save_id, default=None)

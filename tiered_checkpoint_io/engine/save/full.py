@@ -1,0 +1,201 @@
+"""Saving a full checkpoint: one rank has the whole state.
+
+The state is captured before a save returns; or, where :mod:`overlap` allows that, on a background task while training
+goes on. Aliases and removals that are asked for behind such a save are done behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.ranks.world import current_rank
+from tiered_checkpoint_io.engine.save.facts import admit, alone, position
+from tiered_checkpoint_io.engine.save.overlap import ChangedError, Overlap, Overlapped, say_eager
+from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
+from tiered_checkpoint_io.engine.save.small import skip
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.staging.retention import all_complete
+from tiered_checkpoint_io.engine.trust import warn_at_first_save
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, MemoryFullError, UsageError
+from tiered_checkpoint_io.formats.layouts import Layouts
+from tiered_checkpoint_io.model.manifest import Metric
+
+
+class FullSaver:
+    """Saves full checkpoints of one process.
+
+    Attributes:
+        overlap: Which captures may go on when a save has returned; None where all end before.
+    """
+
+    def __init__(self, session: Session) -> None:
+        """Takes the tiers."""
+        self._session = session
+        self._layouts = Layouts()
+        self._tasks: list[Future[None]] = []
+        #: Names whose durable saves failed in the background: the caller took them for saved.
+        self._lost: set[str] = set()
+        self.overlap: Overlap | None = None
+        self._why_eager = "only a Trainer of Lightning's, while it fits, waits for it at optimizer steps"
+
+    def save(
+        self,
+        state: Any,
+        name: str,
+        *,
+        durable: bool,
+        wait: bool,
+        metric: tuple[str, float] | None,
+        resumable: bool,
+    ) -> SaveReport | None:
+        """As :meth:`Checkpointer.save`."""
+        session, started = self._session, self._session.clock.monotonic()
+        with session.turn.taken(name):
+            self.show()
+            session.surface()
+            session.claims.check()
+            if durable and current_rank() == 0:
+                session.claims.claim()
+        rated = Metric(*metric) if metric is not None else None
+        try:
+            with session.turn.taken(name):
+                session.open()
+                rank = current_rank()
+                facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
+                image = self._layouts.plan(state)
+                part = PartSave(session, admit(session, facts), rank, image, started=started)
+                part.stretches = stretches_of_state(state, image)
+                part.reserve()
+                # A stream needs the live state until the durable tier has it.
+                overlapped = None if part.streams or (wait and part.facts.durable) else self._begin(part)
+                if overlapped is not None:
+                    return self._leave(part, overlapped)
+                part.fill()
+                self._complete(part)
+            waited = wait and part.wait()
+        except (InvalidNameError, ConfigError, UsageError):
+            raise
+        except Exception as error:
+            self._failed(name, position(state, name)[0], error, durable=durable)
+            return None
+        with session.turn.taken(name):
+            return part.report(waited=waited)
+
+    def _complete(self, part: PartSave) -> None:
+        """Seals what is captured."""
+        session = self._session
+        part.seal()
+        assert part.image is not None
+        warn_at_first_save(session, session.config, session.log, part.facts.name, part.image)
+        # Before the next save's slot is prepared: what goes may be that slot.
+        self._retain(part)
+        part.prepare_next()
+        if part.facts.durable:
+            self._lost.clear()
+
+    def _retain(self, part: PartSave) -> None:
+        """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""
+        held = self._session.open().tier.parts()
+        evidence = all_complete(held, part.facts.scope(part.rank, self._session.place))
+        part.retain(held, self._session.config.memory_keep_last, evidence)
+
+    def _failed(self, name: str, step: int, error: Exception, *, durable: bool) -> None:
+        session = self._session
+        if isinstance(error, MemoryFullError) and not durable and session.is_open:
+            skip(session, name, step, error)
+        else:
+            session.failed(name, step, error)
+
+    # ------------------------------------------------------------------------------- overlapped
+    def _begin(self, part: PartSave) -> Overlapped | None:
+        """Begins an overlapped capture of a part that has its slot; None where the capture is to be eager."""
+        if self.overlap is None:
+            say_eager(self._session, self._why_eager)
+            return None
+        assert part.image is not None
+        try:
+            return self.overlap.begin(part.image)
+        except BaseException:
+            part.give_back()
+            raise
+
+    def _leave(self, part: PartSave, overlapped: Overlapped) -> SaveReport:
+        try:
+            part.image = overlapped.image
+            report = part.make_report(background=True, overlapped=True)
+            self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
+            self._tasks.append(self._session.background.run(part.facts.name, lambda: self._finish(part, overlapped)))
+        except BaseException:
+            overlapped.copied.set()
+            part.give_back()
+            raise
+        return report
+
+    def _finish(self, part: PartSave, overlapped: Overlapped) -> None:
+        """Captures the rest and seals it, in the background; what needs either of them waits for it."""
+        facts = part.facts
+        try:
+            # The training has the cores.
+            part.threads = 1
+            with overlapped.on_side_streams():
+                part.fill(hashed=False)
+            assert part.slot is not None
+            with part.slot.view as captured:
+                overlapped.check(captured)
+            overlapped.copied.set()
+            self._complete(part)
+            part.report()
+        except Exception as error:
+            if facts.durable:
+                self._lost.add(facts.name)
+            if isinstance(error, ChangedError):
+                # What was changed once will be changed again.
+                self.overlap, self._why_eager = None, "a capture has found the state changed"
+            try:
+                self._failed(facts.name, facts.step, error, durable=facts.durable)
+            finally:
+                part.give_back()
+        finally:
+            overlapped.copied.set()
+
+    def behind(self, name: str, work: Callable[[], None], *, needs: str = "") -> None:
+        """Does something with ``name`` behind the save that goes on in the background; at once where none does.
+
+        Args:
+            name: A checkpoint's name.
+            work: What to do. It is not done where the last durable save, or that of ``needs``, failed in the
+                background: its caller took it for saved.
+            needs: A name.
+        """
+
+        def unless_lost() -> None:
+            if self._lost and (not needs or needs in self._lost):
+                lost = ", ".join(sorted(self._lost))
+                self._session.log.warning("%s stays as it is: the save of %s failed", name, lost)
+                return
+            work()
+
+        background = self._session.background
+        if background.is_busy and self._tasks:
+            self._tasks.append(background.follow(name, unless_lost))
+        else:
+            unless_lost()
+
+    def show(self) -> None:
+        """Waits for all that was left to the background.
+
+        Raises:
+            SaveError: It has failed, and ``on_save_error`` is ``raise``.
+            DrainError: It has not ended in time.
+        """
+        if not self._tasks:
+            return
+        self._session.background.wait()
+        tasks, self._tasks = self._tasks, []
+        for error in [task.exception(0) for task in tasks]:
+            if error is not None:
+                raise error

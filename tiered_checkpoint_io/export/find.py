@@ -1,0 +1,162 @@
+"""Finds what a name means on a durable tier: a full or sharded checkpoint of ours, or a folder or file of others."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered_checkpoint_io.engine.chunks import fetch, fetch_chunk, unverified
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.manifests import read_all, read_manifest
+from tiered_checkpoint_io.engine.restore.choice import Catalog, Selector, choose
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    ManifestError,
+    OtherKindError,
+    StoreNotFoundError,
+    TieredCheckpointError,
+)
+from tiered_checkpoint_io.export.files import new_file
+from tiered_checkpoint_io.export.folder import Folder
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest
+from tiered_checkpoint_io.stores import Store
+
+_log = logging.getLogger("tiered_checkpoint_io.export")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A full or sharded checkpoint.
+
+    Attributes:
+        name: The checkpoint's; of an alias, that of its target.
+        folder: A sharded one; None for a full one.
+        copies: Of a full one, what its file may be, the newest first; of a sharded one, its facts.
+            The content is None where others wrote it.
+    """
+
+    name: str
+    folder: Folder | None
+    copies: tuple[tuple[Content | None, tuple[FileEntry, ...]], ...]
+
+
+def find(store: Store, name: str, *, operation: str) -> Found:
+    """A checkpoint by its name, ``tiered:latest``, or the path of a folder or file that others wrote.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        OtherKindError: It is a local one.
+        CorruptCheckpointError: Its description is damaged.
+        StoreError: The durable tier could not be read.
+    """
+    manifest = _latest(store, operation) if name == ids.LATEST else read_manifest(store, ids.validate_name(name))
+    if manifest is not None and manifest.alias_of is not None:
+        manifest = read_manifest(store, manifest.alias_of) or manifest
+    if manifest is None:
+        return _plain(store, name, operation)
+    # While an overwrite is under way, its objects may still be those of the content before.
+    contents = (manifest.content, *manifest.previous)
+    kind = manifest.content.kind
+    if kind == "sharded":
+        intact = (each for each in contents if _is_current(store, each)) if manifest.previous else iter(())
+        content = next(intact, manifest.content)
+        files = files_of(store, content).all()
+        return Found(manifest.name, Folder(store, manifest.name, files), ((content, files),))
+    if kind == "local":
+        raise OtherKindError(
+            f"{manifest.name} is a local checkpoint, each rank's state by itself",
+            operation=operation,
+            key=ids.join_url(store.url, manifest.name),
+            hint="load it by tiered_checkpoint_io.dcp with kind='local', and save it by dcp.save_full",
+        )
+    full = [(each, files_of(store, each).all()) for each in contents if each.kind == "full"]
+    return Found(manifest.name, None, tuple(full))
+
+
+def copy_file(store: Store, found: Found, target: Path, *, operation: str) -> Content | None:
+    """Copies the file of a full checkpoint: the first whose bytes match.
+
+    Returns:
+        The facts of the save that made these.
+
+    Raises:
+        CorruptCheckpointError: None matches.
+        StoreError: The durable tier could not be read.
+        ExportError: ``target`` exists, or can't be written.
+    """
+    errors: list[TieredCheckpointError] = []
+    for content, (entry, *_) in found.copies:
+        try:
+            with new_file(target, entry.size) as mapping:
+                size = store.size(entry.path)
+                if size != entry.size:
+                    text = f"{size} bytes in place of {entry.size}"
+                    raise CorruptCheckpointError(text, operation=operation, tier="durable", key=entry.path)
+                for index, (offset, length) in enumerate(entry.chunks):
+                    with memoryview(mapping) as view, view[offset : offset + length] as chunk:
+                        fetch_chunk(store, entry, index, chunk)
+                    # Written pages count as the process's own for no longer than that.
+                    mapping.madvise(mmap.MADV_DONTNEED)
+            return content
+        except (CorruptCheckpointError, StoreNotFoundError) as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _is_current(store: Store, content: Content) -> bool:
+    """Whether the file that changes over last is that of a content, and the description of it is intact."""
+    try:
+        entry = files_of(store, content).entry(METADATA)
+        if entry is not None:
+            fetch(store, entry, memoryview(bytearray(entry.size)), concurrency=1)
+    except (CorruptCheckpointError, StoreNotFoundError):
+        return False
+    return entry is not None
+
+
+def _plain(store: Store, name: str, operation: str) -> Found:
+    """What others wrote under a name: a folder, or one file."""
+    folder = Folder(store, name)
+    found = Found(name, folder, ())
+    try:
+        folder.size(METADATA)
+    except FileNotFoundError:
+        try:
+            found = Found(name, None, ((None, (unverified(name, store.size(name)),)),))
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"no checkpoint {name!r}", operation=operation, key=store.url, hint="see `tiered-ckpt ls`"
+            ) from error
+    _log.warning("%s has no manifest: nothing verifies it", folder.where)
+    return found
+
+
+def _latest(store: Store, operation: str) -> Manifest:
+    """What a restart would take of this tier; local checkpoints are loaded by other means."""
+    manifests = read_all(store, _readable)
+    candidates = choose(Catalog({}, manifests), Selector("latest"), "sharded")
+    found = next((each for each in manifests if candidates and each.name == candidates[0].name), None)
+    if found is None:
+        raise CheckpointNotFoundError(
+            "no checkpoint that training can resume from",
+            operation=operation,
+            key=store.url,
+            hint="name another one: see `tiered-ckpt ls`",
+        )
+    return found
+
+
+def _readable(store: Store, name: str) -> Manifest | None:
+    try:
+        return read_manifest(store, name)
+    except FormatVersionError:
+        # It may be the latest.
+        raise
+    except ManifestError as error:
+        _log.warning("skipping this checkpoint: %s", error)
+        return None

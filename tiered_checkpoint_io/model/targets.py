@@ -1,0 +1,57 @@
+"""Where metrics go, as one text for the configuration, the environment and the command line. Pure.
+
+The text is a list separated by commas:
+
+``prometheus=9464``           serve them to Prometheus on this port of the loopback interface; ``0.0.0.0:9464`` on all
+``textfile=/dir/name.prom``   write that file for node_exporter's textfile collector, every 15 s
+``cloudwatch=/dir/name.log``  append lines of CloudWatch's embedded metric format, every 60 s; ``-`` for stdout
+``otel``                      by OpenTelemetry's SDK, to the process' own meter provider, or by OTLP as ``OTEL_*`` says
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiered_checkpoint_io.errors import ConfigError
+
+_LOOPBACK = "127.0.0.1"
+ALLOWED = "prometheus=[HOST:]PORT, textfile=PATH, cloudwatch=PATH or cloudwatch=-, otel; several with commas"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One place that metrics go to.
+
+    Attributes:
+        kind: ``prometheus``, ``textfile``, ``cloudwatch`` or ``otel``.
+        path: The file of a textfile or cloudwatch; "-" for stdout.
+        host: The interface of prometheus.
+        port: Its port; 0 for any that is free.
+    """
+
+    kind: str
+    path: str = ""
+    host: str = _LOOPBACK
+    port: int = 0
+
+
+def targets_in(text: str) -> list[Target]:
+    """The targets that a text names; see the head of this module.
+
+    Raises:
+        ConfigError: It can't be understood.
+    """
+    return [_target(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def _target(text: str) -> Target:
+    kind, _, value = text.partition("=")
+    if kind in ("textfile", "cloudwatch") and value:
+        return Target(kind, path=value)
+    if kind == "otel" and not value:
+        return Target(kind)
+    if kind == "prometheus":
+        host, _, port = value.rpartition(":")
+        if port.isascii() and port.isdigit() and int(port) < 1 << 16:
+            return Target(kind, host=host.strip("[]") or _LOOPBACK, port=int(port))
+    raise ConfigError(f"metrics can't go to {text!r}", hint=f"allowed: {ALLOWED}")

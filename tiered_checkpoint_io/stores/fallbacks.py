@@ -1,0 +1,86 @@
+"""What some stores can do, for all stores: by their own means where they have them, else by those of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tiered_checkpoint_io.errors import StoreNotFoundError
+from tiered_checkpoint_io.stores.base import ConditionalStore, Content, Store, UploadJournal
+
+
+class Unconditional:
+    """The methods of a ConditionalStore by those of a store that has them not: what is expected is not looked at."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def tag(self, key: str) -> str | None:
+        try:
+            self._store.size(key)
+        except StoreNotFoundError:
+            return None
+        return ""
+
+    def get_tagged(self, key: str) -> tuple[bytes, str]:
+        return self._store.get(key), ""
+
+    def put_if(self, key: str, data: bytes, expected: str | None) -> str:  # noqa: ARG002
+        self._store.put(key, data)
+        return ""
+
+    def upload_if(
+        self,
+        key: str,
+        data: Content,
+        expected: str | None,  # noqa: ARG002
+        *,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        if look is not None:
+            look()
+        self._store.upload(key, data, journal=journal, progress=progress)
+
+    def delete_if(self, key: str, expected: str) -> None:  # noqa: ARG002
+        self._store.delete(key)
+
+
+def conditional(store: Store) -> ConditionalStore | Unconditional:
+    """The same store for writes on a condition; where it can't, they are unconditional."""
+    return store if isinstance(store, ConditionalStore) else Unconditional(store)
+
+
+def folders_of(store: Store, prefix: str) -> set[str]:
+    """The folders below a prefix that ends with a slash: few answers where a store can list them, else a list of all.
+
+    Raises:
+        StoreError: The listing failed.
+    """
+    folders = getattr(store, "folders", None)
+    if folders is not None:
+        return set(folders(prefix))
+    below = (entry.key[len(prefix) :] for entry in store.list(prefix))
+    return {key.partition("/")[0] for key in below if "/" in key}
+
+
+def read_pieces(
+    store: Store, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]
+) -> None:
+    """Fills several buffers, one behind the other, from byte ``offset`` of an object on; raises as ``read_into``.
+
+    ``filled(index)`` is called right after each, in their order, while its bytes are in the processor's cache. Where an
+    attempt fails, the next one begins again with index 0. Only where the store has ``read_pieces`` itself do the bytes
+    go there straight from the connection or the disk.
+    """
+    read = getattr(store, "read_pieces", None)
+    if read is not None:
+        read(key, offset, pieces, filled)
+        return
+    with memoryview(bytearray(sum(len(piece) for piece in pieces))) as whole:
+        store.read_into(key, offset, whole)
+        at = 0
+        for index, piece in enumerate(pieces):
+            piece[:] = whole[at : at + len(piece)]
+            at += len(piece)
+            filled(index)

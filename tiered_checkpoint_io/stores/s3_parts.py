@@ -1,0 +1,162 @@
+"""What an upload in parts consists of: its parts, what holds when it ends, and how a journal describes it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.model.delta import MAX_PARTS, Piece
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.stores.base import Content, Delta, UploadJournal
+
+MIB = 1 << 20
+_MIN_PART = 8 * MIB
+_MAX_PART = 5 << 30
+_MAX_OBJECT = 5 << 40
+#: The user metadata of an object by which an upload knows it again. An ETag tells nothing of the content where the
+#: bucket encrypts by KMS, in directory buckets (S3 Express), and on some servers.
+MARK = "tiered-upload"
+
+
+def part_size_for(size: int, wanted: int) -> int:
+    """Bytes of one part of an object of ``size`` bytes: as wanted, raised so that 10,000 parts suffice.
+
+    Raises:
+        StoreError: S3 has no object of this size.
+    """
+    if size > _MAX_OBJECT:
+        raise StoreError(
+            f"{size} bytes exceed S3's limit of 5 TiB for one object",
+            operation="upload",
+            hint="save a sharded checkpoint",
+        )
+    needed = -(-size // MAX_PARTS)
+    return min(_MAX_PART, max(wanted, -(-needed // MIB) * MIB, _MIN_PART))
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What must hold when an object appears: its tag, and what ``look`` looks at; see ConditionalStore.upload_if."""
+
+    expected: str | None
+    look: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An upload in progress, as its journal has it: parts of ``part_size`` bytes, the last one maybe smaller.
+
+    The object that it makes bears its ``mark``; "" where an earlier release began it. Of a copy, ``origin`` is the
+    source's ETag; of a delta upload the digest of its parts, the ``pieces``, which a journal does not hold.
+    """
+
+    url: str
+    key: str
+    upload_id: str
+    size: int
+    part_size: int
+    mark: str = ""
+    origin: str = ""
+    pieces: tuple[Piece, ...] = ()
+
+    @classmethod
+    def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
+        """The upload of ``key`` that a journal tells of; None where it tells of none, or is another store's."""
+        state = (journal.read() if journal is not None else None) or {}
+        match state:
+            case {"url": u, "key": k, "upload_id": str(upload_id), "size": int(size), "part_size": int(part_size)} if (
+                (u, k) == (url, key) and size >= 0 and part_size >= 1
+            ):
+                return cls(
+                    url, key, upload_id, size, part_size, str(state.get("mark", "")), str(state.get("origin", ""))
+                )
+        return None
+
+    def to_journal(self) -> dict[str, object]:
+        """What a journal has of it."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "pieces"}
+
+    @property
+    def numbers(self) -> range:
+        """Part numbers, from 1."""
+        if self.pieces:
+            return range(1, len(self.pieces) + 1)
+        return range(1, -(-self.size // self.part_size) + 1)
+
+    def range_of(self, number: int) -> slice:
+        """The bytes of a part."""
+        if self.pieces:
+            return slice(self.pieces[number - 1].start, self.pieces[number - 1].stop)
+        start = (number - 1) * self.part_size
+        return slice(start, min(start + self.part_size, self.size))
+
+    def source_of(self, number: int) -> Piece | None:
+        """Where the server copies a part from; None where it is sent."""
+        piece = self.pieces[number - 1] if self.pieces else None
+        return piece if piece is not None and piece.key else None
+
+    def size_of(self, number: int) -> int:
+        return len(range(self.size)[self.range_of(number)])
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Bytes that the server has under another key, for an upload whose parts it copies from there.
+
+    Attributes:
+        arguments: Which object, for requests that copy: they fail where its ETag has changed.
+        etag: Its ETag.
+        size: Its bytes.
+        check: Called before the upload is completed: some servers ignore the ETag.
+    """
+
+    arguments: Mapping[str, Any]
+    etag: str
+    size: int
+    check: Callable[[], None]
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A delta upload, cut into parts that are sent and parts that the server copies."""
+
+    data: Delta
+    pieces: tuple[Piece, ...]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]:
+        return self.data[piece]
+
+    @property
+    def copied(self) -> int:
+        """Bytes that are to be copied."""
+        return sum(piece.stop - piece.start for piece in self.pieces if piece.key)
+
+
+def origin_of(data: Content | Copied) -> str:
+    """What tells an upload from one of the same size whose parts came from elsewhere; "" where all are sent."""
+    if isinstance(data, Pieces):
+        return f"delta {hash_bytes(repr([tuple(piece) for piece in data.pieces]).encode())}"
+    return data.etag if isinstance(data, Copied) else ""
+
+
+def is_shown(part: Mapping[str, Any], data: memoryview) -> bool:
+    """Whether what a server says of a part proves that it holds these bytes.
+
+    An ETag is the MD5 of a part, but where the bucket encrypts by KMS; then only a checksum that was asked for tells.
+    """
+    for name, digest in (("ChecksumSHA256", hashlib.sha256), ("ChecksumSHA1", hashlib.sha1)):
+        if part.get(name):
+            return bool(part[name] == base64.b64encode(digest(data, usedforsecurity=False).digest()).decode())
+    tag = str(part.get("ETag") or "").strip('"')
+    return tag == hashlib.md5(data, usedforsecurity=False).hexdigest()
