@@ -1,0 +1,259 @@
+"""Wrong use of each command that asks a server: one line, the documented status, nothing half done."""
+
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support.committing import save
+from support.draining import Node, names, objects
+from support.fault_proxy import FaultProxy, refuse, where
+from support.iam import Judge
+from support.processes import PATIENCE_S, end, start
+
+from tiered_checkpoint_io import cli
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.ids import LEASE_PREFIX
+from tiered_checkpoint_io.stores import open_store
+
+RIGHTS = {
+    *("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:ListBucket", "s3:ListBucketMultipartUploads"),
+    *("s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"),
+}
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a command is used.
+
+    Attributes:
+        arguments: Its arguments.
+        unknown: The same, where they name what is not there.
+        makes: The checkpoints that are durable behind it.
+        removes: Those that are not, any more.
+        files: What it writes outside of the tiers.
+    """
+
+    arguments: str
+    unknown: str = ""
+    makes: tuple = ()
+    removes: tuple = ()
+    files: tuple = ()
+
+
+#: Over a run with the checkpoints c1, c2 (pinned), c3 and t.ckpt, on a node with m.ckpt in memory and d.ckpt queued.
+USES = {
+    "ls": Use("{url} --memory-dir {memory}"),
+    "show": Use("{url} c3 --memory-dir {memory}", "{url} no --memory-dir {memory}"),
+    "verify": Use("{url} --tier durable", "{url} no --tier durable"),
+    "export": Use("{url} t.ckpt {tmp}/model.pt", "{url} no {tmp}/model.pt", files=("model.pt",)),
+    "flush": Use("m.ckpt --root {root}", "no --root {root}", makes=("d.ckpt", "m.ckpt")),
+    "drain": Use("--root {root} --once", "--namespace no --memory-dir {memory}", makes=("d.ckpt",)),
+    "pull": Use("{url} c3 --to {tmp}/pulled", "{url} no --to {tmp}/pulled", files=("pulled/c3",)),
+    "pull to memory": Use("{url} c3 --memory-dir {memory} --namespace other", "{url} no --memory-dir {memory}"),
+    "import": Use("{tmp}/i.ckpt {url}", "{tmp}/no.ckpt {url}", makes=("i.ckpt",)),
+    "prune": Use("{url} --keep-latest 1 --yes", removes=("c1", "c3")),
+    "pin": Use("{url} c3", "{url} no"),
+    "unpin": Use("{url} c2"),
+    "metric": Use("{url} c3 loss=1", "{url} no loss=1"),
+    "watch": Use("{url} --idle-timeout 0 --exec true --after= --memory-dir {memory}"),
+    "report": Use("{url} -o {tmp}/report.html --memory-dir {memory}", files=("report.html",)),
+}
+#: Each right costs a run of its own; the other commands are further cases.
+QUICK = ("pull", "import")
+
+
+def policy(rights):
+    return {"Statement": [{"Effect": "Allow", "Action": sorted(rights), "Resource": ["arn:aws:s3:::*"]}]}
+
+
+def cases(names, quick=QUICK):
+    further = pytest.mark.matrix
+    return [pytest.param(name, marks=() if name in quick else further) for name in names]
+
+
+@pytest.fixture
+def scene(s3_server, s3_bucket, memory_dir, tmp_path, monkeypatch, capfd):
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint_url)
+        yield Scene(proxy, s3_bucket, memory_dir, tmp_path, monkeypatch, capfd)
+
+
+class Scene:
+    """Runs below one bucket, one after the other, each with a node and a folder of its own."""
+
+    def __init__(self, proxy, bucket, memory_dir, tmp_path, monkeypatch, capfd):
+        self.proxy, self.bucket, self.memory_dir = proxy, bucket, memory_dir
+        self.tmp_path, self.monkeypatch, self.capfd = tmp_path, monkeypatch, capfd
+        self.count = 0
+
+    def begin(self, command):
+        """A new run, over which a command is to be used."""
+        self.count += 1
+        self.proxy.plan = as_it_is
+        self.command, self.use = command.split()[0], USES[command]
+        self.tmp, self.memory = self.tmp_path / str(self.count), f"{self.memory_dir}/{self.count}"
+        self.tmp.mkdir()
+        os.mkdir(self.memory)
+        self.url = f"s3://{self.bucket}/{self.count}"
+        self.node = Node(self.memory, self.url)
+        self.node.save("m.ckpt", b"M" * 100, durable=False)
+        self.node.save("d.ckpt", b"D" * 100)
+        torch.save({"global_step": 9, "state_dict": {"w": torch.ones(3)}}, self.tmp / "i.ckpt")
+        self.store = open_store(self.node.config)
+        for number in (1, 2, 3):
+            save(self.store, f"c{number}", number)
+        assert self.run("import", f"{self.tmp}/i.ckpt", self.url, "--name", "t.ckpt")[0] == 0
+        assert self.run("pin", self.url, "c2")[0] == 0
+        self.before = self.held()
+
+    def line(self, arguments=None):
+        given = {"url": self.url, "memory": self.memory, "tmp": self.tmp, "root": self.node.root}
+        return [self.command, *(each.format(**given) for each in (arguments or self.use.arguments).split())]
+
+    def run(self, *line):
+        """A command in this process, as its entry point runs it: status, output and errors."""
+        self.capfd.readouterr()
+        before = signal.getsignal(signal.SIGINT)
+        self.monkeypatch.setattr(sys, "argv", ["tiered-ckpt", *line])
+        try:
+            cli.main()
+        except SystemExit as ended:
+            status = ended.code
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return status, *self.capfd.readouterr()
+
+    def held(self):
+        """What there is: the durable checkpoints, the parts in node memory, and files."""
+        tiers = [MemoryTier(folder.parent) for folder in Path(self.memory).glob("tiered-*/*/saves")]
+        parts = sorted(f"{tier.root.name}/{each.part.name}" for tier in tiers for each in tier.parts())
+        files = {str(each.relative_to(self.tmp)) for each in self.tmp.rglob("*") if each.is_file()} - {"i.ckpt"}
+        return {"durable": set(names(self.store)), "memory": parts, "files": files}
+
+    def nothing_is_half_done(self, *, done):
+        """All that readers see is intact; what the command makes is there, or it is as if it had not been called.
+
+        A prune, and an upload of several, is done for each checkpoint by itself.
+        """
+        self.proxy.plan = as_it_is
+        # Of a process that has ended, a lease counts no more; this one goes on.
+        for lease in list(self.store.list(LEASE_PREFIX)):
+            self.store.delete(lease.key)
+        status, out, err = self.run("verify", self.url, "--tier", "durable")
+        assert (status, "DAMAGED" in out) == (0, False), out + err
+        there, use = self.held(), self.use
+        least, most = self.before["durable"] - {*use.removes}, self.before["durable"] | {*use.makes}
+        if done:
+            assert there["durable"] == most - {*use.removes}
+        else:
+            assert least <= there["durable"] <= most
+        assert there["files"] == (set(use.files) if done else set())
+        assert set(self.before["memory"]) <= set(there["memory"]), "node memory loses nothing"
+        assert done or there["memory"] == self.before["memory"]
+        # Files of no checkpoint would be left of what was half done.
+        assert objects(self.store) == sorted(there["durable"])
+
+
+def as_it_is(operation, number):
+    return None
+
+
+def is_one_line(said, *words):
+    status, out, err = said
+    assert "\x1b" not in out + err, "this is no terminal"
+    assert (status, err.count("\n"), err.startswith("error: ")) == (1, 1, True), said
+    assert [word for word in words if word not in err] == [], err
+
+
+@pytest.mark.parametrize("command", cases(USES))
+def test_each_right_that_is_missing(command, scene):
+    """One line that names it, and once it is there the same command does its work."""
+    scene.begin(command)
+    judge = Judge(policy(RIGHTS))
+    scene.proxy.plan = judge.plan
+    status, _, err = scene.run(*scene.line())
+    assert (status, err) == (0, "")
+    scene.nothing_is_half_done(done=True)
+    for missing in sorted(judge.used):
+        scene.begin(command)
+        scene.proxy.plan = Judge(policy(RIGHTS - {missing})).plan
+        said = scene.run(*scene.line())
+        if said[0] == 0:
+            # It does without: all that is not as it should be is said.
+            assert all(line.startswith("warning: ") for line in said[2].splitlines()), said
+            scene.nothing_is_half_done(done=True)
+            continue
+        is_one_line(said, missing)
+        scene.nothing_is_half_done(done=False)
+        assert scene.run(*scene.line())[0] == 0
+        scene.nothing_is_half_done(done=True)
+
+
+@pytest.mark.parametrize("command", cases([name for name, use in USES.items() if use.unknown], quick=("flush",)))
+def test_a_name_that_is_not_there(command, scene):
+    scene.begin(command)
+    is_one_line(scene.run(*scene.line(scene.use.unknown)), "no")
+    scene.nothing_is_half_done(done=False)
+
+
+@pytest.mark.parametrize("command", cases(USES, quick=("import",)))
+def test_a_bucket_that_is_not_there(command, scene):
+    scene.begin(command)
+    scene.proxy.plan = where(refuse(404, "NoSuchBucket"))
+    is_one_line(
+        scene.run(*scene.line()), f"bucket '{scene.bucket}' does not exist there; check dirpath and endpoint_url"
+    )
+    scene.nothing_is_half_done(done=False)
+
+
+@pytest.mark.parametrize("command", cases(USES, quick=("import",)))
+def test_a_pipe_that_is_closed(command, scene):
+    """As behind ``| head -1``: no line more, and what the command does is done."""
+    scene.begin(command)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with scene.monkeypatch.context() as patched, open(writer, "w", buffering=1) as closed:
+        patched.setattr(sys, "stdout", closed)
+        status, _, err = scene.run(*scene.line())
+    assert (status, err) == (0 if command == "drain" else 141, ""), "a drain prints nothing"
+    scene.nothing_is_half_done(done=True)
+
+
+@pytest.mark.parametrize("command", cases(USES, quick=()))
+def test_ctrl_c_in_the_middle(command, scene):
+    """While the server is slow to answer, in the middle of what the command asks it."""
+    scene.begin(command)
+    asked = scene.proxy.counts.total()
+    assert scene.run(*scene.line())[0] == 0
+    middle = (scene.proxy.counts.total() - asked) // 2 + 1
+    scene.begin(command)
+    there, ended = threading.Event(), threading.Event()
+
+    def wait(exchange):
+        there.set()
+        ended.wait(PATIENCE_S)
+        status, headers, body = exchange.forward()
+        exchange.answer(status, body, headers)
+
+    scene.proxy.plan = where(wait, calls=[middle])
+    process = start(*scene.line())
+    try:
+        assert there.wait(PATIENCE_S)
+        process.send_signal(signal.SIGINT)
+        status, _, err = end(process)
+    finally:
+        ended.set()
+    (line,) = (line for line in err.splitlines() if "has not answered" not in line)
+    # These two end their work by themselves, and leave where the server keeps them from it.
+    said = "leaving, what is queued stays queued" if command in ("drain", "prune") else "interrupted"
+    assert (status, said in line) == (1 if command == "drain" else 130, True), err
+    # A drain that works for the command keeps running.
+    if command != "flush":
+        scene.nothing_is_half_done(done=False)
+    assert scene.run(*scene.line())[0] == 0
+    scene.nothing_is_half_done(done=True)
