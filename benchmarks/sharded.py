@@ -129,6 +129,8 @@ def main() -> None:
         for name, seconds in times.items()
     }
     show(times, ratios, arguments.mebibytes)
+    by_process = statistics.median(mine / other for mine, other in zip(times[NAMES[0]], times[NAMES[2]], strict=True))
+    print(f"sharded_stall_ratio_to_dcp_process={by_process:.2f}")
     print(f"sharded_stall_ratio_to_dcp_thread={ratios[NAMES[0]]:.2f}")
 
 

@@ -1,0 +1,143 @@
+"""Every contender beside the others: saves, restores, uploads, in one table, and the goals of this project.
+
+``make bench`` runs it; ``--quick`` takes some two minutes, with small states and few rounds. Each contender and state
+runs in a process of its own beside a copy into warm tensors: ratios are of one process. Writes a file of JSON, and with
+``--page`` docs/benchmarks.md with its plot. The last line is ``goals_met=M of N``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from contenders import CONTENDERS
+from goals import judged
+from measure import sweep
+from page import console, write
+from peers import python_for
+from states import STATES
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 75.0
+#: States of the peers, and those that only ours is measured with too.
+COMMON = ["64 tensors"]
+OURS = [name for name in CONTENDERS if name.startswith("ours")]
+
+
+def child(command: list[str], limit_s: float = LIMIT_S) -> tuple[str, str]:
+    """What a process wrote, and why it failed; "" where it did not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=HERE.parent)
+    except subprocess.TimeoutExpired:
+        return "", f"nothing after {limit_s:.0f} s"
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return done.stdout, "" if done.returncode == 0 else f"ended with {done.returncode}: {last}"
+
+
+def contended(name: str, state: str, mebibytes: int, rounds: int) -> dict[str, Any]:
+    """One contender with one state, or why it could not run."""
+    folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
+    command = [python_for(name), "-W", "ignore", str(HERE / "contender.py"), name, state, folder]
+    try:
+        out, error = child([*command, f"--mebibytes={mebibytes}", f"--rounds={rounds}"])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": error or "it wrote nothing"}
+    return {"contender": name, "state": state, **found}
+
+
+def script(name: str, *options: str) -> dict[str, Any]:
+    """The figures (``name=value``) in the last lines of one of the other benchmarks, or why it failed."""
+    out, error = child([python_for("obstore"), "-W", "ignore", str(HERE / f"{name}.py"), *options], 3 * LIMIT_S)
+    lines = out.strip().splitlines()
+    if error or not lines:
+        return {"error": error or "it wrote nothing"}
+    if lines[-1].startswith("{"):
+        found: dict[str, Any] = json.loads(lines[-1])
+        return found
+    return {key: float(value) for key, value in re.findall(r"(\w+)=([0-9.]+)", "\n".join(lines[-4:]))}
+
+
+def machine() -> dict[str, Any]:
+    """What this was measured on."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    names = ("torch", "lightning", "boto3", "numpy")
+    try:
+        git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = "unknown"
+    return {
+        "cores": os.cpu_count(),
+        "memory_GiB": memory,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in names},
+        "commit": commit,
+        "load_before": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small states, few rounds")
+    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), help="contenders", choices=CONTENDERS)
+    parser.add_argument("--no-scripts", action="store_true", help="contenders alone")
+    parser.add_argument("--mebibytes", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--json", default="build/bench.json", help="the file of figures")
+    parser.add_argument("--page", action="store_true", help="write docs/benchmarks.md")
+    options = parser.parse_args()
+    mebibytes = options.mebibytes or (64 if options.quick else 256)
+    rounds = options.rounds or (2 if options.quick else 5)
+    found: dict[str, Any] = {
+        "options": " ".join(sys.argv[1:]),
+        "machine": machine(),
+        "mebibytes": mebibytes,
+        "rounds": rounds,
+        "rows": [],
+    }
+    plan = list(sweep({"name": options.only, "state": COMMON, "mebibytes": mebibytes, "rounds": rounds}))
+    if not options.no_scripts:
+        others = [state for state in STATES if state not in COMMON]
+        plan += sweep({"name": OURS, "state": others, "mebibytes": mebibytes, "rounds": rounds})
+
+    def keep() -> None:
+        """Writes what there is: a run that is cut off leaves what it has measured."""
+        found["machine"]["load_after"] = os.getloadavg()[0]
+        found["goals"] = judged(found)
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+        if options.page:
+            write(found, HERE.parent / "docs")
+
+    for each in plan:
+        print(f"{each['name']}, {each['state']}", file=sys.stderr, flush=True)
+        found["rows"].append(contended(**each))
+        keep()
+    if not options.no_scripts:
+        small = ["--mebibytes", str(mebibytes), "--rounds", str(rounds)]
+        for name in ("restore", "clients", "sharded"):
+            print(name, file=sys.stderr, flush=True)
+            found[name] = script(name, *small)
+            keep()
+    console(found)
+    met = sum(goal["met"] is True for goal in found["goals"])
+    print(f"goals_met={met} of {len(found['goals'])}")
+
+
+if __name__ == "__main__":
+    main()

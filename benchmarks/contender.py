@@ -1,0 +1,115 @@
+"""One way to save a state, in a process of its own: how long training waits, until the bytes are safe, and a load.
+
+What is measured goes out as one line of JSON: seconds a round of a copy into warm tensors, of the blocking part of
+the save (``stall``), until it is where it shall be (``done``), and of the load; the first three saves beside a copy
+into cold memory; the peak of anonymous memory, bytes on tmpfs, and what the S3 server was asked. A library that is
+absent, or that refuses this torch or a machine without a GPU, gives ``error``.
+
+Peers run in environments of their own: see ``peers.py``, which names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import CONTENDERS
+from measure import MIB, measure
+from s3_process import StoringServer
+from states import STATES, all_tensors, train
+
+WARM_ROUNDS = 3
+
+
+def used_of(folder: str) -> int:
+    """Bytes that files below a folder take."""
+    found = 0
+    for path in Path(folder).rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found += path.stat().st_blocks * 512 if path.is_file() else 0
+    return found
+
+
+def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) -> dict[str, Any]:
+    """What one contender takes for one state."""
+    state = STATES[state_name](mebibytes)
+    sources = all_tensors(state)
+    found: dict[str, Any] = {"contender": name, "state": state_name, "tensors": len(sources)}
+    found["MiB"] = sum(tensor.nbytes for tensor in sources) / MIB
+    with measure() as cold:
+        targets = [tensor.clone() for tensor in sources]
+    found["cold_copy"] = cold.seconds
+    series: dict[str, list[float]] = {
+        key: [] for key in ("memcpy", "stall", "done", "cpu", "peak", "bytes", "requests")
+    }
+    with StoringServer() as server:
+        contender = CONTENDERS[name](folder, server.url)
+        for number in range(1, rounds + WARM_ROUNDS + 1):
+            if state_name == "LoRA":
+                train(state)
+            with measure() as copied:
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source)
+            before = server.figures()
+            began = time.perf_counter()
+            # One round looks at memory, and not at time: looking takes time.
+            is_last = number == rounds + WARM_ROUNDS
+            with measure(memory=is_last) as taken:
+                with measure() as blocked:
+                    contender.save(state, number)
+                contender.finish()
+            after = server.figures()
+            figures = {"memcpy": copied.seconds, "stall": blocked.seconds, "done": time.perf_counter() - began}
+            figures |= {"cpu": taken.cpu_s, "peak": taken.peak_MiB}
+            figures |= {key: after[key] - before[key] for key in ("bytes", "requests")}
+            for key, value in figures.items():
+                series[key].append(value)
+            if is_last:
+                found["tmpfs_MiB"] = used_of(folder) / MIB
+                with contextlib.suppress(NotImplementedError), measure() as loaded:
+                    contender.load(number, state)
+                    found["load"] = -1.0
+                if "load" in found:
+                    found["load"] = loaded.seconds
+            contender.clean(number)
+        contender.close()
+    found["first_saves"] = series["stall"][:3]
+    found["peak_MiB"], found["where"] = series.pop("peak")[-1], contender.where
+    return found | {key: values[WARM_ROUNDS:] for key, values in series.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("contender", choices=CONTENDERS)
+    parser.add_argument("state", choices=STATES)
+    parser.add_argument("folder")
+    parser.add_argument("--mebibytes", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    # A copy by several threads waits for the slowest, which on a busy machine says little.
+    torch.set_num_threads(1)
+    # Libraries write to standard output what they like.
+    out = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        found = run(options.contender, options.state, options.mebibytes, options.rounds, options.folder)
+    except Exception as error:
+        first = str(error).strip().splitlines() or [""]
+        found = {"contender": options.contender, "state": options.state, "error": f"{type(error).__name__}: {first[0]}"}
+    os.write(out, (json.dumps(found) + "\n").encode())
+    # Background processes of some libraries would be waited for.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""What an overlapped capture costs training, beside none and an eager one, in a real Lightning fit on the CPU.
+
+One fit, one torch thread by default, so that a core is free; AdamW on linear layers. By turns, steps without a save,
+with an eager one before them and with an overlapped one. Prints, as medians over the run: forward and backward divided
+by the copy of the state; our share of the save's call (all but Lightning's own dump of the state), by the clock and by
+the thread's processor time; how long the optimizer waited; and the steps behind a save divided by those without one.
+
+The steps behind a capture count too: their bytes are hashed there. ``--threads`` fills more cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io.engine.save.overlap import Overlap
+
+NONE, EAGER, OVERLAPPED = "none", "eager", "overlapped"
+#: A save every so many steps: the second step behind it may still be beside its hashing.
+PERIOD = 4
+WARM_UP = 8
+
+
+class Layers(LightningModule):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        return self.net(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Measuring(Callback):
+    """The last callback: saves by turns, and takes the times."""
+
+    def __init__(self, io: TieredCheckpointIO) -> None:
+        self.saver, self.mode = io.checkpointer.saver, NONE
+        self.began = self.fed = 0.0
+        self.steps: dict[tuple[str, int], list[float]] = {}
+        self.calls: dict[str, list[float]] = {EAGER: [], OVERLAPPED: []}
+        self.processor: dict[str, list[float]] = {EAGER: [], OVERLAPPED: []}
+        self.compute: list[float] = []
+        self.overlap: Any = None
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.fed = time.perf_counter() - self.began
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:  # noqa: ARG002
+        took, turn = time.perf_counter() - self.began, index // PERIOD
+        if turn > WARM_UP:
+            self.steps.setdefault((self.mode, index % PERIOD), []).append(took)
+            if self.mode == NONE:
+                self.compute.append(self.fed)
+        if index % PERIOD == PERIOD - 1:
+            self.mode = (NONE, EAGER, NONE, OVERLAPPED)[(turn + 1) % 4]
+            if self.mode != NONE:
+                self.save(trainer, counts=turn > WARM_UP)
+
+    def save(self, trainer: Trainer, *, counts: bool) -> None:
+        self.overlap = self.overlap or self.saver.overlap
+        self.saver.overlap = self.overlap if self.mode == OVERLAPPED else None
+        dumped = Times(_CheckpointConnector, "dump_checkpoint")
+        with dumped:
+            begin, worked = time.perf_counter(), time.thread_time()
+            trainer.save_checkpoint(f"{self.mode}.ckpt", storage_options={"tiers": ["memory"]})
+            took = time.perf_counter() - begin - dumped.total
+            worked = time.thread_time() - worked - dumped.worked
+        if counts:
+            self.processor[self.mode].append(worked)
+            self.calls[self.mode].append(took)
+
+
+class Times:
+    """How long the calls of a method take while it is entered."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.kind, self.name, self.original, self.total = kind, name, getattr(kind, name), 0.0
+        self.worked = 0.0
+
+    def __enter__(self) -> None:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin, worked = time.perf_counter(), time.thread_time()
+            try:
+                return self.original(*arguments, **options)
+            finally:
+                self.total += time.perf_counter() - begin
+                self.worked += time.thread_time() - worked
+
+        setattr(self.kind, self.name, timed)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self.kind, self.name, self.original)
+
+
+def copy_s(tensors: list[torch.Tensor]) -> float:
+    """The copy of the same bytes into warm memory by one thread, seconds: the median of five."""
+    targets = [each.clone() for each in tensors]
+    took = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for target, source in zip(targets, tensors, strict=True):
+            target.copy_(source)
+        took.append(time.perf_counter() - begin)
+    return statistics.median(took)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--turns", type=int, default=40, help="of four steps each, beyond the first nine")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(arguments.threads)
+    folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
+    try:
+        io = TieredCheckpointIO(f"{folder}/durable", memory_dir=folder, staging="overlapped", on_save_error="raise")
+        measuring, model = Measuring(io), Layers(arguments.width, arguments.layers)
+        steps = (WARM_UP + 1 + arguments.turns) * PERIOD
+        trainer = Trainer(
+            max_steps=steps,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+            plugins=[AsyncCheckpointIO(io)],
+            callbacks=[measuring],
+            default_root_dir=folder,
+        )
+        waited = Times(Overlap, "wait")
+        data = torch.randn(steps * arguments.batch, arguments.width)
+        with waited:
+            trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=arguments.batch))
+        state = [each for group in trainer.optimizers[0].state.values() for each in group.values()]
+        show(measuring, copy_s([*model.parameters(), *state]), waited.total / steps)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def show(measured: Measuring, copy: float, waited: float) -> None:
+    middle = statistics.median
+    plain = [each for (mode, _), steps in measured.steps.items() if mode == NONE for each in steps]
+    base = middle(plain)
+    print(f"load {os.getloadavg()[0]:.1f}; step {base * 1e3:.1f} ms, copy of the state {copy * 1e3:.1f} ms")
+    print(f"forward_backward_to_copy={middle(measured.compute) / copy:.2f}")
+    for mode in (EAGER, OVERLAPPED):
+        behind = [middle(measured.steps[mode, place]) for place in range(PERIOD)]
+        share, worked = middle(measured.calls[mode]) * 1e3, middle(measured.processor[mode]) * 1e3
+        print(f"{mode}: our share of the call {share:.2f} ms, of it on the processor {worked:.2f} ms")
+        print(f"{mode}: steps behind it / steps without: " + ", ".join(f"{each / base:.3f}" for each in behind))
+        cost = middle(measured.calls[mode]) + sum(behind) - PERIOD * base
+        print(f"{mode}_cost_to_copy={cost / copy:.2f}")
+    print(f"optimizer_waited_ms_a_step={waited * 1e3:.3f}")
+
+
+if __name__ == "__main__":
+    main()

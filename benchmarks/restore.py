@@ -1,0 +1,283 @@
+"""How long a restart waits for its state: from node memory and from S3, beside a plain copy and a raw S3 client.
+
+One process and one CPU state; what is restored ends up in parameters that exist already. All ways are taken in turn in
+each round. The copy is ``copy_`` between warm tensors; the raw client is boto3 with ``readinto`` on its connections, in
+8 threads, into warm memory, which verifies nothing. The server is on this machine and sends without copies; it uses the
+same cores. Prints medians of seconds, of processor seconds a GiB, and of the ratio to the copy, or to the raw client,
+of the same round; and, last, ``restore_memory_ratio_to_memcpy=X restore_s3_rate_to_raw=Y``, both for DCP.
+
+``--fresh`` measures the first restore of a new process instead, whose imports and client are begun at set-up.
+``--memory`` gives the peak of anonymous memory over what it was before, in MiB, for each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from s3_process import StoringServer
+from s3_state import BUCKET
+
+MIB = 1 << 20
+WARM_ROUNDS = 2
+RAW_THREADS, RAW_RANGE = 8, 16 * MIB
+COPY, RAW = "memcpy into warm tensors", "raw boto3, readinto, 8 threads"
+DCP, IO = "dcp.load", "TieredCheckpointIO and copy"
+
+
+def state_of(mebibytes: int, tensors: int, fill: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"w{index}": fill(mebibytes * MIB // 4 // tensors) for index in range(tensors)}
+
+
+class Bench:
+    """A state that is in node memory and on S3, as a sharded and as a full checkpoint, and the ways to restore it."""
+
+    def __init__(self, folder: str, url: str, options: argparse.Namespace, *, saves: bool = True) -> None:
+        from tiered_checkpoint_io import TieredCheckpointIO, dcp
+
+        self.folder, self.url, self.dcp = folder, url, dcp
+        common: dict[str, Any] = {"memory_dir": folder, "endpoint_url": url, "memory_allocation_percentage": 100}
+        self.sharded: dict[str, Any] = {"dirpath": f"s3://{BUCKET}/sharded", **common}
+        self.io = TieredCheckpointIO(dirpath=f"s3://{BUCKET}/full", on_save_error="raise", **common)
+        self.target = state_of(options.mebibytes, options.tensors, torch.zeros)
+        if saves:
+            self.state = state_of(options.mebibytes, options.tensors, torch.randn)
+            dcp.save(self.state, checkpoint_id="step_7", save_to_s3=True, wait=True, **self.sharded)
+            self.io.save_checkpoint({"state_dict": self.state, "global_step": 7}, "step=7.ckpt")
+
+    def copy(self) -> None:
+        for name, target in self.target.items():
+            target.copy_(self.state[name])
+
+    def by_dcp(self) -> None:
+        self.dcp.load(self.target, checkpoint_id="step_7", **self.sharded)
+
+    def by_io(self) -> None:
+        state = self.io.load_checkpoint("step=7.ckpt")
+        for name, target in self.target.items():
+            target.copy_(state["state_dict"][name])
+
+    def raw(self) -> Callable[[], None]:
+        """The raw client, with its memory."""
+        import boto3
+        from botocore.config import Config
+
+        config = Config(s3={"addressing_style": "path"}, max_pool_connections=RAW_THREADS)
+        client = boto3.client("s3", endpoint_url=self.url, config=config, **StoringServer.credentials)
+        key = "full/step=7.ckpt"
+        size = int(client.head_object(Bucket=BUCKET, Key=key)["ContentLength"])
+        view = memoryview(bytearray(b"1") * size)
+
+        def one(start: int) -> None:
+            end = min(start + RAW_RANGE, size)
+            answer = client.get_object(Bucket=BUCKET, Key=key, Range=f"bytes={start}-{end - 1}")
+            stream, done = answer["Body"]._raw_stream, start
+            while done < end:
+                done += stream._fp.readinto(view[done:end])
+            stream.release_conn()
+
+        def read() -> None:
+            with ThreadPoolExecutor(RAW_THREADS) as pool:
+                list(pool.map(one, range(0, size, RAW_RANGE)))
+
+        return read
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Node memory without the checkpoints for a while."""
+        saves = list(Path(self.folder).glob("tiered-*/*/saves"))
+        for folder in saves:
+            folder.rename(folder.with_name("kept"))
+            folder.mkdir(0o700)
+        try:
+            yield
+        finally:
+            for folder in saves:
+                shutil.rmtree(folder)
+                folder.with_name("kept").rename(folder)
+
+    def check(self) -> None:
+        """Raises where a restore did not restore, and makes the next one start from something else."""
+        for name, target in self.target.items():
+            if not torch.equal(target, self.state[name]):
+                raise RuntimeError(f"{name} was not restored")
+            target.zero_()
+
+    def close(self) -> None:
+        from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
+
+        close_shared(settings_of(None, self.sharded))
+        self.io.teardown()
+
+
+def processor() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def anonymous() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no RssAnon in /proc/self/status")
+
+
+@contextlib.contextmanager
+def peak_of(found: list[float]) -> Iterator[None]:
+    """Adds the peak of anonymous memory, over what it is now, in MiB."""
+    before = peak = anonymous()
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.001):
+            peak = max(peak, anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        found.append((peak - before) / MIB)
+
+
+def measure(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, list[float]]]:
+    """Seconds, processor seconds and peaks of each way, a list of rounds."""
+    runs: dict[str, tuple[Callable[[], None], bool]] = {
+        COPY: (bench.copy, False),
+        f"{DCP} from memory": (bench.by_dcp, False),
+        f"{IO} from memory": (bench.by_io, False),
+        RAW: (bench.raw(), True),
+        f"{DCP} from S3": (bench.by_dcp, True),
+        f"{IO} from S3": (bench.by_io, True),
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "peak": []} for name in runs}
+    for number in range(rounds + WARM_ROUNDS):
+        for name, (run, is_remote) in runs.items():
+            peaks: list[float] = []
+            with contextlib.ExitStack() as around:
+                if is_remote:
+                    around.enter_context(bench.hidden())
+                if memory:
+                    around.enter_context(peak_of(peaks))
+                began, used = time.perf_counter(), processor()
+                run()
+                seconds, cpu = time.perf_counter() - began, processor() - used
+            if name != RAW:
+                bench.check()
+            if number >= WARM_ROUNDS:
+                found[name]["seconds"].append(seconds)
+                found[name]["cpu"].append(cpu)
+                found[name]["peak"] += peaks
+    return found
+
+
+def measure_fresh(bench: Bench, way: str) -> dict[str, float]:
+    """The first restore of this process, once what set-up began has had time to end."""
+    time.sleep(2.0)
+    began, used = time.perf_counter(), processor()
+    (bench.by_dcp if way == DCP else bench.by_io)()
+    return {"seconds": time.perf_counter() - began, "cpu": processor() - used}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--mebibytes", type=int, default=1024)
+    parser.add_argument("--tensors", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    import logging
+
+    logging.getLogger("tiered_checkpoint_io").addHandler(logging.NullHandler())
+    logging.getLogger("tiered_checkpoint_io").setLevel(logging.ERROR)
+    if options.child:
+        folder, url, way = options.child
+        bench = Bench(folder, url, options, saves=False)
+        os.write(1, (json.dumps(measure_fresh(bench, way)) + "\n").encode())
+        bench.close()
+        return
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(StoringServer())
+        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": "bench",
+            "AWS_SECRET_ACCESS_KEY": "bench",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        bench = Bench(folder, server.url, options)
+        stack.callback(bench.close)
+        if options.fresh:
+            measure_in_fresh_processes(bench, options)
+        else:
+            show(measure(bench, options.rounds, memory=options.memory), options)
+
+
+def measure_in_fresh_processes(bench: Bench, options: argparse.Namespace) -> None:
+    raw = bench.raw()
+    for way in (DCP, IO):
+        seconds, cpus, ratios = [], [], []
+        for _ in range(options.rounds):
+            command = [sys.executable, __file__, "--mebibytes", str(options.mebibytes)]
+            with tempfile.TemporaryDirectory(prefix="tiered-bench-", dir="/dev/shm") as empty:
+                command += ["--tensors", str(options.tensors), "--child", empty, bench.url, way]
+                done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            figures = json.loads(done.stdout.strip().splitlines()[-1])
+            began = time.perf_counter()
+            raw()
+            ratios.append((time.perf_counter() - began) / figures["seconds"])
+            seconds.append(figures["seconds"])
+            cpus.append(figures["cpu"])
+        middle = [statistics.median(each) for each in (seconds, cpus, ratios)]
+        print(
+            f"{way}, first restore of a process: {middle[0]:.3f} s, {middle[1]:.3f} CPU s, rate / raw {middle[2]:.2f}"
+        )
+
+
+def show(found: dict[str, dict[str, list[float]]], options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{options.mebibytes} MiB in {options.tensors} tensors, median of {options.rounds} rounds")
+    columns = ("", "seconds", "fastest", "slowest", "CPU s/GiB", "x memcpy", "rate / raw")
+    for column in (*columns, *(["peak MiB"] if options.memory else [])):
+        table.add_column(column, justify="left" if not column else "right")
+    ratios: dict[str, tuple[float, float]] = {}
+    for name, figures in found.items():
+        seconds = figures["seconds"]
+        times = statistics.median(s / c for s, c in zip(seconds, found[COPY]["seconds"], strict=True))
+        rate = statistics.median(r / s for s, r in zip(seconds, found[RAW]["seconds"], strict=True))
+        ratios[name] = times, rate
+        row = [f"{each:.3f}" for each in (statistics.median(seconds), min(seconds), max(seconds))]
+        row += [f"{statistics.median(figures['cpu']) * 1024 / options.mebibytes:.2f}", f"{times:.2f}", f"{rate:.2f}"]
+        row += [f"{max(figures['peak']):.0f}"] if options.memory else []
+        table.add_row(name, *row)
+    Console(width=120).print(table)
+    memory, s3 = ratios[f"{DCP} from memory"][0], ratios[f"{DCP} from S3"][1]
+    print(f"restore_memory_ratio_to_memcpy={memory:.2f} restore_s3_rate_to_raw={s3:.2f}")
+
+
+if __name__ == "__main__":
+    main()
