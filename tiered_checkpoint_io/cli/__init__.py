@@ -31,7 +31,7 @@ from tiered_checkpoint_io.cli import (
     watch,
 )
 from tiered_checkpoint_io.cli.answers import is_waiting
-from tiered_checkpoint_io.cli.options import Version
+from tiered_checkpoint_io.cli.options import Version, spread
 from tiered_checkpoint_io.cli.output import leave_terminal, printable, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
 
@@ -54,25 +54,25 @@ def _options(version: Version = False) -> None:
     pass
 
 
-app.command("status")(memory.status)
-app.command("ls")(listing.list_all)
-app.command("show")(showing.show_checkpoint)
-app.command("verify")(verify.verify)
-app.command("export")(exporting.export)
-app.command("drain")(memory.drain)
-app.command("clean")(clean.clean)
-app.command("flush")(flush.flush)
-app.command("pull")(pull.pull)
-app.command("import")(importing.import_)
-app.command("reshard")(reshard.reshard)
-app.command("doctor")(doctor.doctor)
-app.command("prune")(prune.prune)
-app.command("pin")(pins.pin)
-app.command("unpin")(pins.unpin)
-app.command("metric")(pins.metric)
-app.command("metrics")(metrics.metrics)
-app.command("report")(report.report)
-app.command("watch")(watch.watch)
+app.command("status")(spread(memory.status))
+app.command("ls")(spread(listing.list_all))
+app.command("show")(spread(showing.show_checkpoint))
+app.command("verify")(spread(verify.verify))
+app.command("export")(spread(exporting.export))
+app.command("drain")(spread(memory.drain))
+app.command("clean")(spread(clean.clean))
+app.command("flush")(spread(flush.flush))
+app.command("pull")(spread(pull.pull))
+app.command("import")(spread(importing.import_))
+app.command("reshard")(spread(reshard.reshard))
+app.command("doctor")(spread(doctor.doctor))
+app.command("prune")(spread(prune.prune))
+app.command("pin")(spread(pins.pin))
+app.command("unpin")(spread(pins.unpin))
+app.command("metric")(spread(pins.metric))
+app.command("metrics")(spread(metrics.metrics))
+app.command("report")(spread(report.report))
+app.command("watch")(spread(watch.watch))
 
 
 def main() -> None:

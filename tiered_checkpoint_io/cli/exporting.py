@@ -8,15 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.options import (
-    Dirpath,
-    Endpoint,
-    Json,
-    Profile,
-    Region,
-    config_of,
-    name_of,
-)
+from tiered_checkpoint_io.cli.options import ADDRESS, Address, Dirpath, Json, name_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.logs import size_text
 
@@ -40,15 +32,13 @@ def export(
     ] = None,
     max_shard_size: Annotated[int, typer.Option(min=1, help="For safetensors: bytes of one file.")] = 5 * 10**9,
     trust: Annotated[bool, typer.Option(help="Allow objects that may run code when loaded.")] = False,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
+    server: Address = ADDRESS,
     as_json: Json = False,
 ) -> None:
     """Writes a full or sharded checkpoint as files for others, in little memory; every byte is verified."""
     from tiered_checkpoint_io.export import export_checkpoint
 
-    config = config_of(dirpath, endpoint_url, region, profile)
+    config = server.config(dirpath)
     written = export_checkpoint(
         config.dirpath,
         name_of(config, name),
@@ -57,9 +47,7 @@ def export(
         prefix=prefix,
         max_shard_size=max_shard_size,
         weights_only=not trust,
-        endpoint_url=endpoint_url,
-        region=region,
-        profile=profile,
+        **server.keys,
     )
     sizes = {str(file): file.stat().st_size for file in written}
     if as_json:

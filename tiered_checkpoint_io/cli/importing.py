@@ -12,17 +12,7 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask, moving
 from tiered_checkpoint_io.cli.claiming import claimed
-from tiered_checkpoint_io.cli.options import (
-    TIMEOUT_S,
-    Dirpath,
-    Endpoint,
-    Json,
-    Profile,
-    Region,
-    Timeout,
-    config_of,
-    wrong_use,
-)
+from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import progress
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, StoreNotFoundError
@@ -43,10 +33,7 @@ def import_(
         str | None, typer.Option(help="What to call it, where SOURCE is one checkpoint; by default as there.")
     ] = None,
     force: Annotated[bool, typer.Option(help="Replace checkpoints and files that have the names already.")] = False,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     json: Json = False,
 ) -> None:
     """Makes checkpoints of others committed ones of DIRPATH, bytes unchanged; tiered:latest then takes the last.
@@ -62,7 +49,7 @@ def import_(
         wanted = ids.validate_name(name) if name is not None else None
     # The options are about S3, wherever that is.
     is_target = ids.is_s3_url(target) or not ids.is_s3_url(origin)
-    config = config_of(target if is_target else origin, endpoint_url, region, profile, timeout)
+    config = server.config(target if is_target else origin)
     rows: list[Imported] = []
     stop = threading.Event()
 

@@ -8,18 +8,7 @@ from datetime import datetime, timezone
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import (
-    SHM,
-    TIMEOUT_S,
-    AnyDirpath,
-    Endpoint,
-    Json,
-    MemoryDir,
-    Profile,
-    Region,
-    Timeout,
-    config_of,
-)
+from tiered_checkpoint_io.cli.options import SERVER, SHM, AnyDirpath, Json, MemoryDir, Server
 from tiered_checkpoint_io.cli.output import printable, say, show, write_json
 from tiered_checkpoint_io.cli.rows import table_of
 from tiered_checkpoint_io.errors import StoreError
@@ -36,10 +25,7 @@ _DAMAGED = ("corrupt", "newer_release")
 def list_all(
     dirpath: AnyDirpath = None,
     memory_dir: MemoryDir = SHM,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     as_json: Json = False,
 ) -> None:
     """Lists the checkpoints of a durable tier and what this node's memory has of it, the latest save first.
@@ -54,7 +40,7 @@ def list_all(
         found = [each for place in node.places for each in checkpoints_of(place, None, node)]
         error = None
     else:
-        look, error = look_at(config_of(dirpath, endpoint_url, region, profile, timeout), memory_dir)
+        look, error = look_at(server.config(dirpath), memory_dir)
         found = look.checkpoints
         dirpath = without_secrets(look.place.dirpath)
     if as_json:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -35,12 +38,6 @@ Dirpath = Annotated[str, typer.Argument(help="The durable tier: an S3 URL, any f
 AnyDirpath = Annotated[
     str | None, typer.Argument(help="The durable tier; without one, only this node's memory is looked at.")
 ]
-Endpoint = Annotated[str | None, typer.Option(help="Of an S3 server other than AWS.")]
-Region = Annotated[str | None, typer.Option(help="The AWS region.")]
-Profile = Annotated[str | None, typer.Option(help="Of the AWS configuration files.")]
-Timeout = Annotated[
-    int, typer.Option(min=1, max=24 * 3600, help="How long to wait for a server that does not answer, seconds.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
 
 #: Where the memory tier lies by default.
@@ -58,18 +55,62 @@ def wrong_use() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
-def config_of(
-    dirpath: str,
-    endpoint_url: str | None,
-    region: str | None,
-    profile: str | None,
-    timeout: int = TIMEOUT_S,
-) -> TieredCheckpointConfig:
-    """The configuration of a durable tier; a value that is not allowed ends the command with status 2."""
-    with wrong_use():
-        return TieredCheckpointConfig.from_any(
-            dirpath=dirpath, endpoint_url=endpoint_url, region=region, profile=profile, durable_timeout_s=timeout
-        )
+@dataclass(frozen=True)
+class Address:
+    """How a durable tier is reached: options of a command, see :func:`spread`."""
+
+    endpoint_url: Annotated[str | None, typer.Option(help="Of an S3 server other than AWS.")] = None
+    region: Annotated[str | None, typer.Option(help="The AWS region.")] = None
+    profile: Annotated[str | None, typer.Option(help="Of the AWS configuration files.")] = None
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The same, as keys of the configuration."""
+        return {{"timeout": "durable_timeout_s"}.get(key, key): value for key, value in asdict(self).items()}
+
+    def config(self, dirpath: str) -> TieredCheckpointConfig:
+        """The configuration of a durable tier; a value that is not allowed ends the command with status 2."""
+        with wrong_use():
+            return TieredCheckpointConfig.from_any(dirpath=dirpath, **self.keys)
+
+
+@dataclass(frozen=True)
+class Server(Address):
+    """The same, and how long it is waited for."""
+
+    timeout: Annotated[
+        int, typer.Option(min=1, max=24 * 3600, help="How long to wait for a server that does not answer, seconds.")
+    ] = TIMEOUT_S
+
+
+#: As where no option is given.
+ADDRESS, SERVER = Address(), Server()
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with an option for each field of its parameter ``server``, where it has one."""
+    hints = get_type_hints(command, include_extras=True)
+    kind = hints.get("server")
+    if kind is None:
+        return command
+    options = get_type_hints(kind, include_extras=True)
+    parameters: list[Parameter] = []
+    for each in signature(command).parameters.values():
+        if each.name != "server":
+            parameters.append(each.replace(annotation=hints[each.name]))
+            continue
+        for option in fields(kind):
+            annotation = options[option.name]
+            parameters.append(Parameter(option.name, each.kind, default=option.default, annotation=annotation))
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        server = kind(**{option.name: given.pop(option.name) for option in fields(kind)})
+        command(**given, server=server)
+
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
 
 
 def name_of(config: TieredCheckpointConfig, name: str) -> str:

@@ -9,18 +9,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import (
-    TIMEOUT_S,
-    Dirpath,
-    Endpoint,
-    Json,
-    Profile,
-    Region,
-    Timeout,
-    config_of,
-    name_of,
-    wrong_use,
-)
+from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.durable import metrics, pins
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
@@ -50,10 +39,7 @@ def pin(
         str | None, typer.Option("--for", help="How long it holds, such as 90s, 30m, 2h or 7d; for ever by default.")
     ] = None,
     reason: Annotated[str, typer.Option(help="Why, for people.")] = "",
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     json: Json = False,
 ) -> None:
     """Keeps a checkpoint of the durable tier from being deleted: by retention, prune, save_top_k or a callback.
@@ -61,7 +47,7 @@ def pin(
     An overwrite of its name is no delete, and is not held up.
     """
     expires_s = None if duration is None else seconds_of(duration)
-    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    config = server.config(dirpath)
     wanted = name_of(config, name)
 
     def work(store: Store) -> Pin:
@@ -80,14 +66,11 @@ def pin(
 def unpin(
     dirpath: Dirpath,
     name: Name,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     json: Json = False,
 ) -> None:
     """Removes all pins of a checkpoint. Deletes nothing: what has to go goes at the next retention, or by prune."""
-    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    config = server.config(dirpath)
     wanted = name_of(config, name)
 
     def work(store: Store) -> list[Pin]:
@@ -106,17 +89,14 @@ def metric(
     dirpath: Dirpath,
     name: Name,
     values: Annotated[list[str], typer.Argument(help="Metrics and values, such as val_loss=0.31.")],
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     json: Json = False,
 ) -> None:
     """Adds metrics to a checkpoint of the durable tier, as an evaluation elsewhere finds them.
 
     Policies of the best, and tiered://best?..., go by them. A value of the same metric replaces the earlier.
     """
-    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    config = server.config(dirpath)
     wanted, given = name_of(config, name), dict(map(_value_of, values))
 
     def work(store: Store) -> tuple[str, str]:

@@ -13,17 +13,7 @@ import typer
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.ending import told_to_end
-from tiered_checkpoint_io.cli.options import (
-    TIMEOUT_S,
-    Dirpath,
-    Endpoint,
-    Json,
-    Profile,
-    Region,
-    Timeout,
-    config_of,
-    wrong_use,
-)
+from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
 from tiered_checkpoint_io.cli.output import say, show, write_json
 from tiered_checkpoint_io.cli.pins import document_of, time_text
 from tiered_checkpoint_io.clock import SYSTEM
@@ -70,10 +60,7 @@ def prune(
     older_than: Annotated[
         float, typer.Option(min=0, help="Report what was left behind more than so many hours ago.")
     ] = 24.0,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     json: Json = False,
 ) -> None:
     """Removes checkpoints of the durable tier that no policy keeps. Without --yes it only shows what would go, and why
@@ -93,7 +80,7 @@ def prune(
     if keep_best is not None and metric is None:
         raise typer.BadParameter("--keep-best needs --metric, such as --metric val_loss")
     policies = _policies({key: value for key, value in given.items() if value is not None}, config_file)
-    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    config = server.config(dirpath)
     older_than_s = older_than * 3600.0
     plan = ask(config, lambda store: _plan(store, policies, older_than_s))
     if not (yes and (plan.going or plan.is_cut_off)):

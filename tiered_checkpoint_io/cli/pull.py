@@ -10,20 +10,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import (
-    SHM,
-    TIMEOUT_S,
-    Dirpath,
-    Endpoint,
-    Json,
-    MemoryDir,
-    Profile,
-    Region,
-    Timeout,
-    config_of,
-    name_of,
-    wrong_use,
-)
+from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.logs import size_text
@@ -45,10 +32,7 @@ def pull(
     namespace: Annotated[
         str | None, typer.Option(help="The job's namespace; by default the one that is made from DIRPATH.")
     ] = None,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     json: Json = False,
 ) -> None:
     """Brings a checkpoint from the durable tier to this node's memory, verified; a restart then reads it from there.
@@ -56,7 +40,7 @@ def pull(
     Of a checkpoint of several ranks, all parts by default: give --rank for those of this node's ranks alone. It is in
     memory with all parts that were asked for, or not at all.
     """
-    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    config = server.config(dirpath)
     with wrong_use():
         config = replace(config, memory_dir=memory_dir)
         config = replace(config, namespace=namespace) if namespace is not None else config

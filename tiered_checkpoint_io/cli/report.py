@@ -10,20 +10,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import (
-    SHM,
-    TIMEOUT_S,
-    Endpoint,
-    Json,
-    MemoryDir,
-    Namespace,
-    Profile,
-    Region,
-    Root,
-    Timeout,
-    config_of,
-    root_of,
-)
+from tiered_checkpoint_io.cli.options import SERVER, SHM, Json, MemoryDir, Namespace, Root, Server, root_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.errors import ConfigError
@@ -42,10 +29,7 @@ def report(
     root: Root = None,
     memory_dir: MemoryDir = SHM,
     namespace: Namespace = None,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     json_output: Json = False,
 ) -> None:
     """Writes a run as one HTML page: a timeline of steps, stalls, saves, uploads, failures and restores.
@@ -55,7 +39,7 @@ def report(
     """
     durable: list[DurableCheckpoint] = []
     if dirpath is not None:
-        config = config_of(dirpath, endpoint_url, region, profile, timeout)
+        config = server.config(dirpath)
         durable = [_durable(each) for each in ask(config, checkpoints) if each.manifest is not None]
         dirpath = config.dirpath
         if root is None and namespace is None:

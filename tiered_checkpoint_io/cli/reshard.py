@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import answer, moving
-from tiered_checkpoint_io.cli.options import (
-    TIMEOUT_S,
-    Dirpath,
-    Endpoint,
-    Json,
-    Profile,
-    Region,
-    Timeout,
-    config_of,
-    name_of,
-    wrong_use,
-)
+from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.errors import StoreError
@@ -44,17 +33,14 @@ def reshard(
         Path | None, typer.Option(help="A folder on a disk with room; by default that of temporary files.")
     ] = None,
     trust: Annotated[bool, typer.Option(help="Allow objects that may run code when loaded.")] = False,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     json: Json = False,
 ) -> None:
     """Writes a checkpoint anew, as another number of parts or as one file; every byte is verified.
 
     It is committed in DIRPATH under the new name, and the old one stays. What tiered:latest takes does not change.
     """
-    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    config = server.config(dirpath)
     wanted = name_of(config, name)
     with wrong_use():
         new_name = ids.validate_name(new_name)
@@ -89,10 +75,7 @@ def reshard(
                 scratch=scratch,
                 progress=count,
                 begin=lambda total: meters.append(held.enter_context(progress("reshard", total, silent=json))),
-                endpoint_url=endpoint_url,
-                region=region,
-                profile=profile,
-                durable_timeout_s=timeout,
+                **server.keys,
             )
 
     made = answer(config, config.dirpath, work, stop=stop)

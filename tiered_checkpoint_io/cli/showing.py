@@ -9,19 +9,7 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.listing import look_at
-from tiered_checkpoint_io.cli.options import (
-    SHM,
-    TIMEOUT_S,
-    Dirpath,
-    Endpoint,
-    Json,
-    MemoryDir,
-    Profile,
-    Region,
-    Timeout,
-    config_of,
-    name_of,
-)
+from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of
 from tiered_checkpoint_io.cli.output import printable, say, show, write_json
 from tiered_checkpoint_io.cli.rows import age_text, note_of, state_text
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
@@ -36,14 +24,11 @@ def show_checkpoint(
     dirpath: Dirpath,
     name: Annotated[str, typer.Argument(help="The checkpoint, or tiered:latest.")],
     memory_dir: MemoryDir = SHM,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     as_json: Json = False,
 ) -> None:
     """Shows all that is known of a checkpoint: facts, tiers, parts, files, aliases, and what wrote it."""
-    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    config = server.config(dirpath)
     wanted = name_of(config, name)
     look, error = look_at(config, memory_dir)
     if error is None:

@@ -22,20 +22,7 @@ from tiered_checkpoint_io.cli.checking import (
     held_in,
     unreadable,
 )
-from tiered_checkpoint_io.cli.options import (
-    SHM,
-    TIMEOUT_S,
-    Endpoint,
-    Json,
-    MemoryDir,
-    Profile,
-    Region,
-    Root,
-    Timeout,
-    config_of,
-    name_of,
-    root_of,
-)
+from tiered_checkpoint_io.cli.options import SERVER, SHM, Json, MemoryDir, Root, Server, name_of, root_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -70,10 +57,7 @@ def verify(
     root: Root = None,
     memory_dir: MemoryDir = SHM,
     namespace: Annotated[str | None, typer.Option(help="Of memory: this namespace alone.")] = None,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     json: Json = False,
 ) -> None:
     """Reads checkpoints and compares every byte with its hash: on the durable tier, and in this node's memory.
@@ -84,7 +68,7 @@ def verify(
     """
     if dirpath is None and tier is Tier.durable:
         raise typer.BadParameter("--tier durable needs DIRPATH")
-    config = config_of(dirpath, endpoint_url, region, profile, timeout) if dirpath is not None else None
+    config = server.config(dirpath) if dirpath is not None else None
     wanted = name_of(config, name) if config is not None and name is not None else None
     rows: list[Checked] = []
     asks = config is not None and tier is not Tier.memory

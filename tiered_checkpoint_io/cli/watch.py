@@ -14,18 +14,7 @@ import typer
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.execute import CommandLine
 from tiered_checkpoint_io.cli.listing import looker_of
-from tiered_checkpoint_io.cli.options import (
-    SHM,
-    TIMEOUT_S,
-    Dirpath,
-    Endpoint,
-    Json,
-    MemoryDir,
-    Profile,
-    Region,
-    Timeout,
-    config_of,
-)
+from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
 from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, say, write_json
 from tiered_checkpoint_io.cli.pinned import pinned
 from tiered_checkpoint_io.cli.rows import state_text, table_of
@@ -63,10 +52,7 @@ def watch(
     ] = None,
     every: Annotated[float, typer.Option(min=0.1, max=3600, help="How often to look, seconds.")] = _EVERY_S,
     memory_dir: MemoryDir = SHM,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    timeout: Timeout = TIMEOUT_S,
+    server: Server = SERVER,
     as_json: Json = False,
 ) -> None:
     """Watches both tiers: a table on a terminal, else a line for each change; until SIGTERM or Ctrl-C.
@@ -76,7 +62,7 @@ def watch(
     _METRIC_NAME and _METRIC_VALUE are in its environment, empty where they are not known. Where CMD fails, that is
     said, the next one follows, and the status is 1 at the end. Meanwhile the checkpoint is pinned: it is not deleted.
     """
-    config = config_of(dirpath, endpoint_url, region, profile, timeout)
+    config = server.config(dirpath)
     if after is not None and command is None:
         raise typer.BadParameter("--after tells where --exec is to begin, and goes with it")
     if after and not ids.is_save_id(after):

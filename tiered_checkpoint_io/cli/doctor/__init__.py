@@ -15,18 +15,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.doctor.facts import NOWHERE, State
-from tiered_checkpoint_io.cli.options import (
-    SHM,
-    TIMEOUT_S,
-    Endpoint,
-    Json,
-    MemoryDir,
-    Profile,
-    Region,
-    Timeout,
-    config_of,
-    wrong_use,
-)
+from tiered_checkpoint_io.cli.options import SERVER, SHM, Json, MemoryDir, Server, wrong_use
 from tiered_checkpoint_io.inventory.roots import all_roots
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -40,9 +29,7 @@ def doctor(
         typer.Argument(help="The durable tier; by default that of the last run on this node, if there is just one."),
     ] = None,
     memory_dir: MemoryDir = SHM,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
+    server: Server = SERVER,
     state_size: Annotated[
         str | None,
         typer.Option(help="Of one checkpoint on this node, such as 40GiB; the last run's by default."),
@@ -51,7 +38,6 @@ def doctor(
         str | None, typer.Option(help="Another node, for the way to it; MASTER_ADDR by default.", envvar="MASTER_ADDR")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Do not measure the throughput.")] = False,
-    timeout: Timeout = TIMEOUT_S,
     as_json: Json = False,
 ) -> None:
     """Looks at this node, the durable tier and the network, and says what to mend.
@@ -65,7 +51,7 @@ def doctor(
 
     size = _bytes_of(state_size)
     configs = last_configs(all_roots(memory_dir)) if os.path.isdir(memory_dir) else {}
-    config, root = _config(configs, dirpath, endpoint_url, region, profile, timeout)
+    config, root = _config(configs, dirpath, server)
     config = replace(config, memory_dir=os.path.abspath(memory_dir))
     state = State(size, "given") if size is not None else last_state(root) if root is not None else State()
     visit = Visit(config, state)
@@ -82,30 +68,26 @@ def doctor(
 def _config(
     configs: dict[Path, TieredCheckpointConfig],
     dirpath: str | None,
-    endpoint_url: str | None,
-    region: str | None,
-    profile: str | None,
-    timeout: int,
+    server: Server,
 ) -> tuple[TieredCheckpointConfig, Path | None]:
     """The configuration to look at, and the memory of the run that had it: with its other options, where one is there.
 
     Without a dirpath, that of the only run.
     """
-    given = {"endpoint_url": endpoint_url, "region": region, "profile": profile}
-    named = {key: value for key, value in given.items() if value is not None}
-    wanted = config_of(dirpath, endpoint_url, region, profile, timeout) if dirpath is not None else None
+    given = {key: value for key, value in server.keys.items() if value is not None}
+    wanted = server.config(dirpath) if dirpath is not None else None
     dirpaths = {each.dirpath for each in configs.values()}
     if wanted is None and len(dirpaths) != 1:
-        if named:
+        if given.keys() - {"durable_timeout_s"}:
             raise typer.BadParameter("options of a server need its dirpath", param_hint="DIRPATH")
-        return config_of(NOWHERE, None, None, None, timeout), None
+        return server.config(NOWHERE), None
     meant = wanted.dirpath if wanted is not None else next(iter(dirpaths))
     fitting = [root for root, each in configs.items() if each.dirpath == meant]
     if not fitting:
         assert wanted is not None
         return wanted, None
     with wrong_use():
-        last = TieredCheckpointConfig.from_any(configs[fitting[-1]], durable_timeout_s=timeout, **named)
+        last = TieredCheckpointConfig.from_any(configs[fitting[-1]], **given)
     return last, fitting[-1]
 
 
