@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints, wait_for
 from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.durable.manifests import manifest_notes
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -18,7 +19,7 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
     WaitTimeoutError,
 )
-from tiered_checkpoint_io.inventory.durable import Reader
+from tiered_checkpoint_io.inventory.durable import read_all
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -135,11 +136,11 @@ def test_a_further_look_reads_only_what_may_have_changed(node):
     node.save("a.ckpt", b"A")
     drain(node)
     clock, store = VirtualClock(), Coarse(node.dirpath)
-    reader = Reader(clock)
+    notes = manifest_notes()
 
     def look():
         before = store.metrics.snapshot().get("requests.get", 0)
-        (found,) = reader.read_all(store)
+        (found,) = read_all(store, notes, clock)
         return found.manifest.content.save_id, store.metrics.snapshot().get("requests.get", 0) - before
 
     assert look() == (op_id(1), 1)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import manifest_notes, read_manifest
+from tiered_checkpoint_io.engine.durable.notes import Notes
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Selector, choose
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -16,14 +17,10 @@ from tiered_checkpoint_io.errors import (
     ManifestError,
     StoreNotFoundError,
 )
-from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest, Part
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.fallbacks import folders_of
-
-#: No list is coarser in its times than this, seconds.
-_COARSEST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +49,25 @@ def read(store: Store, name: str) -> Found:
         return Found(name, error=error)
 
 
-def read_all(store: Store) -> list[Found]:
-    """All checkpoints of a tier; raises as :func:`read`."""
-    return Reader().read_all(store)
+def read_all(store: Store, notes: Notes[Manifest | None] | None = None, clock: Clock = SYSTEM) -> list[Found]:
+    """All checkpoints of a tier, by name; raises as :func:`read`. ``notes`` are those of an earlier call."""
+    read = (notes or manifest_notes()).read(store, clock)
+    named = {name: value for key, value in read.items() if (name := ids.name_from_manifest_key(key)) is not None}
+    found = [
+        Found(name, error=value) if isinstance(value, ManifestError) else Found(name, value)
+        for name, value in sorted(named.items())
+    ]
+    return [each for each in found if each.is_there]
 
 
-def checkpoints(store: Store, reader: Reader | None = None) -> list[Found]:
+def checkpoints(store: Store, notes: Notes[Manifest | None] | None = None, clock: Clock = SYSTEM) -> list[Found]:
     """All checkpoints of a tier: the latest save first, aliases and copies behind it, what can't be read last.
 
     Raises:
         CheckpointNotFoundError: The directory does not exist, or there is nothing at all below the URL.
         StoreError: The tier could not be asked.
     """
-    found = (reader or Reader()).read_all(store)
+    found = read_all(store, notes, clock)
     if not found and not _exists(store):
         raise CheckpointNotFoundError(
             "there is nothing at this dirpath", operation="list", tier="durable", key=store.url, hint="check dirpath"
@@ -97,49 +100,6 @@ def latest(found: Sequence[Found]) -> Candidate | None:
         raise error
     manifests = [each.manifest for each in found if each.manifest is not None]
     return next(iter(choose(Catalog({}, manifests), Selector("latest"))), None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What was read last of a name: the size and time that the list had for it, and since when."""
-
-    stamp: tuple[int, float]
-    since: float
-    found: Found | None = None
-    is_settled: bool = False
-
-
-class Reader:
-    """Reads all checkpoints of a tier again and again, and of those that did not change nothing but the list.
-
-    A list tells when an object was written, to the second. So a manifest is read again until it was read once so long
-    after it had come that a later change shows.
-    """
-
-    def __init__(self, clock: Clock = SYSTEM) -> None:
-        self._clock = clock
-        self._known: dict[str, _Known] = {}
-
-    def read_all(self, store: Store) -> list[Found]:
-        """All checkpoints of the tier, ordered by name; raises as :func:`read`."""
-        now = self._clock.monotonic()
-        listed = {ids.name_from_manifest_key(entry.key): entry for entry in store.list(ids.MANIFEST_PREFIX)}
-
-        def look(name: str) -> Found:
-            stamp, before = (listed[name].size, listed[name].modified), self._known.get(name)
-            if before is None or before.stamp != stamp:
-                before = _Known(stamp, now)
-            if before.found is None or not before.is_settled:
-                before = _Known(stamp, before.since, read(store, name), now - before.since > _COARSEST_S)
-            self._known[name] = before
-            assert before.found is not None
-            return before.found
-
-        names = sorted(name for name in listed if name is not None)
-        found = in_parallel(look, names)
-        for name in self._known.keys() - set(names):
-            self._known.pop(name, None)
-        return [each for each in found if each.is_there]
 
 
 @dataclass(frozen=True, slots=True)

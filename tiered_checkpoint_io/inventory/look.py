@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.manifests import manifest_notes
 from tiered_checkpoint_io.engine.durable.metrics import added_metrics, metric_notes
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
-from tiered_checkpoint_io.inventory.durable import Reader, checkpoints, unfinished
+from tiered_checkpoint_io.inventory.durable import checkpoints, unfinished
 from tiered_checkpoint_io.inventory.listing import DurableTier, checkpoints_of
 from tiered_checkpoint_io.inventory.node import NodeMemory, look_at_node
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
@@ -36,7 +37,7 @@ class Look:
 
 
 class Looker:
-    """Looks at the same tiers again and again; see :class:`Reader`."""
+    """Looks at the same tiers again and again; see :class:`Notes`."""
 
     def __init__(
         self, place: Place, memory_dir: str | None = None, *, metrics: bool = True, clock: Clock = SYSTEM
@@ -47,7 +48,8 @@ class Looker:
         """
         self._place = place
         self._memory_dir = memory_dir
-        self._reader = Reader(clock)
+        self._clock = clock
+        self._manifests = manifest_notes()
         self._added = metric_notes() if metrics else None
 
     def look(self, store: Store | None, *, unfinished_too: bool = True) -> Look:
@@ -67,12 +69,12 @@ class Looker:
         if store is None:
             return look
         try:
-            found = checkpoints(store, self._reader)
+            found = checkpoints(store, self._manifests, self._clock)
         except CheckpointNotFoundError:
             if self._place not in node.places:
                 raise
             found = []
         left = unfinished(store, found) if unfinished_too else ()
         # Before the first checkpoint there is none that has any.
-        added = added_metrics(store, self._added) if self._added is not None and found else {}
+        added = added_metrics(store, self._added, clock=self._clock) if self._added is not None and found else {}
         return replace(look, durable=DurableTier(found, left, added))

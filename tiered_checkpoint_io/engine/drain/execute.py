@@ -216,7 +216,7 @@ class Executor:
             return f"{operation.dirpath} is another dirpath than that of the run which is here now"
         policies = policies_from(self.stores.config.retention)
         survey = self.surveys.setdefault(operation.place, retention.Survey())
-        other = survey.other_run(store, operation.name.removeprefix(RETENTION))
+        other = survey.other_run(store, operation.name.removeprefix(RETENTION), clock=self.clock)
         if other is not None:
             return f"{other} holds the lease of {operation.dirpath}, and removes what its own policies do not keep"
         queued = [each for each in operations if each.place == operation.place and each.action in NAMING]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
+from tiered_checkpoint_io.engine.durable.notes import Notes
 from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreChangedError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
@@ -182,6 +183,15 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
         if reservation_in(data):
             return None
         raise
+
+
+def manifest_notes() -> Notes[Manifest | None]:
+    """What reads all manifests of a durable tier; None in place of a reservation."""
+    return Notes(ids.MANIFEST_PREFIX, _parse)
+
+
+def _parse(data: bytes, where: str) -> Manifest | None:
+    return None if reservation_in(data) else Manifest.from_json(data, where=where)
 
 
 def current(store: Store, name: str) -> Manifest | None:

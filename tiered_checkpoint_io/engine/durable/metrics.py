@@ -70,10 +70,12 @@ def add_metrics(store: Store, name: str, metrics: Mapping[str, float], *, clock:
     return save_id
 
 
-def added_metrics(store: Store, notes: Notes[Added] | None = None) -> dict[str, dict[str, float]]:
+def added_metrics(
+    store: Store, notes: Notes[Added] | None = None, *, clock: Clock = SYSTEM
+) -> dict[str, dict[str, float]]:
     """All values that were added, by save and metric: one list, and a GET for each that is new."""
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for value in (notes or metric_notes()).read(store).values():
+    for value in (notes or metric_notes()).read(store, clock).values():
         # One that is damaged is no value.
         if not isinstance(value, ManifestError):
             found[value.save_id][value.metric.monitor] = value.metric.value

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from tiered_checkpoint_io.errors import ManifestError, StoreNotFoundError
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.errors import InvalidNameError, ManifestError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
 _T = TypeVar("_T")
-#: A listing tells times in whole seconds: what was read so soon behind a change may change again unseen.
+#: A listing tells times in whole seconds: what was read so soon behind a change may change again unseen. By the times
+#: of the listing itself, or by how long it has been the same.
 _SETTLED_S = 2.0
+
+
+class _Known(NamedTuple):
+    """What a listing said of a document, since when, whether a later change of it would show, and what it says."""
+
+    entry: ObjectInfo
+    since: float
+    is_settled: bool
+    value: Any
 
 
 @dataclass(slots=True)
@@ -26,36 +37,35 @@ class Notes(Generic[_T]):
 
     prefix: str
     parse: Callable[[bytes, str], _T]
-    _read: dict[str, tuple[ObjectInfo, bool, _T | ManifestError]] = field(default_factory=dict)
+    _read: dict[str, _Known] = field(default_factory=dict)
 
-    def read(self, store: Store) -> Mapping[str, _T | ManifestError]:
+    def read(self, store: Store, clock: Clock = SYSTEM) -> Mapping[str, _T | ManifestError]:
         """All that are there, by key: one list, and a GET for each that is new, or may have changed.
 
         Raises:
             StoreError: The tier could not be asked.
         """
+        now = clock.monotonic()
         listed = {entry.key: entry for entry in store.list(self.prefix)}
-        now = max((entry.modified for entry in listed.values()), default=0.0)
-        fresh = [key for key, entry in listed.items() if self._is_new(entry)]
+        latest = max((entry.modified for entry in listed.values()), default=0.0)
+        kept = {key: each for key, each in self._read.items() if listed.get(key) == each.entry}
+        fresh = [key for key in listed if key not in kept or not kept[key].is_settled]
 
         def read(key: str) -> list[_T | ManifestError]:
             try:
                 return [self.parse(store.get(key), f"{store.url}/{key}")]
             except ManifestError as error:
                 return [error]
+            except InvalidNameError as error:
+                return [ManifestError(error.message, operation="parse", key=key)]
             except StoreNotFoundError:
                 return []
 
-        found = dict(zip(fresh, in_parallel(read, fresh), strict=True))
-        kept = {key: each for key, each in self._read.items() if key in listed and key not in found}
-        new = {
-            key: (listed[key], listed[key].modified < now - _SETTLED_S, value)
-            for key, values in found.items()
-            for value in values
-        }
-        self._read = kept | new
-        return {key: value for key, (_, _, value) in self._read.items()}
-
-    def _is_new(self, entry: ObjectInfo) -> bool:
-        known = self._read.get(entry.key)
-        return known is None or known[0] != entry or not known[1]
+        for key, values in zip(fresh, in_parallel(read, fresh), strict=True):
+            before, entry = kept.pop(key, None), listed[key]
+            since = now if before is None else before.since
+            is_settled = entry.modified < latest - _SETTLED_S or now - since > _SETTLED_S
+            for value in values:
+                kept[key] = _Known(entry, since, is_settled, value)
+        self._read = kept
+        return {key: each.value for key, each in kept.items()}

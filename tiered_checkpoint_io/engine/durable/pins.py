@@ -94,14 +94,14 @@ def pins(
     One that can't be read counts as a pin without an end.
     """
     found: defaultdict[str, list[Pin]] = defaultdict(list)
-    for each in _sorted_out(store, (notes or pin_notes()).read(store), clock, tidies=tidies):
+    for each in _sorted_out(store, (notes or pin_notes()).read(store, clock), clock, tidies=tidies):
         found[each.name].append(each)
     return dict(found)
 
 
 def pins_of(store: Store, name: str, *, clock: Clock = SYSTEM) -> list[Pin]:
     """The pins of one checkpoint; see :func:`pins`."""
-    read = Notes(ids.pins_prefix(name), _parse).read(store)
+    read = Notes(ids.pins_prefix(name), _parse).read(store, clock)
     return [each for each in _sorted_out(store, read, clock) if each.name == name]
 
 

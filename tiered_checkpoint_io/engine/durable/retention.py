@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.aliases import delete
-from tiered_checkpoint_io.engine.durable.manifests import contents_of
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, manifest_notes
 from tiered_checkpoint_io.engine.durable.metrics import Added, added_metrics, forget, metric_notes
 from tiered_checkpoint_io.engine.durable.notes import Notes
 from tiered_checkpoint_io.engine.durable.pins import pin_notes, pins
@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Sectio
 from tiered_checkpoint_io.errors import ManifestError, PinnedError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.launches import are_one
-from tiered_checkpoint_io.model.manifest import Manifest, reservation_in
+from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.model.retention import Best, Checkpoint, Pin, Policy, kept
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
@@ -31,10 +31,6 @@ class LeaseFacts(NamedTuple):
 
     owner: str
     held: bool
-
-
-def _manifest(data: bytes, where: str) -> Manifest | None:
-    return None if reservation_in(data) else Manifest.from_json(data, where=where)
 
 
 def _lease(data: bytes, where: str) -> LeaseFacts:
@@ -56,7 +52,7 @@ class Survey:
 
     unread: dict[str, ManifestError] = field(default_factory=dict)
     saves: set[str] = field(default_factory=set)
-    _manifests: Notes[Manifest | None] = field(default_factory=lambda: Notes(ids.MANIFEST_PREFIX, _manifest))
+    _manifests: Notes[Manifest | None] = field(default_factory=manifest_notes)
     _pins: Notes[Pin] = field(default_factory=pin_notes)
     _metrics: Notes[Added] = field(default_factory=metric_notes)
     _leases: Notes[LeaseFacts] = field(default_factory=lambda: Notes(ids.LEASE_PREFIX, _lease))
@@ -70,11 +66,11 @@ class Survey:
             StoreError: The tier could not be asked.
         """
         # Before the manifests: what has a value now, and no manifest then, is gone.
-        added = added_metrics(store, self._metrics) if metrics else {}
+        added = added_metrics(store, self._metrics, clock=clock) if metrics else {}
         pinned = pins(store, self._pins, tidies=tidies, clock=clock)
         read = {
             name: value
-            for key, value in self._manifests.read(store).items()
+            for key, value in self._manifests.read(store, clock).items()
             if (name := ids.name_from_manifest_key(key)) is not None
         }
         self.unread = {name: value for name, value in read.items() if isinstance(value, ManifestError)}
@@ -87,9 +83,9 @@ class Survey:
             for each in manifests
         ]
 
-    def other_run(self, store: Store, owner: str) -> str | None:
+    def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:
         """Another launch than ``owner`` that holds a lease on this tier; None where there is none."""
-        for lease in self._leases.read(store).values():
+        for lease in self._leases.read(store, clock).values():
             # What can't be read may be held.
             if isinstance(lease, ManifestError):
                 return "a run whose lease can't be read"
