@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine.durable.arrivals import move_old
 from tiered_checkpoint_io.engine.durable.files import paths_in
-from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, if_intact, read_all, read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, if_intact, read_all
 from tiered_checkpoint_io.engine.durable.removal import remove_save, remove_unnamed
 from tiered_checkpoint_io.errors import FormatVersionError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
@@ -61,7 +61,7 @@ def collect(
     if not found:
         seen.settled.add(committed.save_id)
         return []
-    manifests = read_all(store, read_manifest)
+    manifests = read_all(store)
     seen.settled |= {content.save_id for content in contents_of(manifests)}
     gone = []
     left = [save_id for save_id in found if save_id not in seen.settled]

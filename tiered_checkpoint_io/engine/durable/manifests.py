@@ -132,8 +132,7 @@ class Manifests:
 
     def heirs(self, name: str) -> list[Manifest]:
         """The aliases that keep the files of a checkpoint whose own manifest is gone; reads all: a rare case."""
-        names = (ids.name_from_manifest_key(entry.key) for entry in self.store.list(ids.MANIFEST_PREFIX))
-        found = in_parallel(self.current, sorted(each for each in names if each is not None))
+        found = in_parallel(self.current, sorted(_listed(self.store)))
         return [each for each in found if each is not None and each.alias_of == name]
 
     def points_to(self, alias: str, target: str) -> bool:
@@ -214,10 +213,15 @@ def exists(store: Store, path: str) -> bool:
     return True
 
 
-def read_all(store: Store, read: Callable[[Store, str], Manifest | None]) -> list[Manifest]:
-    """All manifests, each read by ``read``, but those of which it gives none."""
-    names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
-    found = in_parallel(lambda name: read(store, name), sorted(name for name in names if name is not None))
+def _listed(store: Store) -> dict[str, ObjectInfo]:
+    """What has a manifest or a reservation, by its name."""
+    listed = {ids.name_from_manifest_key(entry.key): entry for entry in store.list(ids.MANIFEST_PREFIX)}
+    return {name: entry for name, entry in listed.items() if name is not None}
+
+
+def read_all(store: Store) -> list[Manifest]:
+    """All manifests; raises as :func:`read_manifest`."""
+    found = in_parallel(lambda name: read_manifest(store, name), sorted(_listed(store)))
     return [manifest for manifest in found if manifest is not None]
 
 
@@ -234,10 +238,9 @@ def names_of(store: Store) -> set[str]:
         except StoreNotFoundError:
             return False
 
-    listed = list(store.list(ids.MANIFEST_PREFIX))
-    there = in_parallel(is_there, listed)
-    names = (ids.name_from_manifest_key(entry.key) for entry, is_one in zip(listed, there, strict=True) if is_one)
-    return {name for name in names if name is not None}
+    listed = _listed(store)
+    there = in_parallel(is_there, listed.values())
+    return {name for name, is_one in zip(listed, there, strict=True) if is_one}
 
 
 def newest_save_id(store: Store) -> str | None:
@@ -246,12 +249,10 @@ def newest_save_id(store: Store) -> str | None:
     Raises:
         StoreError: The tier could not be asked.
     """
-    listed = sorted(store.list(ids.MANIFEST_PREFIX), key=lambda entry: entry.modified)
-    names = [name for name in (ids.name_from_manifest_key(entry.key) for entry in listed) if name is not None]
-    found: list[str] = []
-    for manifest in in_parallel(lambda name: _readable(store, name), names[-_LAST:]):
-        found += [] if manifest is None else [manifest.content.save_id]
-    return max(found, default=None)
+    listed = _listed(store)
+    last = sorted(listed, key=lambda name: listed[name].modified)[-_LAST:]
+    found = in_parallel(lambda name: _readable(store, name), last)
+    return max((manifest.content.save_id for manifest in found if manifest is not None), default=None)
 
 
 def _readable(store: Store, name: str) -> Manifest | None:
