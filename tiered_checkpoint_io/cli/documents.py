@@ -8,7 +8,7 @@ from typing import Any
 
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
+from tiered_checkpoint_io.inventory.durable import latest
 from tiered_checkpoint_io.inventory.record import iso, time_of
 from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -86,10 +86,7 @@ def _outcome(each: Outcome) -> dict[str, Any]:
 
 def latest_saves(held: Iterable[StoredPart]) -> set[str]:
     """The save of each durable tier that a restart would take of these parts."""
-    by_place: dict[Place, list[Held]] = {}
+    by_place: dict[Place, list[StoredPart]] = {}
     for each in held:
-        part = each.part
-        parts = by_place.setdefault(part.place, [])
-        parts.append(Held(part.name, part.rank, part.content, part.commits, not each.is_replica, each.replicated))
-    chosen = (choose(Catalog({"here": parts}), Selector("latest"), replicas=True) for parts in by_place.values())
-    return {candidates[0].save_id for candidates in chosen if candidates}
+        by_place.setdefault(each.part.place, []).append(each)
+    return {meant.save_id for parts in by_place.values() if (meant := latest((), parts)) is not None}

@@ -13,9 +13,10 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Json, MemoryDir, Namespace, Root, Server, root_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.events import read_events
+from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.inventory.durable import Found, checkpoints
-from tiered_checkpoint_io.inventory.roots import existing, last_config, roots_of
+from tiered_checkpoint_io.inventory.roots import existing, roots_of
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.metrics.report import DurableCheckpoint, page
 from tiered_checkpoint_io.model.events import Event

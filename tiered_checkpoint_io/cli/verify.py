@@ -26,9 +26,8 @@ from tiered_checkpoint_io.cli.options import SERVER, SHM, Json, MemoryDir, Root,
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError
-from tiered_checkpoint_io.inventory.durable import Found, checkpoints, newer, read
+from tiered_checkpoint_io.inventory.durable import Found, checkpoints, latest, read
 from tiered_checkpoint_io.inventory.roots import all_roots, existing, tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -132,15 +131,7 @@ def _latest(held: _Parts, found: Sequence[Found]) -> tuple[_Parts, list[Found]]:
     Raises:
         FormatVersionError: A newer release wrote what may be the latest; a restart is refused as well.
     """
-    if (error := newer(found)) is not None:
-        raise error
-    parts = [
-        Held(part.name, part.rank, part.content, part.commits, not each.is_replica, each.replicated)
-        for each in (stored for _, stored in held)
-        for part in [each.part]
-    ]
-    manifests = [each.manifest for each in found if each.manifest is not None]
-    meant = next(iter(choose(Catalog({"here": parts}, manifests), Selector("latest"), replicas=True)), None)
+    meant = latest(found, (stored for _, stored in held))
     if meant is None:
         return [], []
     return (

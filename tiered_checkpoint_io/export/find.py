@@ -9,19 +9,17 @@ from pathlib import Path
 
 from tiered_checkpoint_io.engine.chunks import fetch, fetch_chunk, unverified
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import read_all, read_manifest
-from tiered_checkpoint_io.engine.restore.choice import Catalog, Selector, choose
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    FormatVersionError,
-    ManifestError,
     OtherKindError,
     StoreNotFoundError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.export.folder import Folder
+from tiered_checkpoint_io.inventory.durable import latest, read_all
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest
 from tiered_checkpoint_io.stores import Store
@@ -138,9 +136,12 @@ def _plain(store: Store, name: str, operation: str) -> Found:
 
 def _latest(store: Store, operation: str) -> Manifest:
     """What a restart would take of this tier; local checkpoints are loaded by other means."""
-    manifests = read_all(store, _readable)
-    candidates = choose(Catalog({}, manifests), Selector("latest"), "sharded")
-    found = next((each for each in manifests if candidates and each.name == candidates[0].name), None)
+    listed = read_all(store)
+    meant = latest(listed, accepts="sharded")
+    for each in listed:
+        if each.error is not None:
+            _log.warning("skipping this checkpoint: %s", each.error)
+    found = next((each.manifest for each in listed if meant is not None and each.name == meant.name), None)
     if found is None:
         raise CheckpointNotFoundError(
             "no checkpoint that training can resume from",
@@ -149,14 +150,3 @@ def _latest(store: Store, operation: str) -> Manifest:
             hint="name another one: see `tiered-ckpt ls`",
         )
     return found
-
-
-def _readable(store: Store, name: str) -> Manifest | None:
-    try:
-        return read_manifest(store, name)
-    except FormatVersionError:
-        # It may be the latest.
-        raise
-    except ManifestError as error:
-        _log.warning("skipping this checkpoint: %s", error)
-        return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.manifests import manifest_notes, read_manifest
 from tiered_checkpoint_io.engine.durable.notes import Notes
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Selector, choose
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
@@ -17,8 +17,9 @@ from tiered_checkpoint_io.errors import (
     ManifestError,
     StoreNotFoundError,
 )
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Manifest, Part
+from tiered_checkpoint_io.model.manifest import Kind, Manifest, Part
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.fallbacks import folders_of
 
@@ -89,8 +90,20 @@ def newer(found: Sequence[Found]) -> FormatVersionError | None:
     return next((each.error for each in found if isinstance(each.error, FormatVersionError)), None)
 
 
-def latest(found: Sequence[Found]) -> Candidate | None:
+def latest(
+    found: Sequence[Found],
+    held: Iterable[StoredPart] = (),
+    *,
+    aliases: Mapping[str, str] | None = None,
+    accepts: Kind | None = None,
+) -> Candidate | None:
     """What ``tiered:latest`` means of these, by the engine's own choice; None where it means none.
+
+    Args:
+        found: All that the durable tier has.
+        held: What this node's memory has of it.
+        aliases: The targets of those that are queued.
+        accepts: See :func:`choose`.
 
     Raises:
         FormatVersionError: See :func:`newer`; a restart is refused as well.
@@ -99,7 +112,12 @@ def latest(found: Sequence[Found]) -> Candidate | None:
     if error is not None:
         raise error
     manifests = [each.manifest for each in found if each.manifest is not None]
-    return next(iter(choose(Catalog({}, manifests), Selector("latest"))), None)
+    parts = [
+        Held(each.part.name, each.part.rank, each.part.content, each.part.commits, not each.is_replica, each.replicated)
+        for each in held
+    ]
+    catalog = Catalog({"here": parts}, manifests, aliases or {})
+    return next(iter(choose(catalog, Selector("latest"), accepts, replicas=True)), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiered_checkpoint_io.engine.drain.operations import NAMING
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
+from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import FormatVersionError
-from tiered_checkpoint_io.inventory.durable import Found, Unfinished
+from tiered_checkpoint_io.inventory.durable import Found, Unfinished, latest, newer
 from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, State, Tier, info, time_of, url_of, with_added
 from tiered_checkpoint_io.model.manifest import Content, Manifest
@@ -63,17 +63,11 @@ def checkpoints_of(place: Place, durable: DurableTier | None, node: NodeMemory) 
 
 def _latest(durable: DurableTier, node: NodeMemory) -> Candidate | None:
     """What a restart would take of all this, by the engine's own choice; None where it takes none, or is refused."""
-    newer = any(isinstance(each.error, FormatVersionError) for each in durable.found)
-    if newer or any(each.is_newer for each in node.broken):
+    if newer(durable.found) is not None or any(each.is_newer for each in node.broken):
         # What a newer release wrote may be the latest.
         return None
-    held = [
-        Held(part.name, part.rank, part.content, part.commits, not stored.is_replica, stored.replicated)
-        for stored, part in ((each.stored, each.stored.part) for each in node.held)
-    ]
     aliases = {each.name: each.target for each in node.waiting if each.action in NAMING}
-    catalog = Catalog({"here": held}, durable.manifests, aliases)
-    return next(iter(choose(catalog, Selector("latest"), replicas=True)), None)
+    return latest(durable.found, (each.stored for each in node.held), aliases=aliases)
 
 
 # ------------------------------------------------------------------------------------------ rows

@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import place_of
 
 
@@ -46,14 +45,6 @@ def existing(root: Path) -> Path:
 
 def _is_tier(root: Path) -> bool:
     return all((root / folder).is_dir() for folder in FOLDERS)
-
-
-def last_config(root: Path) -> TieredCheckpointConfig | None:
-    """The configuration of the last trainer; None where it can't be read."""
-    try:
-        return TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text())
-    except (OSError, ConfigError, ValueError):
-        return None
 
 
 def tier_at(root: Path) -> MemoryTier:

@@ -13,15 +13,14 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.events import RunningTotals
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
-from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
-from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
+from tiered_checkpoint_io.engine.drain.stores import last_config
+from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, node_budget
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.metrics import catalog
 from tiered_checkpoint_io.metrics.catalog import Metric, Sample
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.events import Totals
 
 #: Exporters that ask one after the other for each metric get the same look.
@@ -44,7 +43,7 @@ class Collector:
         Raises:
             OSError: The memory tier can't be read: it was deleted, or no descriptor is left.
         """
-        config, tier = self._config(), MemoryTier(self.root)
+        config, tier = last_config(self.root), MemoryTier(self.root)
         if config is not None:
             left = memory_left if is_tmpfs(config.memory_dir) else None
             budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
@@ -70,12 +69,6 @@ class Collector:
         return [
             Sample(metric, float(value), {**mine, **labels}) for metric, value, labels in found if value is not None
         ]
-
-    def _config(self) -> TieredCheckpointConfig | None:
-        """The configuration of the last trainer; None where it can't be read."""
-        with contextlib.suppress(OSError, ValueError, ConfigError):
-            return TieredCheckpointConfig.from_json((self.root / CONFIG_FILE).read_text())
-        return None
 
 
 _Found = list[tuple[Metric, float | None, dict[str, str]]]

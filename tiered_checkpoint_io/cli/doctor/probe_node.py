@@ -13,7 +13,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from tiered_checkpoint_io.cli.doctor.facts import NodeFacts, State, Tmpfs
-from tiered_checkpoint_io.inventory.roots import last_config, tier_at
+from tiered_checkpoint_io.engine.drain.stores import last_config
+from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, memory_limit
 from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

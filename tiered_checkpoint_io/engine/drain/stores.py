@@ -7,13 +7,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.errors import ConfigError, StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store, config_at, place_of
 
 CONFIG_FILE = "drain.json"
+
+
+def last_config(root: Path) -> TieredCheckpointConfig | None:
+    """The configuration of the last trainer over a memory tier; None where it can't be read."""
+    try:
+        return TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text())
+    except (OSError, ConfigError, ValueError):
+        return None
 
 
 class Stores:
