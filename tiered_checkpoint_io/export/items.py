@@ -66,6 +66,24 @@ class Tensors(Protocol):
         ...
 
 
+def loaded(file: Any, what: str, where: str, *, weights_only: bool, mmap: bool = False) -> Any:
+    """What torch.load gives; ``what`` the file is, and ``where`` it came from, are for errors.
+
+    Raises:
+        RestoreError: torch.load refuses it, because of classes that are not allowed or an old format.
+    """
+    try:
+        return Trust(weights_only).load(file, map_location="cpu", mmap=mmap)
+    except Exception as error:
+        raise RestoreError(
+            f"torch.load refused {what}: {error}",
+            operation="load",
+            tier="durable",
+            key=where,
+            hint="if it holds objects of yours and you trust it, set weights_only to false (--trust)",
+        ) from error
+
+
 class Items:
     """What a folder of torch.distributed.checkpoint holds, by its fully qualified names."""
 
@@ -94,24 +112,8 @@ class Items:
         return math.prod(entry.size) * entry.properties.dtype.itemsize
 
     def value(self, name: str, *, weights_only: bool) -> Any:
-        """An object that is no tensor.
-
-        Raises:
-            CorruptCheckpointError: It is not where ``.metadata`` says.
-            RestoreError: It holds classes that are not allowed.
-        """
-        path, offset, length = self._place(MetadataIndex(name))
-        data = self._folder.read(path, offset, length)
-        try:
-            return Trust(weights_only).load(io.BytesIO(data), map_location="cpu")
-        except Exception as error:
-            raise RestoreError(
-                f"torch.load refused {name!r}: {error}",
-                operation="load",
-                tier="durable",
-                key=self._folder.where,
-                hint="if it holds objects of yours and you trust it, set weights_only to false",
-            ) from error
+        """An object that is no tensor; raises as :meth:`saved` and :func:`loaded`."""
+        return loaded(io.BytesIO(self.saved(name)), repr(name), self.where, weights_only=weights_only)
 
     def saved(self, name: str) -> bytes:
         """An object that is no tensor, as torch.save wrote it.

@@ -11,8 +11,9 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from tiered_checkpoint_io.errors import ExportError, RestoreError
+from tiered_checkpoint_io.errors import ExportError
 from tiered_checkpoint_io.export.blocks import Read, Target, pour, whole
+from tiered_checkpoint_io.export.items import loaded
 
 
 class State:
@@ -25,16 +26,7 @@ class State:
             RestoreError: torch.load refuses it, because of classes that are not allowed or an old format.
             ExportError: It holds no dictionary.
         """
-        try:
-            state = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
-        except Exception as error:
-            raise RestoreError(
-                f"torch.load refused the file: {error}",
-                operation="load",
-                tier="durable",
-                key=where,
-                hint="if it holds objects of yours and you trust it, set weights_only to false (--trust)",
-            ) from error
+        state = loaded(file, "the file", where, weights_only=weights_only, mmap=True)
         if not isinstance(state, dict):
             raise ExportError(
                 f"the file holds a {type(state).__name__}, no dictionary", operation="export", tier="durable", key=where

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
+
+from fsspec.spec import AbstractBufferedFile
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.stores.base import Store
@@ -46,35 +47,19 @@ class Source:
                 self._store.read_into(self.key, self._start + start, view)
             yield view
 
-    def opened(self) -> io.BufferedReader:
+    def opened(self) -> Any:
         """The same, as a file."""
-        return io.BufferedReader(_File(self), _READ_AHEAD)
+        return _File(self)
 
 
-class _File(io.RawIOBase):
+class _File(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types
     def __init__(self, source: Source) -> None:
-        super().__init__()
         self._source = source
-        self._at = 0
+        super().__init__(None, source.key, block_size=_READ_AHEAD, size=len(source))
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._source)}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        with self._source[self._at : self._at + len(buffer)] as piece:
-            buffer[: len(piece)] = piece
-            self._at += len(piece)
-            return len(piece)
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        with self._source[start:end] as piece:
+            return bytes(piece)
 
 
 def weights_in(source: Source, store: Store) -> Source:
@@ -84,7 +69,7 @@ def weights_in(source: Source, store: Store) -> Source:
         CorruptCheckpointError: It is no such archive, or is compressed.
     """
     try:
-        with source.opened() as file, tarfile.open(fileobj=cast("Any", file), mode="r:") as archive:
+        with source.opened() as file, tarfile.open(fileobj=file, mode="r:") as archive:
             member = next((each for each in archive if each.name.rpartition("/")[2] == _WEIGHTS), None)
     except tarfile.TarError as error:
         raise CorruptCheckpointError(

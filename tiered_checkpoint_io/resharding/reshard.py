@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.durable.manifests import exists, read_manifest
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
-from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import ConfigError, ExportError, RestoreError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, ExportError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.export.files import to_torch_file
 from tiered_checkpoint_io.export.find import Found, copy_file, find
 from tiered_checkpoint_io.export.folder import Folder
-from tiered_checkpoint_io.export.items import Items, Tensors
+from tiered_checkpoint_io.export.items import Items, Tensors, loaded
 from tiered_checkpoint_io.export.state import State
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -199,16 +198,7 @@ class _Work:
         for basename, size in self._beside(items).items():
             if basename.startswith(_REST) and basename.endswith(".pt"):
                 data = io.BytesIO(folder.read(basename, 0, size))
-                try:
-                    rest = Trust(self._weights_only).load(data, map_location="cpu")
-                except Exception as error:
-                    raise RestoreError(
-                        f"torch.load refused {basename}: {error}",
-                        operation="reshard",
-                        tier="durable",
-                        key=folder.where,
-                        hint="if it holds objects of yours and you trust it, set weights_only to false (--trust)",
-                    ) from error
+                rest = loaded(data, basename, folder.where, weights_only=self._weights_only)
                 if isinstance(rest, dict):
                     return rest
         return None
