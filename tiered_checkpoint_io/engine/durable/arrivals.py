@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tiered_checkpoint_io.engine.durable.files import parse_description
+from tiered_checkpoint_io.engine.durable.files import read_description
 from tiered_checkpoint_io.engine.durable.manifests import exists
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
@@ -48,13 +48,11 @@ class Arrivals:
         if missing and self._looks % _OLD_EVERY == 0:
             move_old(store, store.list(f"{ids.PART_PREFIX}{part.name}/{part.save_id}/"))
         prefixes = ids.description_prefixes(part.save_id, missing)
-        listed = [entry.key for prefix in prefixes for entry in store.list(prefix)]
-        keys = {rank: key for key in listed if (rank := ids.rank_of_description(key)) is not None}
-        new = [rank for rank in missing if rank in keys]
+        there = {ids.rank_of_description(entry.key) for prefix in prefixes for entry in store.list(prefix)}
+        new = [rank for rank in missing if rank in there]
 
         def read(rank: int) -> IndexRow:
-            where = f"{store.url}/{keys[rank]}"
-            return IndexRow.of(parse_description(store.get(keys[rank]), part.name, part.save_id, rank, where=where))
+            return IndexRow.of(read_description(store, part.name, part.save_id, rank))
 
         self.rows.update(zip(new, in_parallel(read, new), strict=True))
 

@@ -51,12 +51,9 @@ class Files:
         if len(self._index.rows) == 1:
             (rank,) = self._index.rows
         if rank not in self._read and rank in self._index.rows:
-            key = ids.description_key(self._index.save_id, rank)
-            with _as_committed(where := f"{self._store.url}/{key}"):
-                data = self._store.get(key)
-                check_digest(data, self._index.rows[rank].digest, "the description of a part", key=where)
-                part = parse_description(data, self._index.name, self._index.save_id, rank, where=where)
-            self._read[rank] = part.content.files
+            name, save_id, digest = self._index.name, self._index.save_id, self._index.rows[rank].digest
+            with _as_committed(f"{self._store.url}/{ids.description_key(save_id, rank)}"):
+                self._read[rank] = read_description(self._store, name, save_id, rank, digest).content.files
         return self._read.get(rank, ())
 
     def _inline(self, rank: int) -> Iterator[FileEntry]:
@@ -97,11 +94,8 @@ def files_of(store: Store, content: Content) -> Files:
     """
     if content.index is None:
         return Files(store, content, None)
-    key = ids.index_key(content.save_id)
-    with _as_committed(where := f"{store.url}/{key}"):
-        data = store.get(key)
-        check_digest(data, content.index.digest, "the index", key=where)
-        index = Index.from_json(data, where=where)
+    with _as_committed(where := f"{store.url}/{ids.index_key(content.save_id)}"):
+        index = read_index(store, content.save_id, content.index.digest)
         if index.save_id != content.save_id:
             raise ManifestError("the index of another save", operation="parse", key=where)
     return Files(store, content, index)
@@ -121,12 +115,27 @@ def _as_committed(where: str) -> Iterator[None]:
         raise CorruptCheckpointError(error.message, operation="read", tier="durable", key=where) from error
 
 
-def parse_description(data: bytes, name: str, save_id: str, rank: int, *, where: str) -> Part:
-    """A part whose description was read.
+def read_index(store: Store, save_id: str, digest: str = "") -> Index:
+    """The index of a save; raises as :func:`read_description`."""
+    where = f"{store.url}/{ids.index_key(save_id)}"
+    data = store.get(ids.index_key(save_id))
+    if digest:
+        check_digest(data, digest, "the index", key=where)
+    return Index.from_json(data, where=where)
+
+
+def read_description(store: Store, name: str, save_id: str, rank: int, digest: str = "") -> Part:
+    """A part, by its description.
 
     Raises:
+        CorruptCheckpointError: It is not the one that has the ``digest``, where that is given.
         ManifestError: It is that of another part, or names files outside of its checkpoint.
+        StoreError: It is not there, or the tier could not be asked.
     """
+    key = ids.description_key(save_id, rank)
+    data, where = store.get(key), f"{store.url}/{key}"
+    if digest:
+        check_digest(data, digest, "the description of a part", key=where)
     part = Part.from_json(data, where=where)
     if (part.name, part.save_id, part.rank) != (name, save_id, rank):
         raise ManifestError("the description of another part", operation="parse", tier="durable", key=where)

@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from tiered_checkpoint_io.engine.durable.files import parse_description, paths_in
+from tiered_checkpoint_io.engine.durable.files import paths_in, read_description, read_index
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact
 from tiered_checkpoint_io.errors import ManifestError, StoreChangedError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.index import Index
 from tiered_checkpoint_io.model.manifest import Content, Part
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 from tiered_checkpoint_io.stores.fallbacks import conditional
@@ -186,7 +185,7 @@ def remove_save(
         StoreError: Repeat the call to finish.
     """
     key = ids.index_key(save_id)
-    index = if_intact(_index_at, store, key)
+    index = if_intact(read_index, store, save_id)
     if index is not None and index.name == name:
         paths = {path for path, _ in index.paths}
         described = [ids.description_key(save_id, rank) for rank in index.rows]
@@ -200,12 +199,8 @@ def remove_save(
     store.delete(key)
 
 
-def _index_at(store: Store, key: str) -> Index:
-    return Index.from_json(store.get(key), where=f"{store.url}/{key}")
-
-
 def _part_at(store: Store, name: str, save_id: str, key: str) -> Part:
-    rank, where = ids.rank_of_description(key), f"{store.url}/{key}"
+    rank = ids.rank_of_description(key)
     if rank is None:
-        raise ManifestError("not the description of a part", operation="parse", key=where)
-    return parse_description(store.get(key), name, save_id, rank, where=where)
+        raise ManifestError("not the description of a part", operation="parse", key=f"{store.url}/{key}")
+    return read_description(store, name, save_id, rank)
