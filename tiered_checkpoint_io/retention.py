@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tiered_checkpoint_io.engine.durable import metrics as _metrics
@@ -94,13 +94,8 @@ def pins(dirpath: str | os.PathLike[str], **options: Any) -> dict[str, list[Pin]
         return _pins.pins(store)
 
 
-@contextlib.contextmanager
-def _opened(dirpath: str | os.PathLike[str], options: Mapping[str, Any]) -> Iterator[Store]:
-    store = open_store(TieredCheckpointConfig.from_any(dirpath=dirpath, **options))
-    try:
-        yield store
-    finally:
-        store.close()
+def _opened(dirpath: str | os.PathLike[str], options: Mapping[str, Any]) -> contextlib.closing[Store]:
+    return contextlib.closing(open_store(TieredCheckpointConfig.from_any(dirpath=dirpath, **options)))
 
 
 def _name(store: Store, name: str | os.PathLike[str]) -> str:

@@ -31,6 +31,7 @@ from tiered_checkpoint_io.export import blocks, export_checkpoint
 from tiered_checkpoint_io.export.blocks import Box, Target, pour
 from tiered_checkpoint_io.export.files import to_safetensors, to_torch_file
 from tiered_checkpoint_io.export.folder import Folder
+from tiered_checkpoint_io.export.items import Items
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -87,11 +88,11 @@ def test_a_torch_file_like_the_one_that_torch_makes(folder, tmp_path):
 
 
 def test_the_model_as_safetensors(folder, tmp_path):
-    written = to_safetensors(folder, tmp_path / "hf")
+    written = to_safetensors(Items(folder), tmp_path / "hf")
     assert [file.name for file in written] == ["model.safetensors"]
     assert same(load_file(written[0]), state()["state_dict"])
     # Everything, in shards that an index leads to.
-    to_safetensors(folder, tmp_path / "all", prefix="", max_shard_size=3000)
+    to_safetensors(Items(folder), tmp_path / "all", prefix="", max_shard_size=3000)
     index = json.loads((tmp_path / "all" / "model.safetensors.index.json").read_text())
     found = {}
     for file in sorted(set(index["weight_map"].values())):
@@ -161,6 +162,7 @@ def test_memory_stays_bounded(tmp_path):
     script = f"""
         import resource, sys, torch, torch.distributed.checkpoint as dcp, warnings
         from tiered_checkpoint_io.export.files import to_torch_file, to_safetensors
+        from tiered_checkpoint_io.export.items import Items
         from tiered_checkpoint_io.export.folder import Folder
         from tiered_checkpoint_io.stores.directory import DirectoryStore
         folder = Folder(DirectoryStore({str(tmp_path)!r}), "sharded")
@@ -168,7 +170,7 @@ def test_memory_stays_bounded(tmp_path):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         before = peak()
         to_torch_file(folder, {str(tmp_path / "ours.pt")!r})
-        to_safetensors(folder, {str(tmp_path / "hf")!r})
+        to_safetensors(Items(folder), {str(tmp_path / "hf")!r})
         print((peak() - before) >> 10)
     """
     large = {"a": torch.zeros(1 << 14, 1 << 12), "b": {"c": torch.arange(float(1 << 26))}}
@@ -196,9 +198,9 @@ def test_nothing_is_left_of_an_export_that_fails(folder, tmp_path):
     with pytest.raises(ExportError, match="No such file"):
         to_torch_file(folder, tmp_path / "nowhere" / "ours.pt")
     with pytest.raises(ExportError, match="names begin with: optimizer_0, state_dict"):
-        to_safetensors(folder, tmp_path / "hf", prefix="model.")
+        to_safetensors(Items(folder), tmp_path / "hf", prefix="model.")
     with pytest.raises(ExportError, match="max_shard_size"):
-        to_safetensors(folder, tmp_path / "hf", max_shard_size=0)
+        to_safetensors(Items(folder), tmp_path / "hf", max_shard_size=0)
     with pytest.raises(FileNotFoundError, match=".metadata"):
         to_torch_file(folder_of(tmp_path, ""), tmp_path / "ours.pt")
     (data,) = (tmp_path / "sharded").glob("*.distcp")

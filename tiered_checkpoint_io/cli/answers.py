@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -51,11 +52,8 @@ def ask(
     """
 
     def open_and_ask() -> _T:
-        store = open_store(config, dirpath)
-        try:
+        with contextlib.closing(open_store(config, dirpath)) as store:
             return work(store)
-        finally:
-            store.close()
 
     return answer(config, dirpath or config.dirpath, open_and_ask, stop=stop, quiet=quiet)
 

@@ -10,14 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.export.files import (
-    DEFAULT_SHARD_SIZE,
-    not_written,
-    to_safetensors,
-    to_torch_file,
-    write_safetensors,
-)
+from tiered_checkpoint_io.export.files import DEFAULT_SHARD_SIZE, not_written, to_safetensors, to_torch_file
 from tiered_checkpoint_io.export.find import copy_file, find
+from tiered_checkpoint_io.export.items import Items
 from tiered_checkpoint_io.export.state import State
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -68,24 +63,21 @@ def export_checkpoint(
     """
     if format not in ("torch", "safetensors"):
         raise ConfigError(f"format is {format!r}", hint="allowed: torch, safetensors")
-    store = open_store(TieredCheckpointConfig.from_any(dirpath=dirpath, **options))
     target = Path(target)
-    try:
+    with contextlib.closing(open_store(TieredCheckpointConfig.from_any(dirpath=dirpath, **options))) as store:
         found = find(store, name, operation="export")
         if found.folder is not None:
             if format == "safetensors":
-                return to_safetensors(found.folder, target, prefix=prefix, max_shard_size=max_shard_size)
+                return to_safetensors(Items(found.folder), target, prefix=prefix, max_shard_size=max_shard_size)
             to_torch_file(found.folder, target, weights_only=weights_only)
         elif format == "safetensors":
             with _scratch(target) as folder:
                 copy_file(store, found, folder / "checkpoint", operation="export")
                 state = State(folder / "checkpoint", ids.join_url(store.url, found.name), weights_only=weights_only)
-                return write_safetensors(state, target, prefix=prefix, max_shard_size=max_shard_size)
+                return to_safetensors(state, target, prefix=prefix, max_shard_size=max_shard_size)
         else:
             copy_file(store, found, target, operation="export")
         return [target]
-    finally:
-        store.close()
 
 
 @contextlib.contextmanager

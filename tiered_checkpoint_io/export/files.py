@@ -101,7 +101,7 @@ def to_torch_file(
 
 
 def to_safetensors(
-    folder: Folder,
+    items: Tensors,
     target: str | os.PathLike[str],
     *,
     prefix: str | None = None,
@@ -111,13 +111,6 @@ def to_safetensors(
 
     See :func:`export_checkpoint`; a tensor larger than ``max_shard_size`` gets a file of its own.
     """
-    return write_safetensors(Items(folder), target, prefix=prefix, max_shard_size=max_shard_size)
-
-
-def write_safetensors(
-    items: Tensors, target: str | os.PathLike[str], *, prefix: str | None, max_shard_size: int
-) -> list[Path]:
-    """As :func:`to_safetensors`, of tensors from anywhere."""
     target = Path(target)
     tensors = _named(items, prefix)
     shards = _split(tensors, items, max_shard_size)

@@ -105,30 +105,26 @@ def wait_for(
         ConfigError: As :func:`list_checkpoints`.
         StoreError: The durable tier refuses, or is unreachable at the first look; later it is asked again.
     """
-    with contextlib.closing(_Tiers(dirpath, None, options, clock)) as tiers:
-        return _wait_for(tiers, step, timeout_s, every_s, clock)
-
-
-def _wait_for(tiers: _Tiers, step: int, timeout_s: float, every_s: float, clock: Clock) -> CheckpointInfo:
     end = clock.monotonic() + timeout_s
     found: list[CheckpointInfo] = []
-    while True:
-        found = tiers.looked_again(found)
-        durable = [each for each in found if each.state == "durable"]
-        for each in durable:
-            if each.step == step:
-                return each
-        left = end - clock.monotonic()
-        if left <= 0:
-            there = f"the latest is {durable[0].name}, step {durable[0].step}" if durable else "there is none"
-            raise WaitTimeoutError(
-                f"no checkpoint of step {step} became durable within {timeout_s:.0f} s; {there}",
-                operation="wait",
-                tier="durable",
-                key=tiers.place.dirpath,
-                step=step,
-            )
-        clock.sleep(min(every_s, left))
+    with contextlib.closing(_Tiers(dirpath, None, options, clock)) as tiers:
+        while True:
+            found = tiers.looked_again(found)
+            durable = [each for each in found if each.state == "durable"]
+            for each in durable:
+                if each.step == step:
+                    return each
+            left = end - clock.monotonic()
+            if left <= 0:
+                there = f"the latest is {durable[0].name}, step {durable[0].step}" if durable else "there is none"
+                raise WaitTimeoutError(
+                    f"no checkpoint of step {step} became durable within {timeout_s:.0f} s; {there}",
+                    operation="wait",
+                    tier="durable",
+                    key=tiers.place.dirpath,
+                    step=step,
+                )
+            clock.sleep(min(every_s, left))
 
 
 def new_checkpoints(
