@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Namespace, Root, root_of
+from tiered_checkpoint_io.cli.options import NODE, Json, Node
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
@@ -30,9 +30,7 @@ from tiered_checkpoint_io.stores import config_at
 
 
 def clean(
-    root: Root = None,
-    memory_dir: MemoryDir = SHM,
-    namespace: Namespace = None,
+    node: Node = NODE,
     force: Annotated[
         bool,
         typer.Option(
@@ -46,7 +44,7 @@ def clean(
     Refused where something waits for the durable tier, or is in use, and where the newest checkpoint is not on the
     durable tier.
     """
-    root = root_of(root, memory_dir, namespace)
+    root = node.path
     tier = tier_at(root)
     if not root.is_dir() and tier.spill is None:
         if as_json:

@@ -13,7 +13,7 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
-from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Namespace, Root, root_of
+from tiered_checkpoint_io.cli.options import NODE, Json, Node
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
@@ -42,9 +42,7 @@ _NAMED = 16
 def flush(
     name: Annotated[str | None, typer.Argument(help="One checkpoint; by default the newest to resume from.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False,
-    root: Root = None,
-    memory_dir: MemoryDir = SHM,
-    namespace: Namespace = None,
+    node: Node = NODE,
     timeout: Annotated[
         int, typer.Option(min=1, max=24 * 3600, help="How long to wait for the uploads in all, seconds.")
     ] = 600,
@@ -59,7 +57,7 @@ def flush(
     """
     if everything and name is not None:
         raise typer.BadParameter("give a name, or --all")
-    root = existing(root_of(root, memory_dir, namespace))
+    root = existing(node.path)
     tier, queue = tier_at(root), Queue(root)
     saves = to_flush(tier.parts(), name=name, everything=everything)
     if not saves:

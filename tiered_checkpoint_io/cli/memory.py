@@ -13,12 +13,12 @@ import typer
 from tiered_checkpoint_io.cli.documents import drain_document, latest_saves, namespace_document
 from tiered_checkpoint_io.cli.ending import told_to_end
 from tiered_checkpoint_io.cli.metrics import Export, source_of, targets_of
-from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Namespace, Root, root_of
+from tiered_checkpoint_io.cli.options import NODE, NODES, Json, Node, Nodes
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.inventory.roots import all_roots, existing, tier_at, undone
+from tiered_checkpoint_io.inventory.roots import existing, tier_at, undone
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -32,9 +32,7 @@ _COLUMNS = ("name", "step", "rank", "size", "state", "on peers too", "note", "di
 
 
 def drain(
-    root: Root = None,
-    memory_dir: MemoryDir = SHM,
-    namespace: Namespace = None,
+    node: Node = NODE,
     once: Annotated[bool, typer.Option(help="Leave once nothing can be done now.")] = False,
     stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
     export: Export = None,
@@ -44,7 +42,7 @@ def drain(
     """Moves checkpoints from node memory to the durable tier."""
     if as_json and not once:
         raise typer.BadParameter("--json tells what was done at the end: it goes with --once")
-    root = existing(root_of(root, memory_dir, namespace))
+    root = existing(node.path)
     log, targets, exports = get_logger(root.name), targets_of(export), Exports()
     before = set(Queue(root).outcomes()) if as_json else set()
     with told_to_end(log, late=int(once)) as stop, contextlib.closing(exports):
@@ -70,9 +68,7 @@ def drain(
 
 
 def status(
-    root: Root = None,
-    memory_dir: MemoryDir = SHM,
-    namespace: Annotated[str | None, typer.Option(help="One job's namespace; all of this user by default.")] = None,
+    nodes: Nodes = NODES,
     as_json: Json = False,
 ) -> None:
     """Shows what lies in this node's memory, and what waits for the durable tier. Asks no server.
@@ -80,12 +76,9 @@ def status(
     "latest" marks the checkpoint that tiered:latest would take of what this node has in memory: the latest save (not
     the greatest step) that training can resume from, and that is complete here or with replicas on other nodes.
     """
-    if root is not None or namespace is not None:
-        roots = [existing(root_of(root, memory_dir, namespace))]
-    else:
-        roots = all_roots(memory_dir)
-        if not roots:
-            say(f"no namespace of this user has a memory tier in {printable(memory_dir)}", err=True)
+    roots = nodes.paths()
+    if not roots:
+        say(f"no namespace of this user has a memory tier in {printable(nodes.memory_dir)}", err=True)
     if as_json:
         write_json("status", {"namespaces": [namespace_document(each) for each in roots]})
         return

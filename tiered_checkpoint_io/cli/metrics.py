@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.ending import told_to_end
-from tiered_checkpoint_io.cli.options import SHM, Json, MemoryDir, Root, root_of, wrong_use
+from tiered_checkpoint_io.cli.options import NODES, Json, Nodes, wrong_use
 from tiered_checkpoint_io.cli.output import say, show, write_json
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.inventory.roots import all_roots, existing
 from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source
@@ -30,9 +29,7 @@ _FILES = ("textfile", "cloudwatch")
 
 
 def metrics(
-    root: Root = None,
-    memory_dir: MemoryDir = SHM,
-    namespace: Annotated[str | None, typer.Option(help="One job's namespace; all of this user by default.")] = None,
+    nodes: Nodes = NODES,
     export: Export = None,
     once: Annotated[bool, typer.Option(help="Write the files of --export once, as a timer does.")] = False,
     json_output: Json = False,
@@ -41,12 +38,8 @@ def metrics(
 
     Works with the trainer dead: it reads what lies in node memory.
     """
-    if root is not None or namespace is not None:
-        one = existing(root_of(root, memory_dir, namespace))
-        source = Source(lambda: [one])
-    else:
-        all_roots(memory_dir)
-        source = Source(lambda: all_roots(memory_dir))
+    roots = nodes.paths()
+    source = Source(lambda: roots if nodes.is_named else nodes.paths())
     targets = targets_of(export)
     if once and (not targets or any(each.kind not in _FILES for each in targets)):
         raise typer.BadParameter("--once needs --export with textfile or cloudwatch alone")
@@ -60,7 +53,7 @@ def metrics(
     elif json_output:
         write_json("metrics", {"metrics": [_document(each) for each in source()]})
     else:
-        _show(source(), memory_dir)
+        _show(source(), nodes.memory_dir)
 
 
 def targets_of(export: str | None) -> list[Target]:

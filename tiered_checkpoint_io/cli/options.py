@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
-from tiered_checkpoint_io.inventory.roots import all_roots
+from tiered_checkpoint_io.inventory.roots import all_roots, existing
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -30,10 +30,6 @@ Version = Annotated[
     bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
 ]
 MemoryDir = Annotated[str, typer.Option(help="The folder that holds the memory tier.")]
-Namespace = Annotated[
-    str | None, typer.Option(help="The job's namespace; may be left out where this node's memory has just one.")
-]
-Root = Annotated[Path | None, typer.Option(help="The memory tier's root itself, in place of the two.")]
 Dirpath = Annotated[str, typer.Argument(help="The durable tier: an S3 URL, any fsspec URL, or a directory.")]
 AnyDirpath = Annotated[
     str | None, typer.Argument(help="The durable tier; without one, only this node's memory is looked at.")
@@ -83,30 +79,78 @@ class Server(Address):
     ] = TIMEOUT_S
 
 
+@dataclass(frozen=True)
+class Node:
+    """Which memory tier of this node: options of a command, see :func:`spread`."""
+
+    root: Annotated[Path | None, typer.Option(help="The memory tier's root itself, in place of the two.")] = None
+    memory_dir: MemoryDir = SHM
+    namespace: Annotated[
+        str | None, typer.Option(help="The job's namespace; may be left out where this node's memory has just one.")
+    ] = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether one is meant."""
+        return self.root is not None or self.namespace is not None
+
+    @property
+    def path(self) -> Path:
+        """The root of the memory tier; without a name, of the only one there is.
+
+        Raises:
+            ConfigError: None is named, and there are several; or there is no such folder.
+        """
+        if self.root is not None:
+            return self.root
+        if self.namespace is not None:
+            with wrong_use():
+                return namespace_root(self.memory_dir, self.namespace)
+        roots = all_roots(self.memory_dir)
+        unnamed = namespace_root(self.memory_dir, ids.UNNAMED)
+        if len(roots) > 1 and unnamed not in roots:
+            names = ", ".join(each.name for each in roots)
+            raise ConfigError(f"there are {len(roots)} namespaces: {names}", hint="name one by --namespace")
+        return roots[0] if len(roots) == 1 else unnamed
+
+
+@dataclass(frozen=True)
+class Nodes(Node):
+    """One memory tier of this node, or all of this user's."""
+
+    namespace: Annotated[str | None, typer.Option(help="One job's namespace; all of this user by default.")] = None
+
+    def paths(self) -> list[Path]:
+        """Their roots; raises ConfigError where what is named is not there."""
+        return [existing(self.path)] if self.is_named else all_roots(self.memory_dir)
+
+
 #: As where no option is given.
-ADDRESS, SERVER = Address(), Server()
+ADDRESS, SERVER, NODE, NODES = Address(), Server(), Node(), Nodes()
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with an option for each field of its parameter ``server``, where it has one."""
+    """A command with an option for each field of its parameters that are a :class:`Server` and the like."""
     hints = get_type_hints(command, include_extras=True)
-    kind = hints.get("server")
-    if kind is None:
-        return command
-    options = get_type_hints(kind, include_extras=True)
+    kinds = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
     parameters: list[Parameter] = []
     for each in signature(command).parameters.values():
-        if each.name != "server":
+        kind = kinds.get(each.name)
+        if kind is None:
             parameters.append(each.replace(annotation=hints[each.name]))
             continue
+        options = get_type_hints(kind, include_extras=True)
         for option in fields(kind):
             annotation = options[option.name]
             parameters.append(Parameter(option.name, each.kind, default=option.default, annotation=annotation))
 
     @wraps(command)
     def run(**given: Any) -> None:
-        server = kind(**{option.name: given.pop(option.name) for option in fields(kind)})
-        command(**given, server=server)
+        made = {
+            name: kind(**{option.name: given.pop(option.name) for option in fields(kind)})
+            for name, kind in kinds.items()
+        }
+        command(**given, **made)
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -117,22 +161,3 @@ def name_of(config: TieredCheckpointConfig, name: str) -> str:
     """A checkpoint's name, given as such, or as a path or URL below dirpath; ``tiered:latest`` stays."""
     with wrong_use():
         return name if name == ids.LATEST else ids.name_in(config.dirpath, name)
-
-
-def root_of(root: Path | None, memory_dir: str, namespace: str | None) -> Path:
-    """The root of the memory tier that the options name; without a name, the only one there is.
-
-    Raises:
-        ConfigError: None is named, and there are several; or there is no such folder.
-    """
-    if root is not None:
-        return root
-    if namespace is not None:
-        with wrong_use():
-            return namespace_root(memory_dir, namespace)
-    roots = all_roots(memory_dir)
-    unnamed = namespace_root(memory_dir, ids.UNNAMED)
-    if len(roots) > 1 and unnamed not in roots:
-        names = ", ".join(each.name for each in roots)
-        raise ConfigError(f"there are {len(roots)} namespaces: {names}", hint="name one by --namespace")
-    return roots[0] if len(roots) == 1 else unnamed

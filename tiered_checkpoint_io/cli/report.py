@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import SERVER, SHM, Json, MemoryDir, Namespace, Root, Server, root_of
+from tiered_checkpoint_io.cli.options import NODE, SERVER, Json, Node, Server
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.stores import last_config
@@ -27,9 +27,7 @@ def report(
         str | None, typer.Argument(help="The durable tier, to list what it holds; without it, no server is asked.")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
-    root: Root = None,
-    memory_dir: MemoryDir = SHM,
-    namespace: Namespace = None,
+    node: Node = NODE,
     server: Server = SERVER,
     json_output: Json = False,
 ) -> None:
@@ -43,11 +41,12 @@ def report(
         config = server.config(dirpath)
         durable = [_durable(each) for each in ask(config, checkpoints) if each.manifest is not None]
         dirpath = config.dirpath
-        if root is None and namespace is None:
-            namespace = next(map(attrgetter("name"), roots_of(memory_dir, dirpath)), config.namespace)
-    title, events = namespace or "", list[Event]()
+        if not node.is_named:
+            roots = roots_of(node.memory_dir, dirpath)
+            node = replace(node, namespace=roots[0].name if roots else config.namespace)
+    title, events = node.namespace or "", list[Event]()
     try:
-        found = existing(root_of(root, memory_dir, namespace))
+        found = existing(node.path)
         title, events = found.name, read_events(found)
         last = last_config(found)
         dirpath = dirpath or (last.dirpath if last is not None else "")

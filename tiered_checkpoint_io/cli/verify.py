@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,13 +21,13 @@ from tiered_checkpoint_io.cli.checking import (
     held_in,
     unreadable,
 )
-from tiered_checkpoint_io.cli.options import SERVER, SHM, Json, MemoryDir, Root, Server, name_of, root_of
+from tiered_checkpoint_io.cli.options import NODES, SERVER, Json, Nodes, Server, name_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError
 from tiered_checkpoint_io.inventory.durable import Found, checkpoints, latest, read
-from tiered_checkpoint_io.inventory.roots import all_roots, existing, tier_at
+from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -53,9 +52,7 @@ def verify(
     ] = None,
     name: Annotated[str | None, typer.Argument(help="One checkpoint, or tiered:latest; all by default.")] = None,
     tier: Annotated[Tier | None, typer.Option(help="Only this tier; both by default.")] = None,
-    root: Root = None,
-    memory_dir: MemoryDir = SHM,
-    namespace: Annotated[str | None, typer.Option(help="Of memory: this namespace alone.")] = None,
+    nodes: Nodes = NODES,
     server: Server = SERVER,
     json: Json = False,
 ) -> None:
@@ -77,7 +74,8 @@ def verify(
         if not json:
             say(_line(row))
 
-    tiers = _tiers(root, memory_dir, namespace) if tier is not Tier.durable else []
+    looks = tier is not Tier.durable and (nodes.is_named or os.path.isdir(nodes.memory_dir))
+    tiers = [tier_at(each) for each in nodes.paths()] if looks else []
     held: _Parts = [(each, stored) for each in tiers for stored in held_in(each)]
     found: list[Found] | None = None
     if config is not None:
@@ -98,19 +96,13 @@ def verify(
     if not rows:
         # Who meant another place must not take this for good news.
         text = f"no such checkpoint: {wanted}" if wanted is not None else "no checkpoint to verify"
-        where = config.dirpath if config is not None else memory_dir
+        where = config.dirpath if config is not None else nodes.memory_dir
         hint = "list what is there: tiered-ckpt ls, and tiered-ckpt status"
         raise CheckpointNotFoundError(text, operation="verify", tier=tier.value if tier else None, key=where, hint=hint)
     good = all(row.is_good for row in rows)
     if json:
         write_json("verify", {"dirpath": dirpath, "intact": good, "checkpoints": [row.to_json() for row in rows]})
     raise typer.Exit(0 if good else 1)
-
-
-def _tiers(root: Path | None, memory_dir: str, namespace: str | None) -> list[MemoryTier]:
-    if root is not None or namespace is not None:
-        return [tier_at(existing(root_of(root, memory_dir, namespace)))]
-    return [tier_at(each) for each in all_roots(memory_dir)] if os.path.isdir(memory_dir) else []
 
 
 def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[Found]:
