@@ -131,13 +131,13 @@ ADDRESS, SERVER, NODE, NODES = Address(), Server(), Node(), Nodes()
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
     """A command with an option for each field of its parameters that are a :class:`Server` and the like."""
-    hints = get_type_hints(command, include_extras=True)
-    kinds = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    declared = signature(command, eval_str=True).parameters.values()
+    kinds: dict[str, Any] = {each.name: each.annotation for each in declared if is_dataclass(each.annotation)}
     parameters: list[Parameter] = []
-    for each in signature(command).parameters.values():
+    for each in declared:
         kind = kinds.get(each.name)
         if kind is None:
-            parameters.append(each.replace(annotation=hints[each.name]))
+            parameters.append(each)
             continue
         options = get_type_hints(kind, include_extras=True)
         for option in fields(kind):
