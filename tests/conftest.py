@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from support.bad_input import Kept
 from support.clocks import LOOKS, hurry
 from support.launch import zygote_pids
 from support.warm import warm_up
@@ -106,6 +105,9 @@ def memory_dir():
 @pytest.fixture
 def kept(tmp_path, memory_dir):
     """A job with a checkpoint in a directory and in memory, which both hold it at the end as well."""
+    # Here, for the process that only hands out tests to others would import torch and Lightning, too.
+    from support.bad_input import Kept
+
     kept = Kept(tmp_path / "kept", memory_dir)
     yield kept
     kept.close()
@@ -115,6 +117,8 @@ def kept(tmp_path, memory_dir):
 @pytest.fixture(scope="module")
 def kept_by_all(tmp_path_factory):
     """The same for a whole module, whose tests do not get as far as opening a tier."""
+    from support.bad_input import Kept
+
     with folder_on_tmpfs() as folder:
         kept = Kept(tmp_path_factory.mktemp("kept") / "d", folder)
         yield kept

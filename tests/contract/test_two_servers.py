@@ -3,12 +3,11 @@
 import ast
 import json
 import os
-import subprocess
-import sys
 import textwrap
 
 import boto3
 import pytest
+from support.launch import scripts
 from support.restoring import into_memory
 
 from tiered_checkpoint_io.cli import app
@@ -82,14 +81,8 @@ class Job:
             env |= {"AWS_SHARED_CREDENTIALS_FILE": str(keys)}
         else:
             env[by] = server.endpoint_url
-        done = subprocess.run(
-            [sys.executable, str(self.script), json.dumps(options), json.dumps(steps)],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-            env=env,
-        )
+        arguments = [json.dumps(options), json.dumps(steps)]
+        (done,) = scripts(self.script.parent, self.script, (arguments, env), deadline_s=DEADLINE_S)
         assert done.returncode == 0, done.stderr
         self.said = done.stderr
         return [ast.literal_eval(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("LOADED")]

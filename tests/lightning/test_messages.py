@@ -4,12 +4,11 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.launch import zygote
 
 pytestmark = pytest.mark.timeout(360)
 WAIT_S = 120
@@ -85,28 +84,22 @@ MEMORY_STEP = "DEBUG Step 5: saved memory/epoch=0-step=5.ckpt to memory: AMOUNT"
 
 @pytest.fixture
 def job(tmp_path, memory_dir):
-    durable, script = tmp_path / "durable", tmp_path / "train.py"
+    durable, script, output = (tmp_path / name for name in ("durable", "train.py", "output.txt"))
 
     def start(setting="", *, stops=False, callbacks=WITH_CALLBACK, options=""):
         script.write_text(SCRIPT.format(setting=setting, stops=stops, callbacks=callbacks, options=options))
         tests = str(Path(__file__).parents[1])
-        return subprocess.Popen(
-            [sys.executable, str(script), tests, str(durable), memory_dir, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+        arguments = [tests, str(durable), memory_dir, str(tmp_path)]
+        return zygote().start(script, *arguments, environment=os.environ.copy(), out=output, cwd=tmp_path).started()
 
     def read(process):
         try:
-            return said(process.communicate(timeout=WAIT_S)[0], durable, memory_dir)
+            assert process.wait(WAIT_S) is not None, output.read_text()
+            return said(output.read_text(), durable, memory_dir)
         finally:
             process.kill()
 
-    start.read, start.durable = read, durable
+    start.read, start.durable, start.output = read, durable, output
     yield start
     # A drain that had nothing it could do has left, or does so at once.
     deadline = time.monotonic() + WAIT_S
@@ -193,10 +186,11 @@ def test_an_upload_that_fails_is_logged_once_with_what_to_do(job, callbacks):
 @pytest.mark.matrix
 def test_after_ctrl_c_it_says_what_there_is_and_what_to_type(job):
     process = job(stops=True)
-    for line in process.stdout:
-        if "waiting for Ctrl-C" in line:
-            break
-    process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + WAIT_S
+    while "waiting for Ctrl-C" not in job.output.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.signal(signal.SIGINT)
     lines = job.read(process)
     (newest,) = [line for line in lines if line.startswith("INFO newest")]
     assert newest.startswith("INFO newest checkpoints: step=10.ckpt in node memory; ")

@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import json
 import os
-import queue
 import random
 import signal
 import socket
@@ -32,6 +31,45 @@ def free_port():
             return port
 
 
+class Forked:
+    """A process that the zygote has forked."""
+
+    def __init__(self, zygote):
+        self.pid = None
+        self.returncode = None
+        self._zygote = zygote
+        self._heard = threading.Condition()
+
+    def hear(self, *, pid=None, status=None):
+        with self._heard:
+            self.pid, self.returncode = pid or self.pid, self.returncode if status is None else status
+            self._heard.notify_all()
+
+    def started(self):
+        """Waits until it runs; the first time, the zygote is still importing."""
+        self._until(lambda: self.pid is not None, _READY_S)
+        return self
+
+    def wait(self, timeout_s):
+        """Its status when it has ended, negative for a signal; None where that takes longer."""
+        self._until(lambda: self.returncode is not None, timeout_s)
+        return self.returncode
+
+    def _until(self, is_it, timeout_s):
+        with self._heard:
+            self._heard.wait_for(lambda: is_it() or self._zygote.has_ended, timeout_s)
+            assert is_it() or not self._zygote.has_ended, "the process that starts ranks has ended"
+
+    def signal(self, number):
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self):
+        self.signal(signal.SIGKILL)
+        assert self.wait(_READY_S) is not None, f"process {self.pid} does not die"
+
+
 class Zygote:
     """The process that ranks are forked from; one for all tests of this process."""
 
@@ -44,42 +82,27 @@ class Zygote:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         )
         self.pid = self._process.pid
-        self._told = queue.Queue()
+        self.has_ended = False
+        self._forked = []
         threading.Thread(target=self._listen, daemon=True).start()
         atexit.register(self.close)
 
     def _listen(self):
         for line in self._process.stdout:
-            self._told.put(json.loads(line))
-        self._told.put(None)
+            told = json.loads(line)
+            self._forked[told.pop("number")].hear(**told)
+        self.has_ended = True
+        for each in self._forked:
+            each.hear()
 
-    def run(self, jobs, deadline_s):
-        """Runs one process for each job; gives the index of one that had to be killed, else None."""
-        self._process.stdin.write(json.dumps(jobs) + "\n")
+    def start(self, worker, *arguments, environment, out, err=None, cwd=None):
+        """Starts a process that runs a script; ``out`` and ``err`` are files."""
+        job = {"number": len(self._forked), "worker": str(worker), "arguments": arguments, "environment": environment}
+        job |= {"out": str(out), "err": str(err or out), "cwd": str(cwd or os.getcwd())}
+        self._forked.append(Forked(self))
+        self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        # The first time, it is still importing.
-        pids = self._hear(_READY_S)["pids"]
-        running = set(range(len(jobs)))
-        end = time.monotonic() + deadline_s
-        late = None
-        try:
-            while running:
-                running.discard(self._hear(max(0.1, end - time.monotonic()))["ended"])
-        except queue.Empty:
-            late = min(running)
-        finally:
-            for rank in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids[rank], signal.SIGKILL)
-            while running:
-                running.discard(self._hear(_READY_S)["ended"])
-        return late
-
-    def _hear(self, timeout_s):
-        told = self._told.get(timeout=timeout_s)
-        if told is None:
-            raise AssertionError("the process that starts ranks has ended")
-        return told
+        return self._forked[-1]
 
     def close(self):
         self._process.stdin.close()
@@ -115,7 +138,7 @@ def launch(folder, jobs, *, deadline_s=DEADLINE_S, worker=WORKER, preload=()):
     """
     folder = Path(folder)
     port = str(free_port())
-    requests = []
+    ranks = []
     for rank, job in enumerate(jobs):
         answer = folder / f"answer-{rank}.json"
         answer.unlink(missing_ok=True)
@@ -132,11 +155,44 @@ def launch(folder, jobs, *, deadline_s=DEADLINE_S, worker=WORKER, preload=()):
             "GLOO_SOCKET_IFNAME": "lo",
         }
         argument = json.dumps({**job, "answer": str(answer)})
-        log = str(folder / f"log-{rank}.txt")
-        requests.append({"environment": environment, "argument": argument, "log": log, "worker": str(worker)})
-    late = zygote(preload).run(requests, deadline_s)
+        log = folder / f"log-{rank}.txt"
+        ranks.append(zygote(preload).start(worker, argument, environment=environment, out=log))
+    late = late_of(ranks, deadline_s)
     assert late is None, f"rank {late} hangs; it said: {said(folder, late)}"
     return [answer_of(folder, rank) for rank in range(len(jobs))]
+
+
+def late_of(processes, deadline_s):
+    """Waits until all have ended; gives the index of the first that had to be killed, else None."""
+    try:
+        for each in processes:
+            each.started()
+        end = time.monotonic() + deadline_s
+        statuses = [each.wait(max(0.0, end - time.monotonic())) for each in processes]
+        return next((index for index, status in enumerate(statuses) if status is None), None)
+    finally:
+        for each in processes:
+            if each.pid is not None:
+                each.kill()
+
+
+def scripts(folder, script, *of_each, deadline_s=DEADLINE_S, cwd=None):
+    """Runs a script once for each pair of arguments and environment, at once, as ``python SCRIPT`` would, less the imports.
+
+    Returns:
+        What each gave: status, output, errors.
+    """
+    started, files = [], []
+    for number, (arguments, environment) in enumerate(of_each):
+        files.append((Path(folder, f"out-{number}.txt"), Path(folder, f"err-{number}.txt")))
+        out, err = files[-1]
+        started.append(zygote().start(script, *arguments, environment=environment, out=out, err=err, cwd=cwd))
+    late = late_of(started, deadline_s)
+    assert late is None, f"process {late} hangs; it said: {files[late][1].read_text()[-8000:]}"
+    return [
+        subprocess.CompletedProcess(script, each.returncode, out.read_text(), err.read_text())
+        for each, (out, err) in zip(started, files, strict=True)
+    ]
 
 
 def answer_of(folder, rank):

@@ -5,11 +5,11 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+from support.launch import zygote
 
 WORKER = Path(__file__).with_name("lease_worker.py")
 ANSWER_S = 60.0
@@ -20,20 +20,17 @@ QUICK = {"lease_beat_s": 0.3, "lease_ttl_s": 1.5, "lease_poll_s": 0.1, "namespac
 def runner():
     """The process that runs are forked from; gives what :class:`Run` takes first."""
     with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/runs"
-        process = subprocess.Popen(
-            [sys.executable, str(WORKER), path],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={name: value for name, value in os.environ.items() if name != "TIERED_CHECKPOINT_OWNER"},
-        )
+        path, log = f"{folder}/runs", Path(folder, "log.txt")
+        environment = {name: value for name, value in os.environ.items() if name != "TIERED_CHECKPOINT_OWNER"}
+        process = zygote().start(WORKER, path, environment=environment, out=log).started()
         try:
-            assert process.stdout.readline() == b"ready\n"
+            end = time.monotonic() + ANSWER_S
+            while "ready\n" not in log.read_text():
+                assert time.monotonic() < end, log.read_text()
+                time.sleep(0.02)
             yield path
         finally:
             process.kill()
-            process.wait()
-            process.stdout.close()
 
 
 class Run:

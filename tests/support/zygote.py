@@ -1,14 +1,15 @@
 """Starts ranks by forking: importing torch takes longer than all else that most of them do.
 
-Imports the modules that it is told of as well. Reads one request a line from its input (see ``launch.py``), forks a
-process for each job, which runs the worker as its main module, and tells the processes' ids, and how each ended, a line
-each.
+Imports the modules that it is told of as well. Reads one job a line from its input (see ``launch.py``), forks a process
+that runs the job's script as its main module, and tells that process' id, and later how it ended, a line each.
 """
 
 import importlib
 import json
 import os
 import runpy
+import selectors
+import signal
 import sys
 import traceback
 import warnings
@@ -28,20 +29,23 @@ import tiered_checkpoint_io.stores.s3
 import tiered_checkpoint_io.strategies  # noqa: F401
 
 
-def become(job):
+def become(job, files):
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(job["environment"])
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, target in ((nothing, 0), (log, 1), (log, 2)):
+    for descriptor, target in zip(files, (0, 1, 2), strict=True):
         os.dup2(descriptor, target)
-    sys.argv = [job["worker"], job["argument"]]
+    os.chdir(job["cwd"])
+    sys.argv = [job["worker"], *job["arguments"]]
     sys.path.insert(0, os.path.dirname(job["worker"]))
     try:
         runpy.run_path(job["worker"], run_name="__main__")
         status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -50,23 +54,60 @@ def become(job):
     os._exit(status)
 
 
+def fork(job):
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    err = os.open(job["err"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) if job["err"] != job["out"] else os.dup(out)
+    pid = os.fork()
+    if pid == 0:
+        become(job, (nothing, out, err))
+    for descriptor in (nothing, out, err):
+        os.close(descriptor)
+    return pid
+
+
+def tell(**said):
+    print(json.dumps(said), flush=True)
+
+
+def ended():
+    """Processes that have ended since the last time, and their statuses."""
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+    except ChildProcessError:
+        pass
+
+
 def main():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in sys.argv[1:]:
             importlib.import_module(name)
     warm_up()
-    for line in sys.stdin:
-        ranks = {}
-        for rank, job in enumerate(json.loads(line)):
-            pid = os.fork()
-            if pid == 0:
-                become(job)
-            ranks[pid] = rank
-        print(json.dumps({"pids": list(ranks)}), flush=True)
-        while ranks:
-            pid, _ = os.wait()
-            print(json.dumps({"ended": ranks.pop(pid)}), flush=True)
+    woken, wakes = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    numbers, rest = {}, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                data = os.read(key.fd, 1 << 16)
+                if key.fd == woken:
+                    for pid, status in ended():
+                        tell(number=numbers.pop(pid), status=status)
+                    continue
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for job in map(json.loads, lines):
+                    pid = fork(job)
+                    numbers[pid] = job["number"]
+                    tell(number=job["number"], pid=pid)
 
 
 if __name__ == "__main__":

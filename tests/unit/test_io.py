@@ -3,13 +3,11 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from support.launch import scripts
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -157,24 +155,18 @@ def test_going_back_on_purpose_is_honoured(tmp_path, make):
 
 
 CHILD = """
-import sys, torch
+import os, signal, sys, torch
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 io = AsyncCheckpointIO(TieredCheckpointIO(dirpath=sys.argv[1], memory_dir=sys.argv[2]))
 io.save_checkpoint({"w": torch.arange(3_000_000.0), "global_step": 7}, "a.ckpt")
-print("saved", flush=True)
-sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_the_drain_outlives_a_killed_trainer(s3_url, make, memory_dir, tmp_path):
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CHILD), s3_url, memory_dir],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdout.readline() == b"saved\n"
-    os.kill(child.pid, signal.SIGKILL)
-    child.communicate()
+    (tmp_path / "train.py").write_text(CHILD)
+    (done,) = scripts(tmp_path, tmp_path / "train.py", ([s3_url, memory_dir], os.environ.copy()))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     io = make(s3_url)
     io.checkpointer.session.open()
     io.checkpointer.wait(30)

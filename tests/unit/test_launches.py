@@ -3,12 +3,10 @@
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
-from support.launch import free_port
+from support.launch import free_port, scripts
 from support.running import Run, runner
 
 from tiered_checkpoint_io.model.launches import are_one
@@ -84,24 +82,10 @@ def script(tmp_path, memory_dir):
     clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
     def start(what, *environments):
-        made = [
-            subprocess.Popen(
-                [sys.executable, str(file), json.dumps(options), what, str(number)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=clean | environment,
-            )
-            for number, environment in enumerate(environments)
-        ]
-        try:
-            said = [process.communicate(timeout=DEADLINE_S) for process in made]
-        finally:
-            for process in made:
-                process.kill()
-                process.wait()
-        assert all(process.returncode == 0 for process in made), said
-        lines = [line for out, _ in said for line in out.splitlines() if line.startswith("SAID")]
+        of_each = [([json.dumps(options), what, str(n)], clean | more) for n, more in enumerate(environments)]
+        made = scripts(tmp_path, file, *of_each, deadline_s=DEADLINE_S)
+        assert all(each.returncode == 0 for each in made), made
+        lines = [line for each in made for line in each.stdout.splitlines() if line.startswith("SAID")]
         return sorted(line.removeprefix("SAID ") for line in lines)
 
     return start
