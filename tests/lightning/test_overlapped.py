@@ -48,7 +48,7 @@ class Normed(LightningModule):
 
     def loss(self):
         self.seen += 1
-        batch = torch.sin(torch.arange(48.0).view(8, 6) * (1 + self.seen % 7))
+        batch = torch.sin(torch.arange(48.0, device=self.device).view(8, 6) * (1 + self.seen % 7))
         return (self.net(batch) - self.other(batch)).pow(2).mean()
 
     def training_step(self, *_):
@@ -72,7 +72,7 @@ class Normed(LightningModule):
         return loss
 
     def validation_step(self, *_):
-        return self.net(torch.ones(8, 6)).mean()
+        return self.net(torch.ones(8, 6, device=self.device)).mean()
 
     def configure_optimizers(self):
         if self.way == "automatic":
@@ -124,7 +124,7 @@ class Moments:
 
 def same(one, other):
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -199,6 +199,36 @@ def test_two_hundred_interleavings(first, runs, monkeypatch):
         with monkeypatch.context() as patch:
             interleaved(seed, runs, patch)
         runs.wipe()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("optimizer", ["AdamW foreach", "AdamW fused", "SGD fused"])
+def test_a_cuda_training_resumes_from_an_overlapped_save_as_from_an_eager_one(optimizer, runs, monkeypatch):
+    ends = []
+    for staging in ("eager", "overlapped"):
+        with monkeypatch.context() as patch:
+            moments = Moments(patch)
+
+            def fit(ckpt_path, staging=staging):
+                io = runs.io(staging=staging, memory_keep_last=100, on_save_error="raise")
+                model = Normed(OPTIMIZERS[optimizer], "automatic")
+                callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=-1)
+                options = {"accelerator": "gpu", "devices": 1, "max_steps": 13}
+                return runs.fit(callback, model=model, io=io, ckpt_path=ckpt_path, **options)[0], model
+
+            trainer, model = fit(None)
+            states = dict(moments.states)
+            for name, state in states.items():
+                assert same(trainer.io.load_checkpoint(name, weights_only=False), state), name
+            trainer.io.teardown()
+            (middle,) = [name for name in states if name.endswith("=6.ckpt")]
+            _, resumed = fit(middle)
+            assert same(dict(resumed.state_dict()), dict(model.state_dict()))
+            ends.append({key: value.cpu() for key, value in model.state_dict().items()})
+            assert (moments.overlapped > 0) == (staging == "overlapped")
+        runs.wipe()
+    assert same(*ends)
 
 
 class Careless(Normed):
