@@ -130,7 +130,7 @@ class OverlappedCapture(Callback):
             return []
         # Whatever shares memory with a buffer may change in the forward pass.
         buffers = {each.untyped_storage()._cdata for each in trainer.lightning_module.buffers()}
-        return [each for each in tensors if each.untyped_storage()._cdata not in buffers]
+        return [each for each in tensors if each.untyped_storage()._cdata not in buffers] if buffers else tensors
 
     # -------------------------------------------------------------------------------- the choice
     def _note_save(self) -> None:

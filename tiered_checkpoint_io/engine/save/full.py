@@ -141,8 +141,9 @@ class FullSaver:
         try:
             # The training has the cores.
             part.threads = 1
+            overlapped.let_caller_return()
             with overlapped.on_side_streams():
-                part.fill(hashed=False)
+                part.fill(hashed=not overlapped.hashes_later)
             assert part.slot is not None
             with part.slot.view as captured:
                 overlapped.check(captured)

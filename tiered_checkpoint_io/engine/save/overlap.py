@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, cast
@@ -33,6 +34,8 @@ CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 _MOST_EAGER = 1 / 3
 #: So many tensors, so many bytes of each, are compared with what was captured.
 _SAMPLES, _SAMPLE_BYTES = 64, 64
+#: So long the copy waits, seconds, so that the save's caller returns before another thread needs the interpreter.
+_HEAD_START_S = 0.005
 
 
 class ChangedError(SaveError):
@@ -47,11 +50,13 @@ class Overlapped:
         image: The file, with copies of all that others than the optimizers may change.
         tensors: What only they change.
         copied: Set once nothing of the live state is needed any more.
+        wanted: Set once training waits for that.
     """
 
     image: Image
     tensors: list[torch.Tensor]
     copied: threading.Event = field(default_factory=threading.Event)
+    wanted: threading.Event = field(default_factory=threading.Event)
     _seen: list[tuple[int, int]] = field(default_factory=list)
     _samples: list[tuple[int, bytes]] = field(default_factory=list)
     _expected: bytearray | None = None
@@ -68,6 +73,18 @@ class Overlapped:
         if os.environ.get(CHECK):
             self._expected = bytearray(self.image.size)
             self.image.fill(memoryview(self._expected), hashed=False)
+
+    def let_caller_return(self) -> None:
+        """Waits a moment before the copy, unless training waits for it already."""
+        self.wanted.wait(_HEAD_START_S)
+
+    @property
+    def hashes_later(self) -> bool:
+        """Whether the copy alone is faster enough to hash it behind: a GPU copies many times as fast as a core hashes.
+
+        On the CPU, what was just copied is hashed while it is in the cache, which costs the training beside it less.
+        """
+        return bool(self._ready)
 
     @contextlib.contextmanager
     def on_side_streams(self) -> Iterator[None]:
@@ -160,6 +177,7 @@ class Overlap:
         current = self._current
         if current is None:
             return
+        current.wanted.set()
         timeout_s = float(self._session.config.wait_timeout_s)
         if not current.copied.wait(timeout_s):
             raise SaveError(
@@ -217,9 +235,15 @@ def _witnesses(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 def _samples(regions: Sequence[Region]) -> Iterator[tuple[int, bytes]]:
     """A few bytes from the middle of some storages, and where in the file they belong."""
-    for index in range(0, len(regions), max(1, len(regions) // _SAMPLES)):
-        region = regions[index]
-        if isinstance(region, StorageRegion) and region.storage.device.type == "cpu":
-            begin = max(0, region.nbytes - _SAMPLE_BYTES) // 2
-            length = min(_SAMPLE_BYTES, region.nbytes)
-            yield region.offset + begin, ctypes.string_at(region.storage.data_ptr() + region.start + begin, length)
+    chosen = slice(None, None, max(1, len(regions) // _SAMPLES))
+    found: Iterable[tuple[int, int, torch.UntypedStorage, int]]
+    if isinstance(regions, StorageRegions):
+        offsets, lengths = regions.offsets[chosen].tolist(), regions.lengths[chosen].tolist()
+        found = zip(offsets, lengths, regions.storages[chosen], itertools.repeat(0))
+    else:
+        found = [each for each in regions[chosen] if isinstance(each, StorageRegion)]
+    for offset, nbytes, storage, start in found:
+        if storage.device.type == "cpu":
+            length = min(_SAMPLE_BYTES, nbytes)
+            begin = (nbytes - length) // 2
+            yield offset + begin, ctypes.string_at(storage.data_ptr() + start + begin, length)

@@ -55,6 +55,8 @@ class BackgroundTask:
         """
         if threading.get_ident() == self._thread:
             return
+        if not self.is_busy:
+            return
         tasks = self._tasks
         _, left = wait([future for _, future in tasks], self._timeout_s)
         if left:

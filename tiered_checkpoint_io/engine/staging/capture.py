@@ -136,10 +136,14 @@ class Capturer:
             self._preparing = None
 
     def _acquire(self, size: int, scope: Scope, retained: Collection[str], *, spills: bool) -> Slot:
-        tier, parts = self._tier, self._tier.parts()
-        here = [stored for stored in parts if not tier.is_spilled(stored.folder)]
+        tier = self._tier
+        parts: list[StoredPart] = []
+        here: list[StoredPart] = []
 
         def going_for(missing: int) -> list[StoredPart]:
+            # Looked at only now: a save that finds a free slot need not list what memory holds.
+            parts[:] = tier.parts()
+            here[:] = [stored for stored in parts if not tier.is_spilled(stored.folder)]
             # What is being replicated stays: other machines may already remove earlier saves for it.
             kept = {*retained, *tier.awaited(False)}
             return room_for(missing, here, scope, kept) or room_for(
