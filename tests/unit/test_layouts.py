@@ -5,6 +5,7 @@ import importlib
 import io
 import weakref
 import zipfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from support.changing_state import CHANGES, World, nth, swap
 
 from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
+from tiered_checkpoint_io.formats import alike as alike_module
 from tiered_checkpoint_io.formats import layouts as layouts_module
 from tiered_checkpoint_io.formats.image import Image, plan
 from tiered_checkpoint_io.formats.layouts import Layouts
@@ -56,6 +58,32 @@ def test_after_any_change_the_file_is_that_of_torch_save(name):
         for _ in range(3):
             world.step += 1
             check(layouts, world.state())
+
+
+def useless(*tensors, **_):
+    raise RuntimeError
+
+
+def blind(*tensors, **_):
+    """Guards that find all tensors alike."""
+    return SimpleNamespace(check=lambda *others: len(others) == len(tensors))
+
+
+@pytest.mark.parametrize("kind", [useless, pytest.param(blind, marks=pytest.mark.matrix)])
+def test_where_torch_has_no_guards_that_tell_tensors_apart_each_is_looked_at(kind, monkeypatch):
+    monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", kind)
+    alike_module._trusted.cache_clear()
+    try:
+        world, layouts = World(), Layouts()
+        world.begin_moments()
+        for change in (CHANGES["nothing"], CHANGES["reshaped"]):
+            change(world, 5)
+            for _ in range(3):
+                world.step += 1
+                check(layouts, world.state())
+        assert layouts.reused == 3
+    finally:
+        alike_module._trusted.cache_clear()
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

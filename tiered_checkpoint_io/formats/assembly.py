@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
+from tiered_checkpoint_io.formats.alike import Alike, alike
 from tiered_checkpoint_io.formats.opcodes import (
     BINGET,
     BINPERSID,
@@ -61,6 +63,7 @@ class Template:
         keys: The same of the keys of storages that it has first.
         facts: See :meth:`Tensors.facts`.
         pattern: The number of each tensor's storage.
+        alike: What tells whether tensors are as the facts say; None where each has to be asked.
     """
 
     data: bytes
@@ -75,6 +78,11 @@ class Template:
     keys: array[int]
     facts: list[list[Any]]
     pattern: list[int]
+    alike: Alike | None
+
+    def holds(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Whether tensors are as the facts say, but for their offsets and storages."""
+        return self.alike is not None and len(tensors) == len(self.pattern) and self.alike.holds(tensors)
 
     def moved(self, start: int, external: dict[int, int]) -> bytes:
         """The same stretch where it begins with another number, or refers to others; these are as long as before."""
@@ -139,6 +147,7 @@ class Assembly:
         self.order: list[int] = []
         self.templates: dict[bytes, Template] = {}
         self._tensors, self._known, self._learn = tensors, known, learn
+        self._all = skeleton.tensors
         self._units = {unit.first: unit for unit in skeleton.units if unit.end > unit.first}
         self._storages: dict[int, int] = {}
         self._placed: list[_Placed] = []
@@ -369,4 +378,5 @@ class Assembly:
             array("q", [numbers[_KEYS - key] - start for key in range(keys_from, len(self.order))]),
             facts,
             pattern,
+            alike([self._all[number] for number in unit.tensors]),
         )

@@ -127,7 +127,7 @@ class StorageRegions(Sequence[StorageRegion]):
 
     offsets: np.ndarray[Any, np.dtype[np.int64]]
     lengths: np.ndarray[Any, np.dtype[np.int64]]
-    storages: list[torch.UntypedStorage]
+    storages: Sequence[torch.UntypedStorage]
     devices: set[torch.device]
 
     def __len__(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import itertools
 from collections import OrderedDict
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -103,7 +105,8 @@ class Layouts:
             Exception: Whatever pickling raises.
         """
         skeleton = scan(state)
-        tensors = Tensors(skeleton.tensors)
+        units = skeleton.units
+        tensors = Tensors(skeleton.tensors, [(unit.tensors, self._templates.get(unit.data)) for unit in units])
         if not tensors.forms <= self._forms:
             raise DoubtError("a tensor is of a kind that was not met before")
         assembly = Assembly(skeleton, tensors, self._templates)
@@ -112,7 +115,9 @@ class Layouts:
         if records is None:
             raise DoubtError("the storages are of other sizes")
         size, segments, move = records.around(assembly.data)
-        storages = [tensors.storages[number] for number in assembly.order if tensors.sizes[number]]
+        storages = _chosen(tensors.storages, assembly.order)
+        if not all(key):
+            storages = tuple(itertools.compress(storages, key))
         regions = StorageRegions(records.offsets + move, records.lengths, storages, set(tensors.devices))
         self._keep(assembly, key, records)
         return Image(size, segments, regions, layout=records)
@@ -146,7 +151,15 @@ class Layouts:
 
 def _sizes(assembly: Assembly, tensors: Tensors) -> tuple[int, ...]:
     """The sizes of all storages, in the order of the file's records."""
-    return tuple([tensors.sizes[number] for number in assembly.order])
+    return _chosen(tensors.sizes, assembly.order)
+
+
+def _chosen(values: list[_T], numbers: list[int]) -> tuple[_T, ...]:
+    """Some of many values, in the order of their numbers."""
+    if len(numbers) < 2:
+        return tuple([values[number] for number in numbers])
+    chosen: tuple[_T, ...] = itemgetter(*numbers)(values)
+    return chosen
 
 
 def _remember(kept: OrderedDict[Any, _T], key: Any, value: _T, most: int) -> None:

@@ -11,12 +11,13 @@ import io
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 
 #: Tensors that are looked at together.
@@ -176,11 +177,34 @@ _ODD = [getattr(torch.Tensor, name) for name in ("is_conj", "is_neg", "has_names
 _offset = cast("Callable[[torch.Tensor], int]", torch.Tensor.storage_offset)
 
 
-class Tensors:
-    """What the pickle and the file say of each tensor, by its number; and its storage."""
+class Known(Protocol):
+    """What some tensors were."""
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    @property
+    def facts(self) -> list[list[Any]]:
+        """See :meth:`Tensors.facts`."""
+
+    def holds(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Whether others are the same in all that the facts say, but for their offsets and storages."""
+
+
+#: Where in the facts ``requires_grad`` stands.
+_GRADS = 5
+
+
+class Tensors:
+    """What the pickle and the file say of each tensor, by its number; and its storage.
+
+    Attributes:
+        forms: What decides on how a tensor is written, but for numbers; of those that are not like known ones.
+    """
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], known: Iterable[tuple[range, Known | None]] = ()) -> None:
         """Looks at all of them.
+
+        Args:
+            tensors: All, by their numbers.
+            known: What some were at an earlier save, in the order of their numbers.
 
         Raises:
             DoubtError: One is pickled in another way than most.
@@ -195,42 +219,62 @@ class Tensors:
         self.identities: list[int] = []
         self.addresses: list[int] = []
         self.sizes: list[int] = []
-        for start in range(0, len(tensors), _AT_ONCE):
-            # Few at once, so that they are still in the core's cache when the next is asked of them.
-            self._look_at(tensors[start : start + _AT_ONCE])
+        self.forms: set[tuple[torch.dtype, torch.device, bool]] = set()
+        done = 0
+        for numbers, what in known:
+            if what is None or not what.holds(tensors[numbers.start : numbers.stop]):
+                continue
+            self._look_at(tensors[done : numbers.start])
+            # Of those that are as they were, only what Python alone can tell.
+            for field, value in zip((self.dtypes, self.devices, self.shapes, self.strides), what.facts, strict=False):
+                cast("list[Any]", field).extend(value)
+            self.grads += what.facts[_GRADS]
+            self._ask(tensors[numbers.start : numbers.stop])
+            done = numbers.stop
+        self._look_at(tensors[done:])
         self._check_memory()
 
     def _look_at(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        odd = (
-            set(map(attrgetter("layout"), tensors)) != {torch.strided}
-            or any(map(attrgetter("__dict__"), tensors))
-            or set(map(attrgetter("_backward_hooks"), tensors)) != {None}
-            or any(chain.from_iterable(map(method, tensors) for method in _ODD))
-        )
-        if odd:
-            raise DoubtError("a tensor is of an uncommon kind")
-        self.dtypes += map(attrgetter("dtype"), tensors)
-        self.devices += map(attrgetter("device"), tensors)
-        self.shapes += map(attrgetter("shape"), tensors)
-        self.strides += map(torch.Tensor.stride, tensors)
-        self.offsets += map(_offset, tensors)
-        self.grads += map(attrgetter("requires_grad"), tensors)
-        storages = list(map(torch.Tensor.untyped_storage, tensors))
-        self.identities += map(attrgetter("_cdata"), storages)
-        self.addresses += map(torch.UntypedStorage.data_ptr, storages)
-        self.sizes += map(torch.UntypedStorage.nbytes, storages)
-        self.storages += storages
+        for start in range(0, len(tensors), _AT_ONCE):
+            # Few at once, so that they are still in the core's cache when the next is asked of them.
+            some = tensors[start : start + _AT_ONCE]
+            if set(map(attrgetter("layout"), some)) != {torch.strided} or any(
+                chain.from_iterable(map(method, some) for method in _ODD)
+            ):
+                raise DoubtError("a tensor is of an uncommon kind")
+            dtypes, devices = list(map(attrgetter("dtype"), some)), list(map(attrgetter("device"), some))
+            grads = list(map(attrgetter("requires_grad"), some))
+            self.forms.update(zip(dtypes, devices, grads, strict=True))
+            self.dtypes += dtypes
+            self.devices += devices
+            self.grads += grads
+            self.shapes += map(attrgetter("shape"), some)
+            self.strides += map(torch.Tensor.stride, some)
+            self._ask(some)
+
+    def _ask(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """What nothing but the tensor itself can tell."""
+        for start in range(0, len(tensors), _AT_ONCE):
+            some = tensors[start : start + _AT_ONCE]
+            if any(map(attrgetter("__dict__"), some)) or set(map(attrgetter("_backward_hooks"), some)) != {None}:
+                raise DoubtError("a tensor is of an uncommon kind")
+            self.offsets += map(_offset, some)
+            storages = list(map(torch.Tensor.untyped_storage, some))
+            self.identities += map(attrgetter("_cdata"), storages)
+            self.addresses += map(torch.UntypedStorage.data_ptr, storages)
+            self.sizes += map(torch.UntypedStorage.nbytes, storages)
+            self.storages += storages
 
     def _check_memory(self) -> None:
-        kinds = {device.type for device in set(self.devices)}
-        if set(self.dtypes) - CLASS_OF.keys() or kinds - {"cpu", "cuda"}:
+        kinds = {device.type for _, device, _ in self.forms}
+        if {dtype for dtype, _, _ in self.forms} - CLASS_OF.keys() or kinds - {"cpu", "cuda"}:
             raise DoubtError("a tensor is of an uncommon kind")
         if set(map(type, self.storages)) - {torch.UntypedStorage}:
             raise DoubtError("a storage is of an uncommon kind")
-        addresses = set(self.addresses)
-        if len(addresses) == len(self.addresses):
-            # Each has a storage of its own.
+        if len(np.unique(np.array(self.addresses, np.uint64))) == len(self.addresses):
+            # Each has a storage of its own. Sets of addresses, which end in the same bits, take twenty times as long.
             return
+        addresses = set(self.addresses)
         identities = set(self.identities)
         nowhere = {identity for identity, at in zip(self.identities, self.addresses, strict=True) if not at}
         shared = len(addresses - {0}) != len(identities - nowhere)
@@ -240,11 +284,6 @@ class Tensors:
         )
         if shared or mixed:
             raise DoubtError("memory is shared in an uncommon way")
-
-    @property
-    def forms(self) -> set[Any]:
-        """What decides on how a tensor is written, but for numbers."""
-        return set(zip(self.dtypes, self.devices, self.grads, strict=True))
 
     def facts(self, numbers: range) -> list[list[Any]]:
         """All that is written of some of them, but for which ones share a storage."""
