@@ -1,5 +1,6 @@
-"""Nodes in networks of their own, joined by a cable that is cut while copies travel."""
+"""Nodes in networks of their own: joined by a cable that is cut while copies travel, or by two networks."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -14,10 +15,34 @@ _FLOATS = 20_000_000
 @pytest.fixture
 def places():
     """Two network namespaces, one a node, and a pair of devices between them."""
+    with namespaces(["10.213.0"]) as (names, (devices,)):
+        yield {node: {"name": names[node], "device": devices[node], "master": "10.213.0.1"} for node in "ab"}
+
+
+@pytest.fixture
+def two_networks():
+    """The same with two networks: the hosts' names are of the first, and the store of torch.distributed in the other."""
+    with namespaces(["10.213.0", "10.214.0"]) as (names, (first, second)):
+        hosts = {"a": "10.213.0.1", "b": "10.213.0.2"}
+        yield {
+            node: {
+                "name": names[node],
+                "device": second[node],
+                "other": first[node],
+                "master": "10.214.0.1",
+                "hostname": hosts[node],
+            }
+            for node in "ab"
+        }
+
+
+@contextlib.contextmanager
+def namespaces(networks):
+    """The names of two network namespaces, and for each network the device of each of them."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root, and the command ip (iproute2)")
     names = {node: f"tiered-{os.getpid()}-{node}" for node in "ab"}
-    devices = {node: f"tc{os.getpid()}{node}" for node in "ab"}
+    cables = [dict.fromkeys("ab", f"cable{number}") for number, _ in enumerate(networks)]
     made = []
 
     def ip(*arguments):
@@ -29,12 +54,14 @@ def places():
         for name in names.values():
             ip("netns", "add", name)
             made.append(name)
-        ip("link", "add", devices["a"], "netns", names["a"], "type", "veth", "peer", devices["b"], "netns", names["b"])
-        for number, node in enumerate("ab", start=1):
-            ip("-n", names[node], "addr", "add", f"10.213.0.{number}/24", "dev", devices[node])
-            for device in ("lo", devices[node]):
-                ip("-n", names[node], "link", "set", device, "up")
-        yield {node: {"name": names[node], "device": devices[node], "master": "10.213.0.1"} for node in "ab"}
+        for network, devices in zip(networks, cables, strict=True):
+            pair = "type", "veth", "peer", devices["b"], "netns", names["b"]
+            ip("link", "add", devices["a"], "netns", names["a"], *pair)
+            for number, node in enumerate("ab", start=1):
+                ip("-n", names[node], "addr", "add", f"{network}.{number}/24", "dev", devices[node])
+                for device in ("lo", devices[node]):
+                    ip("-n", names[node], "link", "set", device, "up")
+        yield names, cables
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False)
@@ -83,3 +110,28 @@ def test_a_cable_that_is_cut_costs_copies_and_nothing_else(ranks, places):
     assert [step for step, *_ in settled[1]["own"]][:2] == [3, 20]
     assert [step for step, *_ in settled[1]["copies"]] == [1, mended[0]]
     assert [step for step, *_ in settled[0]["copies"]] == [mended[1]]
+
+
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_replicas_travel_over_the_route_to_the_others_or_the_interface_that_is_named(ranks, two_networks, named):
+    """Not over the network of the hosts' names, which gloo takes."""
+    of_names, of_store = (two_networks["a"][each] for each in ("other", "device"))
+    used = of_names if named else of_store
+    told, before, _, waited, settled, after = ranks(
+        "ab",
+        ["meet_and_tell"],
+        ["sent_bytes"],
+        ["save_alone", 1, 0, _FLOATS // 10],
+        ["wait_for_copies", 0, 60],
+        ["settle"],
+        ["sent_bytes"],
+        places=two_networks,
+        replication_factor=2,
+        replication_interface=used if named else None,
+    )
+    network = "10.213.0" if named else "10.214.0"
+    assert [each for each in told[0] if f"replicas travel over {used} ({network}.1)" in each] == told[0] != []
+    assert waited[0]["counts"]["replicated"] == 1 and settled[1]["copies"] == [[1, 0, True]]
+    sent = {name: after[0][name] - before[0][name] for name in (of_names, of_store)}
+    other = sent.pop(used)
+    assert other > _FLOATS // 10 * 4 > 10 * max(sent.values()), (used, other, sent)

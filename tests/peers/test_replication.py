@@ -78,6 +78,13 @@ def test_closing_at_once_still_sends_what_was_saved(ranks):
         assert answer["copies"][-1][0] == 2
 
 
+def test_an_interface_that_a_host_does_not_have_is_refused_on_all_ranks_at_set_up(ranks):
+    (answers,) = ranks("ab", ["meet_and_tell"], replication_factor=2, replication_interface="eth77")
+    for answer in answers:
+        assert answer["error"] == "UsageError"
+        assert "replication_interface is 'eth77'" in answer["message"] and "lo (127.0.0.1)" in answer["message"]
+
+
 # ----------------------------------------------------------------------------------------- failures
 def test_a_dead_peer_costs_a_warning_and_a_count_and_the_part_stays(ranks):
     *_, saved, waited = ranks(

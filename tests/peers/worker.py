@@ -30,6 +30,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 IO = []
 SETTLE_S = 30.0
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWUTS = 0x04000000
 #: Enough for a file of two chunks.
 ROWS = 260_000
 
@@ -238,6 +239,37 @@ def enter_namespace(job):
         raise OSError(ctypes.get_errno(), "setns")
     os.close(descriptor)
     os.environ.update(GLOO_SOCKET_IFNAME=place["device"], MASTER_ADDR=place["master"])
+    if "hostname" in place:
+        # What torch's own groups listen on, where no interface is named.
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        name = place["hostname"].encode()
+        if libc.unshare(_CLONE_NEWUTS) or libc.sethostname(name, len(name)):
+            raise OSError(ctypes.get_errno(), "unshare, sethostname")
+
+
+def meet_and_tell(job):
+    """What the set-up logs of the network, or its error."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("tiered_checkpoint_io")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        io_of(job)
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [each for each in told if "replicas travel" in each]
+
+
+def sent_bytes(job):
+    """What each interface of this process' network has sent so far."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return {name.strip(): int(rest.split()[8]) for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def wait_for_copies(job, rank, seconds):

@@ -292,6 +292,7 @@ def torch_distributed(world):
         (dist.distributed_c10d, "_get_default_store", lambda: job().store),
         (meeting, "TorchGroup", JobGroup),
         (meeting, "StoreClient", Client),
+        (meeting, "interface_for", lambda *_: None),
         (meeting, "atexit", types.SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None)),
         (peer_link, "distributed_c10d", gloo),
         (replica_sender, "threading", threads),

@@ -103,6 +103,8 @@ BAD = [
     ("replication_factor", 2.0, "1 to 64", {}),
     ("replication_jump", 0, "1 to 100000", {}),
     ("replication_jump", "auto", "1 to 100000", {}),
+    ("replication_interface", "", "text, or null", {}),
+    ("replication_interface", 0, "text, or null", {}),
     ("spill_dir", "spill", "an absolute path on node-local disk", {}),
     ("spill_dir", 7, "an absolute path on node-local disk", {}),
 ]

@@ -66,6 +66,7 @@ class TieredCheckpointIO(CheckpointIO):
         on_unrestored_loader: Literal["warn", "raise"] = "warn",
         replication_factor: int = 1,
         replication_jump: int = 1,
+        replication_interface: str | None = None,
         verify: bool = True,
         weights_only: bool | None = None,
         safe_globals: tuple[str, ...] = (),
@@ -119,6 +120,7 @@ class TieredCheckpointIO(CheckpointIO):
             on_unrestored_loader: ``warn``, or ``raise``, where a training resumes without the state of a data loader.
             replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
             replication_jump: Distance between the nodes that keep each other's parts, in nodes.
+            replication_interface: The network interface for replicas; None for the one by which nodes reach each other.
             verify: Must be true: nothing is restored unverified.
             weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
             safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside plain data.

@@ -120,6 +120,8 @@ class TieredCheckpointConfig:
             its checkpoint holds.
         replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
         replication_jump: Distance between the nodes that keep each other's parts, in nodes.
+        replication_interface: The network interface for replicas, such as eth0; null for the one by which this node
+            reaches the others, or that ``GLOO_SOCKET_IFNAME`` names.
         verify: Must be true: nothing is restored unverified.
         weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
         safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
@@ -172,6 +174,7 @@ class TieredCheckpointConfig:
     on_unrestored_loader: Literal["warn", "raise"] = "warn"
     replication_factor: int = 1
     replication_jump: int = 1
+    replication_interface: str | None = None
     verify: bool = True
     weights_only: bool | None = None
     safe_globals: tuple[str, ...] = ()
@@ -243,7 +246,7 @@ class TieredCheckpointConfig:
         self._check_s3()
 
     def _check_s3(self) -> None:
-        for key in (*_S3_ONLY, "log_dir", "metrics_export"):
+        for key in (*_S3_ONLY, "log_dir", "metrics_export", "replication_interface"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value):
                 _refuse(key, value, "text, or null")

@@ -14,6 +14,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, To
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.replication.fates import Fates, Line, newest_of, newest_replicated
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
+from tiered_checkpoint_io.engine.replication.network import Interface, interface_for, rate_of
 from tiered_checkpoint_io.engine.replication.peer_link import Member
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
 from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaReceiver
@@ -83,6 +84,7 @@ class Peering:
         #: By which ranks save together, in which start of the job.
         self._replicators: dict[object, Replicator] = {}
         self._local: tuple[object, LocalPeers] | None = None
+        self._interface_in_use: Interface | None = None
         #: Who sends what is saved now.
         self._current: Replicator | None = None
 
@@ -124,9 +126,10 @@ class Peering:
                 operation="replicate",
                 hint="make the first save, or session.meet_peers(), on the thread that trains, on every rank",
             )
-        tier, error = None, None
+        tier, error, interface = None, None, None
         try:
             tier = open_tier()
+            interface = self._interface(store, logger)
         except Exception as caught:
             # The others wait in the first exchange: they get the error there.
             error = caught
@@ -157,7 +160,7 @@ class Peering:
             group.close()
         # A machine may not have learnt what is replicated before all ended.
         replicated = newest_of(known for each in gathered for known in each.replicated.items())
-        member = self._member(tier, store, gathered[0].token, group.rank, group.world_size, logger)
+        member = self._member(tier, store, gathered[0].token, group.rank, group.world_size, logger, interface)
         made = Replicator(member, peers, self._counts, replicated)
         newest = [each.newest for each in gathered]
         for stored in own:
@@ -173,9 +176,27 @@ class Peering:
     def _peers_of(self, nodes: Sequence[str]) -> list[tuple[int, ...]]:
         return peers_of_ranks(nodes, factor=self._config.replication_factor, jump=self._config.replication_jump)
 
-    def _member(self, tier: MemoryTier, store: Any, group: str, rank: int, world_size: int, logger: Logger) -> Member:
+    def _interface(self, store: Any, logger: Logger) -> Interface | None:
+        """What links listen on; logged once."""
+        chosen = interface_for(store, self._config.replication_interface)
+        if chosen is not None and chosen != self._interface_in_use:
+            self._interface_in_use = chosen
+            speed = rate_of(chosen.name)
+            logger.info("replicas travel over %s%s", chosen, f", {speed}" if speed else "")
+        return chosen
+
+    def _member(
+        self,
+        tier: MemoryTier,
+        store: Any,
+        group: str,
+        rank: int,
+        world_size: int,
+        logger: Logger,
+        interface: Interface | None,
+    ) -> Member:
         client = StoreClient(store, f"tiered-peers/{group}", timeout_s=self._clock.timing.store_answer_s)
-        return Member(tier, client, rank, world_size, self._config, logger, self._clock)
+        return Member(tier, client, rank, world_size, self._config, logger, self._clock, interface)
 
     def local(self, tier: MemoryTier, logger: Logger) -> LocalPeers | None:
         """What ranks have for each other when they load local checkpoints; None where there are no copies, or others.
@@ -189,8 +210,9 @@ class Peering:
         store = dist.distributed_c10d._get_default_store()
         if self._local is None or self._local[0] is not store:
             where = f"local/{self._config.namespace}"
-            peers = LocalPeers(self._member(tier, store, where, dist.get_rank(), dist.get_world_size(), logger))
-            self._local = store, peers
+            interface = self._interface(store, logger)
+            member = self._member(tier, store, where, dist.get_rank(), dist.get_world_size(), logger, interface)
+            self._local = store, LocalPeers(member)
             atexit.register(self.close, self._clock.timing.replication_release_s)
         return self._local[1]
 

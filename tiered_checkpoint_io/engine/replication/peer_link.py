@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import distributed_c10d
@@ -22,6 +23,7 @@ from torch.distributed import distributed_c10d
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.ranks.views import tensor_of
+from tiered_checkpoint_io.engine.replication.network import Interface
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -45,6 +47,7 @@ class Member:
         config: For bounds.
         log: Where to log.
         clock: The session's.
+        interface: What links listen on; where it is None, gloo chooses.
     """
 
     tier: MemoryTier
@@ -54,6 +57,7 @@ class Member:
     config: TieredCheckpointConfig
     log: Logger
     clock: Clock
+    interface: Interface | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -118,7 +122,8 @@ class Link:
         self._group: Any = None
         meeting = distributed_c10d.PrefixStore(f"link/{key}", member.store.connect())
         bound = timedelta(seconds=member.message_s)
-        self._group = self._do(lambda: distributed_c10d.ProcessGroupGloo(meeting, 1 - self._other, 2, bound))
+        made = partial(distributed_c10d.ProcessGroupGloo, meeting, 1 - self._other, 2)
+        self._group = self._do(lambda: made(options_of(member.interface, bound) if member.interface else bound))
 
     def send(self, data: memoryview) -> None:
         """Sends bytes straight from where they lie."""
@@ -140,6 +145,15 @@ class Link:
             raise PeerError(
                 f"lost the peer: {str(error).partition(chr(10))[0]}", operation="replicate", key=self.key
             ) from error
+
+
+def options_of(interface: Interface, bound: timedelta) -> Any:
+    """How gloo makes a connection over this interface."""
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=interface.address)]
+    options._timeout = bound
+    return options
 
 
 class Links:
