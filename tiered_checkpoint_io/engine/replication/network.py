@@ -93,8 +93,12 @@ def _is_this_host(host: str) -> bool:
 def interface_for(store: Any, configured: str | None) -> Interface | None:
     """Which interface this process is to use in a job with this store of torch.distributed; see :func:`choose`."""
     host = _host_of(store)
+    interfaces: list[Interface] = []
+    # Where a sandbox does not say, gloo chooses; a name that was given is refused all the same.
+    with contextlib.suppress(OSError):
+        interfaces = interfaces_here()
     return choose(
-        interfaces_here(),
+        interfaces,
         configured=configured,
         environment=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         host=host,
