@@ -17,6 +17,7 @@ from support.story import op_id
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
+from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import DrainError
 
@@ -24,9 +25,12 @@ from .test_drain import drain, handle_of, node, store, until  # noqa: F401 - fix
 
 
 def test_the_drain_is_light():
-    """It imports neither torch nor Lightning, boto3 only for S3, and starts quickly."""
+    """It imports neither torch nor Lightning, boto3 only for S3, a trainer's no commands, and starts quickly."""
     code = (
-        "import sys, tiered_checkpoint_io.cli, tiered_checkpoint_io.engine.drain.worker\n"
+        "import sys, tiered_checkpoint_io.__main__, tiered_checkpoint_io.engine.drain.standalone\n"
+        "commands = {'typer', 'pydantic', 'rich', 'tiered_checkpoint_io.cli'} & set(sys.modules)\n"
+        "assert not commands, commands\n"
+        "import tiered_checkpoint_io.cli\n"
         "heavy = {'torch', 'lightning', 'omegaconf', 'hydra', 'boto3', 'fsspec', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
@@ -95,7 +99,7 @@ def test_a_killed_drain_is_started_again(node, store, handle_of):
 def test_told_to_stop_it_leaves_the_rest_resumable(node, store):
     node.save("a.ckpt", b"A")
     trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
-    command = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--root", str(node.root)]
+    command = [sys.executable, "-m", "tiered_checkpoint_io", *FOR_TRAINER, str(node.root)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until(lambda: readable(store, "a.ckpt") == b"A", "it works")
         process.send_signal(signal.SIGTERM)

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from tiered_checkpoint_io.cli.ending import GRACE_S
 from tiered_checkpoint_io.cli.output import printable, say
+from tiered_checkpoint_io.engine.drain.ending import GRACE_S
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
 from tiered_checkpoint_io.stores.silence import answer_within, current_question

@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.documents import drain_document, latest_saves, namespace_document
-from tiered_checkpoint_io.cli.ending import told_to_end
 from tiered_checkpoint_io.cli.metrics import Export, source_of, targets_of
 from tiered_checkpoint_io.cli.options import NODE, NODES, Json, Node, Nodes
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
+from tiered_checkpoint_io.engine.drain import standalone
+from tiered_checkpoint_io.engine.drain.ending import told_to_end
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import DrainError
@@ -25,8 +26,6 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.metrics.exports import Exports
 from tiered_checkpoint_io.model.place import Place
 
-#: How often a drain that stands by looks whether it is needed, seconds.
-_STAND_BY_S = 1.0
 _SHOWN_OUTCOMES = 10
 _COLUMNS = ("name", "step", "rank", "size", "state", "on peers too", "note", "dirpath")
 
@@ -36,7 +35,6 @@ def drain(
     once: Annotated[bool, typer.Option(help="Leave once nothing can be done now.")] = False,
     stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
     export: Export = None,
-    for_trainer: Annotated[bool, typer.Option(hidden=True)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print what was done, for programs.")] = False,
 ) -> None:
     """Moves checkpoints from node memory to the durable tier."""
@@ -47,13 +45,8 @@ def drain(
     before = set(Queue(root).outcomes()) if as_json else set()
     with told_to_end(log, late=int(once)) as stop, contextlib.closing(exports):
         exports.start(targets, source_of(root), log)
-        worker = Drain(root, logger=log, stop=stop, stay=stay, for_trainer=for_trainer)
-        worked = worker.run(once=once)
-        if not worked:
-            stands_by = stay or worker.follows()
-            log.info("another drain works on %s; %s", root, "standing by" if stands_by else "leaving")
-            while (stay or worker.follows()) and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
-                pass
+        worker = Drain(root, logger=log, stop=stop, stay=stay)
+        worked = standalone.run(worker, root, log, stop, once=once, stay=stay)
     left = undone(root) if once else 0
     if as_json:
         write_json("drain", drain_document(root, before, left))

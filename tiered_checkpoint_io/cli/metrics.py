@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.ending import told_to_end
 from tiered_checkpoint_io.cli.options import NODES, Json, Nodes, wrong_use
 from tiered_checkpoint_io.cli.output import say, show, write_json
+from tiered_checkpoint_io.engine.drain.ending import told_to_end
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.metrics.catalog import Sample

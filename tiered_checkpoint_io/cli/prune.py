@@ -12,11 +12,11 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
-from tiered_checkpoint_io.cli.ending import told_to_end
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
 from tiered_checkpoint_io.cli.output import say, show, write_json
 from tiered_checkpoint_io.cli.pins import document_of, time_text
 from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.drain.ending import told_to_end
 from tiered_checkpoint_io.engine.durable.leftovers import Leftovers, leftovers
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, StoreJournal
 from tiered_checkpoint_io.engine.durable.retention import Survey, in_order, remove

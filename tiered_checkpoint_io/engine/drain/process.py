@@ -11,6 +11,8 @@ from typing import BinaryIO
 from tiered_checkpoint_io.engine.drain.environment import elsewhere
 from tiered_checkpoint_io.logs import Logger
 
+#: What follows the name of the package in the command; the root is last. See ``standalone.py``.
+FOR_TRAINER = ["drain", "--for-trainer", "--root"]
 #: Those that this process has started, and that may outlive their handle: reaped when they have ended.
 _children: list[subprocess.Popen[bytes]] = []
 
@@ -20,7 +22,7 @@ def start_process(root: Path, log: Logger) -> subprocess.Popen[bytes]:
     reap()
     with _open_log(root, log) as file:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--for-trainer", "--root", str(root)],
+            [sys.executable, "-m", "tiered_checkpoint_io", *FOR_TRAINER, str(root)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

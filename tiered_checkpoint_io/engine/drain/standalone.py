@@ -1,0 +1,46 @@
+"""A drain as a process of its own. A trainer's is started here, without what all the commands of tiered-ckpt import."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from tiered_checkpoint_io.engine.drain.ending import told_to_end
+from tiered_checkpoint_io.engine.drain.worker import Drain
+from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.logs import Logger, get_logger
+
+#: How often a drain that stands by looks whether it is needed, seconds.
+_STAND_BY_S = 1.0
+
+
+def run(
+    worker: Drain, root: Path, log: Logger, stop: threading.Event, *, once: bool = False, stay: bool = False
+) -> bool:
+    """Lets a drain work, or stand by where another one works.
+
+    Returns:
+        Whether it had the root at first.
+
+    Raises:
+        DrainError: See :meth:`Drain.follows`.
+    """
+    worked = worker.run(once=once)
+    if not worked:
+        stands_by = stay or worker.follows()
+        log.info("another drain works on %s; %s", root, "standing by" if stands_by else "leaving")
+        while (stay or worker.follows()) and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
+            pass
+    return worked
+
+
+def main() -> None:
+    """The drain of a trainer, over the root that is the last argument; an error is one line on stderr, and status 1."""
+    root = Path(sys.argv[-1])
+    log = get_logger(root.name)
+    try:
+        with told_to_end(log, late=0) as stop:
+            run(Drain(root, logger=log, stop=stop, for_trainer=True), root, log, stop)
+    except (TieredCheckpointError, OSError) as error:
+        sys.exit(f"error: {error}")
