@@ -1,14 +1,20 @@
 """What takes long in each process, and is the same in all of them: done once, before tests, and before ranks are forked."""
 
+import functools
 import gc
 
 import boto3
 import botocore.loaders
 import botocore.session
+import typer.main
+import typer.testing
 
 
 def warm_up():
-    """Lets all clients of boto3 read their JSON once, and takes what is imported by now out of the garbage collection."""
+    """Lets all clients of boto3 read their JSON once, and typer read the commands once.
+
+    What is imported by now is taken out of the garbage collection.
+    """
     loader = botocore.loaders.create_loader()
 
     def share(session):
@@ -16,4 +22,5 @@ def warm_up():
 
     botocore.session.Session._register_data_loader = share
     boto3.session.Session(aws_access_key_id="x", aws_secret_access_key="x").client("s3", region_name="x").close()
+    typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
     gc.freeze()
