@@ -22,6 +22,9 @@ GONE_S = 5.0
 #: By these Lightning takes a process for one that a launcher has started, and starts no further ranks.
 LAUNCHED = ("GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "WORLD_SIZE")
 
+# The workers take all cores: threads that torch would add on each of them mostly wait for each other, and spin.
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
 # On a busy machine any example may take long, and says nothing about the code.
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
