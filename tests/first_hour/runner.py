@@ -4,6 +4,7 @@ The story's own folder stands in place of ``/dev/shm``: other tests, and other p
 """
 
 import atexit
+import inspect
 import json
 import os
 import runpy
@@ -80,8 +81,9 @@ def command_line(arguments, memory_dir):
     from tiered_checkpoint_io import cli
 
     for command in cli.app.registered_commands:
-        here = command.callback
-        here.__defaults__ = tuple(memory_dir if value == SHM else value for value in here.__defaults__ or ()) or None
+        said = inspect.signature(command.callback, eval_str=True)
+        here = [each.replace(default=memory_dir) if each.default == SHM else each for each in said.parameters.values()]
+        command.callback.__signature__ = said.replace(parameters=here)
     sys.argv = ["tiered-ckpt", *arguments]
     cli.main()
 

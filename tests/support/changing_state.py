@@ -107,7 +107,7 @@ def average(world: World, seed: int) -> None:
     kinds = [
         lambda: {name: each.clone() for name, each in world.model.items()},
         lambda: {f"ema.{name}": each for name, each in world.model.items()},
-        lambda: {name: each[:1] for name, each in world.model.items()},
+        lambda: {name: each[:1] if each.dim() else each for name, each in world.model.items()},
         dict,
     ]
     world.ema = kinds[seed % len(kinds)]()
