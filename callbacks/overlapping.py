@@ -21,7 +21,10 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.engine.save.overlap import Overlap, say_eager
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
+from tiered_checkpoint_io.engine.save.full import FullSaver
+from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped, local, say_eager
 from tiered_checkpoint_io.engine.staging.choice import StagingChoice
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.filling import default_threads
@@ -33,9 +36,9 @@ _STEPS = 33
 class OverlappedCapture(Callback):
     """The first callback of a trainer: what others do in the same hook comes behind the wait."""
 
-    def __init__(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
+    def __init__(self, trainer: Trainer, io: TieredCheckpointIO, saver: FullSaver | CoordinatedSaver) -> None:
         self._trainer = trainer
-        self._saver = io.checkpointer.saver
+        self._saver = saver
         self._session = io.checkpointer.session
         self._overlap = Overlap(self._session, self._tensors)
         self._choice = StagingChoice() if io.config.staging == "auto" else None
@@ -43,23 +46,25 @@ class OverlappedCapture(Callback):
         self._handle: Any = None
         self._began = 0.0
         self._plain: deque[float] = deque(maxlen=_STEPS)
-        self._report: object = self._session.last_save
+        self._report: SaveReport | None = self._session.last_save
+        self._begun: Overlapped | None = None
         self._cost: float | None = None
 
     @classmethod
     def join(cls, trainer: Trainer, io: TieredCheckpointIO) -> OverlappedCapture | None:
         """Makes one the trainer's first callback; None, with a line in the log, where its saves are eager."""
-        if not trainer.is_global_zero:
-            return None
         session, strategy = io.checkpointer.session, trainer.strategy
-        # Others hold their parameters in ways of their own, or save shards of them.
-        if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        sharded = strategy.may_overlap() if hasattr(strategy, "may_overlap") else None
+        if sharded is None and not trainer.is_global_zero:
+            return None
+        # Others hold their parameters in ways of their own: FSDPStrategy exchanges their memory in each forward.
+        if sharded is None and type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
             say_eager(session, f"{type(strategy).__name__} is not known to leave parameters to the optimizers")
             return None
         if io.config.staging == "auto" and not _has_idle_cores(strategy.root_device):
             say_eager(session, "training fills all cores")
             return None
-        callback = cls(trainer, io)
+        callback = cls(trainer, io, sharded or io.checkpointer.saver)
         # Not in place: Lightning goes through this list just now.
         held: Any = trainer
         held.callbacks = [callback, *held.callbacks]
@@ -124,26 +129,25 @@ class OverlappedCapture(Callback):
             return []
         if self._choice is not None and not self._choice.overlaps:
             return []
-        tensors = list(_optimizers_own(trainer.optimizers))
-        if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in tensors):
+        held = list(_optimizers_own(trainer.optimizers))
+        if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in held):
             say_eager(self._session, "a parameter's optimizer steps during the backward pass")
             return []
+        tensors = list(map(local, held))
         # Whatever shares memory with a buffer may change in the forward pass.
-        buffers = {each.untyped_storage()._cdata for each in trainer.lightning_module.buffers()}
+        buffers = {local(each).untyped_storage()._cdata for each in trainer.lightning_module.buffers()}
         return [each for each in tensors if each.untyped_storage()._cdata not in buffers] if buffers else tensors
 
     # -------------------------------------------------------------------------------- the choice
     def _note_save(self) -> None:
         """Takes note of what was saved since the last batch."""
-        report = self._session.last_save
-        if report is None or report is self._report or self._choice is None:
-            return
-        self._report = report
-        if self._overlap.has_begun:
-            self._cost = report.stall_s
-        else:
+        assert self._choice is not None
+        begun, report = self._overlap.newest, self._session.last_save
+        if begun is not None and begun is not self._begun:
+            self._cost = begun.stall_s
+        elif report is not None and report is not self._report and not report.overlapped:
             self._choice.note_eager(report.stall_s)
-        self._overlap.has_begun = False
+        self._begun, self._report = begun, report
 
     def _note_step(self, took_s: float) -> None:
         assert self._choice is not None

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
 
@@ -25,6 +26,10 @@ class Toy(LightningModule):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, *_):
+        if self.global_step == told.get("careless"):
+            # Between a save and the optimizer's next step, where nothing may.
+            weight = self.trainer.optimizers[0].param_groups[0]["params"][0].detach()
+            weight.to_local().mul_(0.5)
         # By the step, because not all releases of Lightning go on with the same number of the batch.
         inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(self.global_step))
         loss = (self.net(inputs) - inputs).pow(2).mean()
@@ -55,6 +60,15 @@ class Average(Callback):
         self.mean = {name: value.clone() for name, value in state["mean"].items()}
 
 
+class Late:
+    # Captures that overlap training begin only once training waits for them; counts them.
+    begun = 0
+
+    def let_caller_return(self):
+        Late.begun += 1
+        self.wanted.wait(10)
+
+
 class FSDP1(TieredFSDPStrategy):
     # Lightning's own takes GPUs alone.
     def _setup_model(self, model):
@@ -75,9 +89,11 @@ if __name__ == "__main__":
         "wait_timeout_s": 60,
         "enable_async_checkpointing": told.get("async", True),
         "on_save_error": "raise",
+        "staging": told.get("staging", "eager"),
         "memory_every_n_train_steps": 2,
         "s3_every_n_train_steps": 4,
     }
+    Overlapped.let_caller_return = Late.let_caller_return
     io = TieredCheckpointIO.from_config(block)
     average = Average()
     callbacks = [
@@ -115,6 +131,7 @@ if __name__ == "__main__":
         "from": restored and (restored.name, restored.step, restored.tier),
         "losses": model.seen,
         "asked": io.checkpointer.asked,
+        "overlapped": Late.begun,
     }
     if told.get("average"):
         answer["mean"] = {name: value.full_tensor().sum().item() for name, value in average.mean.items()}

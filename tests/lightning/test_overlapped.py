@@ -97,9 +97,9 @@ class Moments:
             self.states[name] = copy.deepcopy(state)
             return save(saver, state, name, **options)
 
-        def leaving(saver, part, overlapped):
+        def leaving(saver, part):
             self.due.clear()
-            return leave(saver, part, overlapped)
+            return leave(saver, part)
 
         def waiting(overlap):
             self.due.set()

@@ -69,6 +69,30 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fit, s3_url, memory_dir)
     assert {index: whole["losses"][index] for index in first["losses"]} == first["losses"], "bit for bit"
 
 
+def test_a_sharded_save_that_overlaps_training_is_the_state_at_its_moment(fit, memory_dir, tmp_path):
+    """Captures begin only when the optimizer waits for them; a resume from memory, and one from the durable tier."""
+    (whole, _) = fit(8, dirpath=tmp_path / "whole")
+    wipe(memory_dir)
+    begun, _ = fit(5, staging="overlapped")
+    assert begun["overlapped"] >= 2, "steps 2 and 4"
+    first, second = fit(7, staging="overlapped")
+    assert first["from"] in (["step=4.ckpt", 4, "memory"], ["last.ckpt", 5, "memory"])
+    wipe(memory_dir)
+    last, _ = fit(8)
+    assert last["from"][2] == "durable"
+    for answer in (begun, first, second, last):
+        assert answer["losses"] == {index: whole["losses"][index] for index in answer["losses"]}, "bit for bit"
+
+
+@pytest.mark.matrix
+def test_a_weight_that_changes_beside_a_sharded_capture_fails_the_save_on_all_ranks(fit):
+    for answer in fit(8, staging="overlapped", careless=4, fails=True):
+        assert "failed on ranks [0, 1]: the checkpoint is not saved: a parameter, or an optimizer's" in answer["error"]
+    # What was whole before is there.
+    first, _ = fit(4, staging="overlapped", careless=-1)
+    assert first["from"][0] == "memory/epoch=0-step=2.ckpt"
+
+
 @pytest.mark.matrix
 def test_full_checkpoints_of_a_sharded_model_and_sharded_ones_replace_each_other(fit, tmp_path, memory_dir):
     (whole, _) = fit(12, dirpath=tmp_path / "whole")

@@ -121,7 +121,7 @@ def test_a_change_that_leaves_no_trace_is_found_by_the_check(job, monkeypatch, c
     job.weight.data[5] = 1.0
     job.go_on()
     job.checkpointer.saver.show()
-    assert [line for line in job.said(caplog) if f"is not what an eager copy holds ({CHECK})" in line]
+    assert [line for line in job.said(caplog) if f"is not what it was when the save began ({CHECK})" in line]
     assert job.save(2).tiers == {"memory", "durable"}
     assert not job.overlap.is_copying
     assert [line for line in job.said(caplog) if line.endswith("a capture has found the state changed")]
@@ -148,4 +148,4 @@ def test_sharded_and_local_saves_are_eager_which_is_said_once(memory_dir, tmp_pa
             dcp.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True, kind=kind)
     writer.close()
     said = [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if "it is part of a sharded or local checkpoint" in line]) == 1
+    assert len([line for line in said if "of sharded and local checkpoints, only asynchronous ones" in line]) == 1

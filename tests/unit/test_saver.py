@@ -1,6 +1,7 @@
 """A state becomes a part in memory: at once, whole, within its room, and without taking space anew."""
 
 import errno
+import logging
 import os
 import threading
 
@@ -199,7 +200,7 @@ def test_weights_and_optimizers_that_nothing_changes_are_warned_of_once(opened, 
 
 def test_another_thread_may_wait_at_the_moment_that_the_end_of_a_save_begins(monkeypatch):
     """As the one that waits for the upload of the save before."""
-    task, start, waited = BackgroundTask(5.0), threading.Thread.start, []
+    task, start, waited = BackgroundTask(5.0, logging.getLogger()), threading.Thread.start, []
 
     def late(thread):
         if thread.name.startswith("tiered-seal"):

@@ -26,6 +26,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
+from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.sameness import kind_of
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, TieredCheckpointError, UsageError
@@ -106,6 +107,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self.extra: tuple[str, bytes] | None = None
         #: Whether a save returns once all ranks have captured the state, and hashes and commits it in the background.
         self.seals_in_background = False
+        #: Where this is on a background task, beside training: how.
+        self.overlapped: Overlapped | None = None
         #: Whether a durable save returns only when it is committed there, where that was told.
         self.told_to_wait = wait
         #: How many threads copy, where that was told.
@@ -337,6 +340,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             kinds=[_kind_of(item) for item in ordered],
             threads=self.threads,
             background=background,
+            overlapped=self.overlapped,
         )
         results = []
         for item, where, (_, names) in zip(ordered, placed, items, strict=True):

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
 
 from tiered_checkpoint_io.adapters import dcp
-from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
-from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.adapters.read_already import read_already
-from tiered_checkpoint_io.adapters.state import SHARDED, make_again, part_off, put_back
+from tiered_checkpoint_io.adapters.state import SHARDED, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
-from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, REST, StrategyPlanner, StrategyReader, StrategyWriter
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
+from tiered_checkpoint_io.engine.save.overlap import ChangedError
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -49,11 +48,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-#: The file beside the shards in which Lightning keeps loops, callbacks and hyperparameters.
-_REST = "meta.pt"
-#: What Lightning's strategies call the model in a sharded checkpoint: ModelParallel, and FSDP.
-_MODEL_KEYS = ("state_dict", "model")
-
 
 class TieredSharding(_Base):
     """What the sharded strategies have in common; stands before Lightning's own in the class order.
@@ -62,8 +56,12 @@ class TieredSharding(_Base):
     gathered or copied beforehand. Full checkpoints, made by any strategy, load as well.
     """
 
-    _model_key = _MODEL_KEYS[0]
+    _model_key = MODEL_KEYS[0]
     _saver: CoordinatedSaver | None = None
+    #: The last save that was left to the background.
+    _saving: Future[None] | None = None
+    #: The ranks that save, where this may be beside training: what they tell each other must not meet that.
+    _save_group: Any = None
     _local_file: Path | None = None
 
     @property
@@ -82,14 +80,12 @@ class TieredSharding(_Base):
 
     def teardown(self) -> None:
         """As upstream, which forgets the checkpoint IO."""
-        try:
+        with contextlib.ExitStack() as ending:
+            ending.callback(super().teardown)
+            ending.callback(self.checkpoint_io.teardown)
             if self._saver is not None:
-                self._saver.close()
-        finally:
-            try:
-                self.checkpoint_io.teardown()
-            finally:
-                super().teardown()
+                ending.callback(self._saver.close)
+            self._show()
 
     @property
     def _tiered_io(self) -> TieredCheckpointIO:
@@ -102,6 +98,14 @@ class TieredSharding(_Base):
             # In a forked process, the session is another one.
             self._saver = CoordinatedSaver(session, one_series=True)
         return Shared(session, self._saver)
+
+    def may_overlap(self) -> CoordinatedSaver | None:
+        """The saver whose captures may overlap training, which then has to wait for them; every rank calls this.
+
+        Returns:
+            None where parameters do not stay where they are, or where rank 0 saves full checkpoints.
+        """
+        return None
 
     # ------------------------------------------------------------------------------------ state
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -137,8 +141,10 @@ class TieredSharding(_Base):
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
+        self._show()
         tiers, metric, may_wait = read_storage_options(storage_options)
         session = self._tiered_io.checkpointer.session
+        started = session.clock.monotonic()
         name = ids.name_in(session.dirpath, path)
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         rest, sharded = part_off(rest)
@@ -147,7 +153,9 @@ class TieredSharding(_Base):
         state.update({SHARDED: sharded} if sharded else {})
         step = checkpoint.get("global_step", -1)
         wait = may_wait and "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        writer = _Writer(self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait)
+        writer = StrategyWriter(
+            self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
+        )
         writer.seals_in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer.facts = {
             "epoch": checkpoint.get("epoch", -1),
@@ -157,18 +165,54 @@ class TieredSharding(_Base):
         if self.is_global_zero:
             buffer = io.BytesIO()
             torch.save(rest, buffer)
-            writer.extra = (_REST, buffer.getvalue())
+            writer.extra = (REST, buffer.getvalue())
+        overlap = writer.saver.overlap if writer.seals_in_background else None
+        begun = overlap.begin_state(state) if overlap is not None else None
+        if begun is None:
+            self._save(state, writer)
+            return
+        state, writer.overlapped = begun
+        writer.seals_in_background = False
+        writer.overlapped.stall_s = session.clock.monotonic() - started
+        self._saving = session.background.run(name, lambda: self._save_beside(state, writer))
+
+    def _save(self, state: dict[str, Any], writer: StrategyWriter) -> None:
+        """Saves with all ranks; raises as :meth:`save_checkpoint`."""
+        session, located = writer.session, writer.located
         try:
-            state_dict_saver.save(state, storage_writer=writer, planner=save_planner("strategy"))
+            planner = save_planner("strategy")
+            state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=self._save_group)
             writer.saver.seal_in_background()
         except CheckpointException as error:
             ranks, first = dcp.first_failure(error)
+            text = f"saving {located.name} failed on ranks {ranks}: {first}"
+            if writer.overlapped is not None:
+                # On all ranks alike.
+                session.background.lost.add(located.name)
+                if isinstance(first, ChangedError):
+                    writer.saver.stop_overlapping()
             if self.is_global_zero:
-                session.log.error("Step %d: saving %s failed on ranks %s: %s", step, name, ranks, first)
+                session.log.error("Step %d: %s", located.step, text)
             if session.config.on_save_error == "raise":
-                raise SaveError(
-                    f"saving {name} failed on ranks {ranks}: {first}", operation="save", key=path, step=step
-                ) from error
+                path = ids.join_url(located.dirpath, located.name)
+                raise SaveError(text, operation="save", key=path, step=located.step) from error
+
+    def _save_beside(self, state: dict[str, Any], writer: StrategyWriter) -> None:
+        """Saves while training goes on, which waits until the state is captured before it changes."""
+        assert writer.overlapped is not None
+        try:
+            writer.overlapped.let_caller_return()
+            with torch.no_grad():
+                self._save(state, writer)
+        finally:
+            writer.overlapped.copied.set()
+
+    def _show(self) -> None:
+        """Waits for the last save, where it was left to the background, and raises its failure."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            self._tiered_io.checkpointer.session.background.wait()
+            saving.result(0)
 
     # ------------------------------------------------------------------------------------- load
     def load_checkpoint(
@@ -186,7 +230,7 @@ class TieredSharding(_Base):
         before = session.asked.get("bytes.down", 0)
         dirpath, selector = engine.select(path)
         self._tiered_io.found_nothing = False
-        reader = _Reader(self._shared, dirpath, selector)
+        reader = StrategyReader(self._shared, dirpath, selector)
         try:
             reader.choose()
         except OtherKindError:
@@ -214,12 +258,14 @@ class TieredSharding(_Base):
         )
         return rest
 
-    def _load_shards(self, reader: _Reader, weights_only: bool | None) -> dict[str, Any]:
+    def _load_shards(self, reader: StrategyReader, weights_only: bool | None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
         trust = Trust.of(reader.settings.config, weights_only)
-        planner = _Planner(self, reader, optimizers, trust, strict=module.strict_loading)
+        planner = StrategyPlanner(
+            self._wrapped, getattr(self, "_device_mesh", None), reader, optimizers, trust, strict=module.strict_loading
+        )
         # The planner puts in what to load, once it knows what the checkpoint holds.
         try:
             dcp.load({}, storage_reader=reader, planner=planner)
@@ -268,7 +314,7 @@ class TieredSharding(_Base):
 class TieredFSDPStrategy(TieredSharding, FSDPStrategy):
     """FSDPStrategy whose checkpoints, sharded or full, go through the tiers."""
 
-    _model_key = _MODEL_KEYS[1]
+    _model_key = MODEL_KEYS[1]
 
     @property
     def _saves_shards(self) -> bool:
@@ -282,105 +328,9 @@ class TieredModelParallelStrategy(TieredSharding, ModelParallelStrategy):
     def _saves_shards(self) -> bool:
         return self._save_distributed_checkpoint
 
-
-class _OfStrategy:
-    """A writer or reader of one checkpoint, through the session of a strategy's checkpoint IO. Used once."""
-
-    _of_strategy: Shared
-
-    @property
-    def _shared(self) -> Shared:
-        return self._of_strategy
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: which checkpoint is meant was said before."""
-
-
-class _Writer(_OfStrategy, TieredStorageWriter):
-    """Writes one checkpoint of a strategy."""
-
-    def __init__(self, shared: Shared, located: ids.Located, *, durable: bool, wait: bool) -> None:
-        super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
-        self._of_strategy = shared
-        self._located = located
-
-
-class _Reader(_OfStrategy, TieredStorageReader):
-    """Reads what a strategy was asked for."""
-
-    def __init__(self, shared: Shared, dirpath: str, selector: Selector) -> None:
-        super().__init__(shared.session.config)
-        self._of_strategy = shared
-        self.settings = self.settings.at(dirpath)
-        self.selector = selector
-        self._chosen: Metadata | None = None
-
-    def choose(self) -> None:
-        """Chooses the checkpoint, with all ranks, before DCP is involved, which makes much of every error."""
-        self._chosen = super().read_metadata()
-
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """As :meth:`TieredStorageReader.read_metadata`; the first time, what was chosen."""
-        chosen, self._chosen = self._chosen, None
-        return chosen if chosen is not None else super().read_metadata(*args, **options)
-
-
-class _Planner(DefaultLoadPlanner):
-    """Decides what to load when the checkpoint has been chosen: which model key, optimizers, and the rest."""
-
-    def __init__(
-        self, strategy: TieredSharding, reader: _Reader, optimizers: list[Optimizer], trust: Trust, *, strict: bool
-    ) -> None:
-        super().__init__(allow_partial_load=not strict)
-        self._reader = reader
-        self._mesh = getattr(strategy, "_device_mesh", None)
-        self._trust = trust
-        self.model = sharded_state.get_model_state_dict(strategy._wrapped)
-        self.optimizers = [sharded_state.get_optimizer_state_dict(strategy._wrapped, each) for each in optimizers]
-        self.rest: dict[str, Any] = {}
-        self.sharded: dict[str, Any] = {}
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Completes the state to load.
-
-        Raises:
-            RestoreError: The checkpoint holds no model, or not the optimizers that are trained.
-        """
-        assert metadata is not None
-        opened = self._reader.opened
-        assert opened is not None
-        heads = {name.partition(".")[0] for name in metadata.state_dict_metadata}
-        key = next((key for key in _MODEL_KEYS if key in heads), None)
-        missing = [f"optimizer_{i}" for i in range(len(self.optimizers)) if f"optimizer_{i}" not in heads]
-        if key is None or missing:
-            raise RestoreError(
-                f"{opened.name} holds no {'model' if key is None else ', '.join(missing)}",
-                operation="load",
-                key=self._reader.checkpoint_id,
-                step=opened.step,
-                hint="training can't go on from weights alone: load them into the model and fit without ckpt_path"
-                if key is not None
-                else "it was not saved by a strategy of Lightning's",
-            )
-        self.rest = self._read_rest(opened.small)
-        self.sharded = make_again(self.rest, self._mesh)
-        state_dict[key] = self.model
-        state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
-        state_dict.update({SHARDED: self.sharded} if self.sharded else {})
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-    def _read_rest(self, small: Mapping[str, bytes]) -> dict[str, Any]:
-        stem, _, ending = _REST.partition(".")
-        data = next((d for n, d in small.items() if n.startswith(stem) and n.endswith(ending)), None)
-        if data is None:
-            raise RestoreError(
-                f"there is no {_REST} beside the shards",
-                operation="load",
-                key=self._reader.checkpoint_id,
-                hint="it was not saved by a strategy of Lightning's; load it by tiered_checkpoint_io.dcp",
-            )
-        where = {"key": self._reader.checkpoint_id}
-        found: dict[str, Any] = self._trust.read(io.BytesIO(data), _REST, where, map_location="cpu")
-        return found
+    def may_overlap(self) -> CoordinatedSaver | None:
+        """See :meth:`TieredSharding.may_overlap`."""
+        if not self._saves_shards:
+            return None
+        self._save_group = self._save_group or dist.new_group(backend="gloo")
+        return self._shared.saver

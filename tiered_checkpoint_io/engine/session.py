@@ -90,7 +90,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
         self.known = DurableNameCache(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked, clock)
-        self.background = BackgroundTask(float(config.wait_timeout_s))
+        self.background = BackgroundTask(float(config.wait_timeout_s), self.log)
         self.turn = Turn(float(config.wait_timeout_s))
         self._pins = HostPins()
         self._opened: Opened | None = None

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit
-from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
+from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.sameness import stretches_of
 from tiered_checkpoint_io.engine.save.small import skip
@@ -47,7 +47,11 @@ class _Captured:
 
 
 class CoordinatedSaver:
-    """Saves one process' parts of checkpoints that several ranks save together."""
+    """Saves one process' parts of checkpoints that several ranks save together.
+
+    Attributes:
+        overlap: Which captures may go on when a save has returned; None where all end before.
+    """
 
     def __init__(self, session: Session, *, one_series: bool = False) -> None:
         """Takes the tiers.
@@ -70,6 +74,8 @@ class CoordinatedSaver:
         self.sealing: Future[None] | None = None
         #: The drain's operation that uploads this rank's part of the last save; None where none does.
         self.op_id: str | None = None
+        self.overlap: Overlap | None = None
+        self._why_eager = OF_PARTS
 
     # -------------------------------------------------------------------------------- every rank
     def begin(self) -> None:
@@ -80,7 +86,7 @@ class CoordinatedSaver:
                 would remove older checkpoints for a newer one that is not complete.
         """
         self.give_up()
-        self._session.background.wait()
+        self._session.background.show()
         # The coordinator knows when it issues the next facts that all ranks have come past here.
         self._agreeing, self._finished = self._finished, None
         sealing, self.sealing = self.sealing, None
@@ -142,7 +148,8 @@ class CoordinatedSaver:
         if durable:
             session.claims.claim()
         session.open()
-        say_eager(session, OF_PARTS)
+        if self.overlap is None:
+            say_eager(session, self._why_eager)
         if self._agreeing is not None:
             self.is_complete(self._agreeing.name, self._agreeing.save_id)
             self._agreeing = None
@@ -250,6 +257,7 @@ class CoordinatedSaver:
         kinds: Sequence[str | None] = (),
         threads: int | None = None,
         background: bool = False,
+        overlapped: Overlapped | None = None,
     ) -> tuple[list[Placed], bool]:
         """Captures this rank's items. When it returns, later changes of them are not in the checkpoint.
 
@@ -263,6 +271,7 @@ class CoordinatedSaver:
             kinds: What each of them is, by :func:`kind_of`.
             threads: How many threads copy.
             background: Whether the part is hashed and sealed by :meth:`seal_in_background`.
+            overlapped: Where this is on a background task, beside training: how.
 
         Returns:
             Where each item lies in the rank's file; and whether this node has it. Without room for a save of memory
@@ -273,14 +282,21 @@ class CoordinatedSaver:
         image, placed = plan_shard(items)
         if placed and not image.size:
             image = _one_byte()
-        part = PartSave(self._session, facts, rank, image if placed else None, threads)
+        part = PartSave(self._session, facts, rank, image if placed else None, threads, overlapped=overlapped)
         ends = [(each.offset, each.offset + each.length) for each in placed]
         part.stretches = stretches_of((kind, *end) for kind, end in zip(kinds, ends, strict=False))
         keep = max(1, self._session.config.memory_keep_last - 1)
         # This save makes it one more; memory keeps two at least, because it may fail.
         part.retain(self._session.open().tier.parts(), keep, Evidence(facts.completed), size=image.size)
         try:
-            part.capture(retained=facts.completed[-1:], hashed=not background)
+            part.reserve(retained=facts.completed[-1:])
+            if overlapped is None:
+                part.fill(hashed=not background)
+            elif part.streams:
+                # Training waits for all of it.
+                overlapped.check()
+            else:
+                part.fill_beside(overlapped)
             small: dict[str, bytes] | None = None if rank == facts.coordinator else {}
             # What streams is sent before the save returns; at most the coordinator's wait for the others is left.
             later = background and (not part.streams or (small is None and facts.world_size > 1))
@@ -312,6 +328,10 @@ class CoordinatedSaver:
         self._report(captured)
         self.sealing = self._session.background.run(captured.part.facts.name, lambda: self._seal(captured))
 
+    def stop_overlapping(self) -> None:
+        """From now on, all captures end before their saves return: what was changed once will be changed again."""
+        self.overlap, self._why_eager = None, FOUND_CHANGED
+
     def give_up(self) -> None:
         """Frees what a save left that did not finish: some other rank failed, and DCP has told all."""
         with self._lock:
@@ -323,10 +343,16 @@ class CoordinatedSaver:
             captured.part.give_back()
 
     # ------------------------------------------------------------------------------------ inside
-    @staticmethod
-    def _seal(captured: _Captured) -> None:
-        captured.part.seal(captured.small)
-        captured.part.prepare_next()
+    def _seal(self, captured: _Captured) -> None:
+        part, lost = captured.part, self._session.background.lost
+        try:
+            part.seal(captured.small)
+        except BaseException:
+            lost.update([part.facts.name] if part.facts.durable else [])
+            raise
+        if part.facts.durable:
+            lost.clear()
+        part.prepare_next()
 
     def _report(self, captured: _Captured, *, wait: bool = False) -> None:
         part = captured.part

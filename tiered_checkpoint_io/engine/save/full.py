@@ -1,19 +1,18 @@
 """Saving a full checkpoint: one rank has the whole state.
 
 The state is captured before a save returns; or, where :mod:`overlap` allows that, on a background task while training
-goes on. Aliases and removals that are asked for behind such a save are done behind it.
+goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.facts import admit, alone, position
-from tiered_checkpoint_io.engine.save.overlap import ChangedError, Overlap, Overlapped, say_eager
+from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, ChangedError, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.engine.save.small import skip
@@ -37,8 +36,6 @@ class FullSaver:
         self._session = session
         self._layouts = Layouts()
         self._tasks: list[Future[None]] = []
-        #: Names whose durable saves failed in the background: the caller took them for saved.
-        self._lost: set[str] = set()
         self.overlap: Overlap | None = None
         self._why_eager = "only a Trainer of Lightning's, while it fits, waits for it at optimizer steps"
 
@@ -71,9 +68,9 @@ class FullSaver:
                 part.stretches = stretches_of_state(state, image)
                 part.reserve()
                 # A stream needs the live state until the durable tier has it.
-                overlapped = None if part.streams or (wait and part.facts.durable) else self._begin(part)
-                if overlapped is not None:
-                    return self._leave(part, overlapped)
+                overlapped = not part.streams and not (wait and part.facts.durable) and self._begin(part)
+                if overlapped:
+                    return self._leave(part)
                 part.fill()
                 self._complete(part)
             waited = wait and part.wait()
@@ -95,7 +92,7 @@ class FullSaver:
         self._retain(part)
         part.prepare_next()
         if part.facts.durable:
-            self._lost.clear()
+            self._session.background.lost.clear()
 
     def _retain(self, part: PartSave) -> None:
         """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""
@@ -111,22 +108,27 @@ class FullSaver:
             session.failed(name, step, error)
 
     # ------------------------------------------------------------------------------- overlapped
-    def _begin(self, part: PartSave) -> Overlapped | None:
-        """Begins an overlapped capture of a part that has its slot; None where the capture is to be eager."""
+    def _begin(self, part: PartSave) -> bool:
+        """Begins an overlapped capture of a part that has its slot; False where the capture is to be eager."""
         if self.overlap is None:
             say_eager(self._session, self._why_eager)
-            return None
+            return False
         assert part.image is not None
         try:
-            return self.overlap.begin(part.image)
+            begun = self.overlap.begin(part.image)
         except BaseException:
             part.give_back()
             raise
+        if begun is not None:
+            part.image, part.overlapped = begun
+        return begun is not None
 
-    def _leave(self, part: PartSave, overlapped: Overlapped) -> SaveReport:
+    def _leave(self, part: PartSave) -> SaveReport:
+        overlapped = part.overlapped
+        assert overlapped is not None
         try:
-            part.image = overlapped.image
-            report = part.make_report(background=True, overlapped=True)
+            overlapped.stall_s = self._session.clock.monotonic() - part.started
+            report = part.make_report(background=True)
             self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
             self._tasks.append(self._session.background.run(part.facts.name, lambda: self._finish(part, overlapped)))
         except BaseException:
@@ -139,52 +141,22 @@ class FullSaver:
         """Captures the rest and seals it, in the background; what needs either of them waits for it."""
         facts = part.facts
         try:
-            # The training has the cores.
-            part.threads = 1
             overlapped.let_caller_return()
-            with overlapped.on_side_streams():
-                part.fill(hashed=not overlapped.hashes_later)
-            assert part.slot is not None
-            with part.slot.view as captured:
-                overlapped.check(captured)
-            overlapped.copied.set()
+            part.fill_beside(overlapped)
             self._complete(part)
             part.report()
         except Exception as error:
             if facts.durable:
-                self._lost.add(facts.name)
+                self._session.background.lost.add(facts.name)
             if isinstance(error, ChangedError):
                 # What was changed once will be changed again.
-                self.overlap, self._why_eager = None, "a capture has found the state changed"
+                self.overlap, self._why_eager = None, FOUND_CHANGED
             try:
                 self._failed(facts.name, facts.step, error, durable=facts.durable)
             finally:
                 part.give_back()
         finally:
             overlapped.copied.set()
-
-    def behind(self, name: str, work: Callable[[], None], *, needs: str = "") -> None:
-        """Does something with ``name`` behind the save that goes on in the background; at once where none does.
-
-        Args:
-            name: A checkpoint's name.
-            work: What to do. It is not done where the last durable save, or that of ``needs``, failed in the
-                background: its caller took it for saved.
-            needs: A name.
-        """
-
-        def unless_lost() -> None:
-            if self._lost and (not needs or needs in self._lost):
-                lost = ", ".join(sorted(self._lost))
-                self._session.log.warning("%s stays as it is: the save of %s failed", name, lost)
-                return
-            work()
-
-        background = self._session.background
-        if background.is_busy and self._tasks:
-            self._tasks.append(background.follow(name, unless_lost))
-        else:
-            unless_lost()
 
     def show(self) -> None:
         """Waits for all that was left to the background.
@@ -193,10 +165,10 @@ class FullSaver:
             SaveError: It has failed, and ``on_save_error`` is ``raise``.
             DrainError: It has not ended in time.
         """
-        if not self._tasks:
-            return
-        self._session.background.wait()
+        background = self._session.background
+        background.wait()
         tasks, self._tasks = self._tasks, []
         for error in [task.exception(0) for task in tasks]:
             if error is not None:
                 raise error
+        background.show()

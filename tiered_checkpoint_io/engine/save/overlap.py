@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,15 +19,18 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_map
 
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.formats.filling import Region, StorageRegion, StorageRegions, devices_of
+from tiered_checkpoint_io.formats.filling import Region, StorageRegion, StorageRegions
 from tiered_checkpoint_io.formats.image import Image
 
 #: Of a save that never overlaps.
-OF_PARTS = "it is part of a sharded or local checkpoint"
-#: Set to anything, each overlapped save is compared with an eager copy of the same moment, which needs the memory.
+OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
+#: Of those behind one that failed for it.
+FOUND_CHANGED = "a capture has found the state changed"
+#: Set to anything, what was copied is compared, once it is, with another copy that was made when the save began.
 CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 #: Where more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
@@ -47,32 +49,30 @@ class Overlapped:
     """One capture that goes on when the save has returned.
 
     Attributes:
-        image: The file, with copies of all that others than the optimizers may change.
-        tensors: What only they change.
+        tensors: What only the optimizers change; all else is copied already.
         copied: Set once nothing of the live state is needed any more.
         wanted: Set once training waits for that.
+        stall_s: How long the save's caller waited, seconds.
     """
 
-    image: Image
-    tensors: list[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
     copied: threading.Event = field(default_factory=threading.Event)
     wanted: threading.Event = field(default_factory=threading.Event)
+    stall_s: float = 0.0
     _seen: list[tuple[int, int]] = field(default_factory=list)
-    _samples: list[tuple[int, bytes]] = field(default_factory=list)
-    _expected: bytearray | None = None
+    _samples: list[bytes] = field(default_factory=list)
+    _expected: list[torch.Tensor] = field(default_factory=list)
     _ready: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
         """Notes the witnesses; the copy may begin on another thread."""
-        self._seen = _witnesses(self.tensors)
-        self._samples = list(_samples(self.image.regions))
-        for device in devices_of(self.image.regions):
+        self._seen, self._samples = _witnesses(self.tensors), list(_samples(self.tensors))
+        for device in {tensor.device for tensor in self.tensors}:
             if device.type == "cuda":
                 # Whatever computes the state has been queued by now.
                 self._ready.append(torch.cuda.current_stream(device).record_event())
         if os.environ.get(CHECK):
-            self._expected = bytearray(self.image.size)
-            self.image.fill(memoryview(self._expected), hashed=False)
+            self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
 
     def let_caller_return(self) -> None:
         """Waits a moment before the copy, unless training waits for it already."""
@@ -96,11 +96,8 @@ class Overlapped:
                 streams.enter_context(torch.cuda.stream(stream))
             yield
 
-    def check(self, view: memoryview) -> None:
-        """Looks whether what was captured is what the save began with.
-
-        Args:
-            view: The captured file.
+    def check(self) -> None:
+        """Looks, behind the copy and before training goes on, whether all is as it was when the save began.
 
         Raises:
             ChangedError: It is not.
@@ -108,10 +105,10 @@ class Overlapped:
         what = ""
         if _witnesses(self.tensors) != self._seen:
             what = "a parameter, or an optimizer's tensor, was written to before the next optimizer step"
-        elif any(view[offset : offset + len(data)] != data for offset, data in self._samples):
-            what = "a parameter, or an optimizer's tensor, changed before it was copied"
-        elif self._expected is not None and view[: len(self._expected)] != self._expected:
-            what = f"what was captured is not what an eager copy holds ({CHECK})"
+        elif list(_samples(self.tensors)) != self._samples:
+            what = "a parameter, or an optimizer's tensor, changed while it was copied"
+        elif not all(map(torch.equal, self._expected, map(_bytes_of, self.tensors))):
+            what = f"a parameter, or an optimizer's tensor, is not what it was when the save began ({CHECK})"
         if what:
             raise ChangedError(
                 f"the checkpoint is not saved: {what}",
@@ -125,7 +122,7 @@ class Overlap:
     """Overlapped captures of one process; where the save is to be eager, it says why, once for each reason.
 
     Attributes:
-        has_begun: Whether a capture has begun since somebody last set this to False.
+        newest: The last capture that began.
     """
 
     def __init__(self, session: Session, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
@@ -139,29 +136,52 @@ class Overlap:
         self._session = session
         self._tensors = tensors
         self._current: Overlapped | None = None
-        self.has_begun = False
+        self.newest: Overlapped | None = None
 
-    def begin(self, image: Image) -> Overlapped | None:
-        """Copies what others than the optimizers may change.
-
-        Args:
-            image: The file, planned.
+    def begin(self, image: Image) -> tuple[Image, Overlapped] | None:
+        """Copies what others than the optimizers may change of a planned file.
 
         Returns:
-            What is left to do; None where all of it is to be captured before the save returns.
+            The file, with the copies; and what is left to do. None where all of it is to be captured before the save
+            returns.
         """
-        tensors = list(self._tensors()) if image.planned else []
+        tensors = self._tensors() if image.planned else []
         if not tensors:
             return None
-        kept = {storage._cdata for storage in map(torch.Tensor.untyped_storage, tensors)}
-        regions = _apart(image.regions, kept, int(image.size * _MOST_EAGER))
+        regions = _apart(image.regions, _storages(tensors), int(image.size * _MOST_EAGER))
         if regions is None:
-            say_eager(self._session, "much of the state is changed by others than the optimizers")
+            self._say_too_much()
             return None
-        overlapped = Overlapped(dataclasses.replace(image, regions=regions), tensors)
+        return dataclasses.replace(image, regions=regions), self._begin(tensors)
+
+    def begin_state(self, state: Any) -> tuple[Any, Overlapped] | None:
+        """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of tensors."""
+        tensors = self._tensors()
+        if not tensors:
+            return None
+        kept, sizes = _storages(tensors), {True: 0, False: 0}
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            is_kept = value.layout == torch.strided and local(value).untyped_storage()._cdata in kept
+            sizes[is_kept] += local(value).nbytes
+            return value if is_kept else value.detach().clone()
+
+        state = tree_map(copied, state)
+        if sizes[False] > _MOST_EAGER * sum(sizes.values()):
+            self._say_too_much()
+            return None
+        return state, self._begin(tensors)
+
+    def _begin(self, tensors: Sequence[torch.Tensor]) -> Overlapped:
+        overlapped = Overlapped(tensors)
         overlapped.begin()
-        self._current, self.has_begun = overlapped, True
+        self._current = self.newest = overlapped
         return overlapped
+
+    def _say_too_much(self) -> None:
+        say_eager(self._session, "much of the state is changed by others than the optimizers")
 
     @property
     def is_copying(self) -> bool:
@@ -233,17 +253,24 @@ def _witnesses(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return list(zip(map(attrgetter("_version"), tensors), map(torch.Tensor.data_ptr, tensors), strict=True))
 
 
-def _samples(regions: Sequence[Region]) -> Iterator[tuple[int, bytes]]:
-    """A few bytes from the middle of some storages, and where in the file they belong."""
-    chosen = slice(None, None, max(1, len(regions) // _SAMPLES))
-    found: Iterable[tuple[int, int, torch.UntypedStorage, int]]
-    if isinstance(regions, StorageRegions):
-        offsets, lengths = regions.offsets[chosen].tolist(), regions.lengths[chosen].tolist()
-        found = zip(offsets, lengths, regions.storages[chosen], itertools.repeat(0))
-    else:
-        found = [each for each in regions[chosen] if isinstance(each, StorageRegion)]
-    for offset, nbytes, storage, start in found:
-        if storage.device.type == "cpu":
-            length = min(_SAMPLE_BYTES, nbytes)
-            begin = (nbytes - length) // 2
-            yield offset + begin, ctypes.string_at(storage.data_ptr() + start + begin, length)
+def _samples(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
+    """A few bytes from the middle of some tensors' storages."""
+    for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
+        if tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            length = min(_SAMPLE_BYTES, storage.nbytes())
+            yield ctypes.string_at(storage.data_ptr() + (storage.nbytes() - length) // 2, length)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(cast("Any", tensor.untyped_storage()))
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {storage._cdata for storage in map(torch.Tensor.untyped_storage, tensors)}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; other tensors as they are."""
+    of_rank: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return of_rank

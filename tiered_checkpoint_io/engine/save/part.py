@@ -15,6 +15,7 @@ from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.drain.standstill import StandstillError
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
+from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.sameness import Stretches, warn_of_sameness
 from tiered_checkpoint_io.engine.save.small import warn_spilled, warn_streamed
 from tiered_checkpoint_io.engine.save.stream import Stream, Watching, nothing_missing
@@ -50,6 +51,7 @@ class PartSave:
         spilled: Whether it lies in the spill.
         capture_s: How long the copy took, seconds.
         made: What the caller was told of the save; None before that.
+        overlapped: How it is captured beside training; None where it is not.
     """
 
     session: Session
@@ -65,6 +67,7 @@ class PartSave:
     spilled: bool = False
     capture_s: float = 0.0
     made: SaveReport | None = None
+    overlapped: Overlapped | None = None
     _stream: Stream | None = None
 
     def __post_init__(self) -> None:
@@ -138,6 +141,15 @@ class PartSave:
         self.hashes = session.open().capturer.fill(self.image, slot, threads=self.threads, hashed=hashed)
         self.slot = slot
         self.capture_s += session.clock.monotonic() - began
+
+    def fill_beside(self, overlapped: Overlapped) -> None:
+        """As :meth:`fill`, on a background task; raises ``ChangedError`` where the state is not what it was."""
+        # The training has the cores.
+        self.threads = 1
+        with overlapped.on_side_streams():
+            self.fill(hashed=not overlapped.hashes_later)
+        overlapped.check()
+        overlapped.copied.set()
 
     # ------------------------------------------------------------------------------------- seal
     def seal(self, small: Mapping[str, bytes] | None = None, watching: Watching = nothing_missing) -> None:
@@ -361,18 +373,16 @@ class PartSave:
         )
         return report
 
-    def make_report(
-        self, *, small: int = 0, waited: bool = False, background: bool = False, overlapped: bool = False
-    ) -> SaveReport:
+    def make_report(self, *, small: int = 0, waited: bool = False, background: bool = False) -> SaveReport:
         """What the caller is told, now that the call ends; see :meth:`report`, which may come later."""
         session, facts = self.session, self.facts
         size = (self.image.size if self.image is not None else 0) + small
-        stall = session.clock.monotonic() - self.started
+        stall = session.clock.monotonic() - self.started if self.overlapped is None else self.overlapped.stall_s
         tiers = frozenset(({"durable"} if facts.durable else set()) | (set() if self.streams else {"memory"}))
         queued = facts.durable and not waited and (background or not self.streams)
         self.made = SaveReport(
             *(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s),
-            overlapped=overlapped,
+            overlapped=self.overlapped is not None,
         )
         session.last_save = self.made
         return self.made

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.logs import Logger
 
 T = TypeVar("T")
 
@@ -17,11 +18,17 @@ class BackgroundTask:
 
     Opening the session waits for it, so the next restore, delete or save finds all parts in memory. A process that
     ends waits for it too. The thread waits for the next task: to start one, a caller would wait for a core.
+
+    Attributes:
+        lost: Names whose durable saves failed here: their callers took them for saved.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        """Takes the bound of each wait, seconds."""
+    def __init__(self, timeout_s: float, log: Logger) -> None:
+        """Takes the bound of each wait, seconds, and where to log."""
         self._timeout_s = timeout_s
+        self._log = log
+        self.lost: set[str] = set()
+        self._followers: list[Future[None]] = []
         self._tasks: list[tuple[str, Future[Any]]] = []
         self._pool: ThreadPoolExecutor | None = None
         self._thread: int | None = None
@@ -34,10 +41,43 @@ class BackgroundTask:
         """
         self.wait()
         self._tasks = []
-        return self.follow(name, work)
+        return self._submit(name, work)
 
-    def follow(self, name: str, work: Callable[[], T]) -> Future[T]:
-        """As :meth:`run`, but without waiting for what runs already."""
+    def behind(self, name: str, work: Callable[[], None], *, needs: str = "") -> None:
+        """Does something with ``name`` behind what runs; at once where nothing does. :meth:`show` shows its failure.
+
+        Args:
+            name: A checkpoint's name.
+            work: What to do. It is not done where the last durable save, or that of ``needs``, is :attr:`lost`.
+            needs: A name.
+        """
+
+        def unless_lost() -> None:
+            if self.lost and (not needs or needs in self.lost):
+                lost = ", ".join(sorted(self.lost))
+                self._log.warning("%s stays as it is: the save of %s failed", name, lost)
+                return
+            work()
+
+        if self.is_busy:
+            self._followers.append(self._submit(name, unless_lost))
+        else:
+            unless_lost()
+
+    def show(self) -> None:
+        """Waits for what runs.
+
+        Raises:
+            Exception: What was done :meth:`behind` a task has failed.
+            DrainError: It has not ended in time.
+        """
+        self.wait()
+        followers, self._followers = self._followers, []
+        for error in [each.exception(0) for each in followers]:
+            if error is not None:
+                raise error
+
+    def _submit(self, name: str, work: Callable[[], T]) -> Future[T]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "tiered-seal", self._begin)
         future = self._pool.submit(work)

@@ -1,0 +1,141 @@
+"""What reads and writes one checkpoint of a sharded strategy of Lightning's, below DCP."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import state_dict as sharded_state
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
+from tiered_checkpoint_io.adapters.dcp_settings import Shared
+from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
+from tiered_checkpoint_io.adapters.state import SHARDED, make_again
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.model import ids
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+#: The file beside the shards in which Lightning keeps loops, callbacks and hyperparameters.
+REST = "meta.pt"
+#: What Lightning's strategies call the model in a sharded checkpoint: ModelParallel, and FSDP.
+MODEL_KEYS = ("state_dict", "model")
+
+
+class _OfStrategy:
+    """A writer or reader of one checkpoint, through the session of a strategy's checkpoint IO. Used once."""
+
+    _of_strategy: Shared
+
+    @property
+    def _shared(self) -> Shared:
+        return self._of_strategy
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: which checkpoint is meant was said before."""
+
+
+class StrategyWriter(_OfStrategy, TieredStorageWriter):
+    """Writes one checkpoint of a strategy."""
+
+    def __init__(self, shared: Shared, located: ids.Located, *, durable: bool, wait: bool) -> None:
+        super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
+        self._of_strategy = shared
+        self._located = located
+
+
+class StrategyReader(_OfStrategy, TieredStorageReader):
+    """Reads what a strategy was asked for."""
+
+    def __init__(self, shared: Shared, dirpath: str, selector: Selector) -> None:
+        super().__init__(shared.session.config)
+        self._of_strategy = shared
+        self.settings = self.settings.at(dirpath)
+        self.selector = selector
+        self._chosen: Metadata | None = None
+
+    def choose(self) -> None:
+        """Chooses the checkpoint, with all ranks, before DCP is involved, which makes much of every error."""
+        self._chosen = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """As :meth:`TieredStorageReader.read_metadata`; the first time, what was chosen."""
+        chosen, self._chosen = self._chosen, None
+        return chosen if chosen is not None else super().read_metadata(*args, **options)
+
+
+class StrategyPlanner(DefaultLoadPlanner):
+    """Decides what to load when the checkpoint has been chosen: which model key, optimizers, and the rest."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mesh: Any,
+        reader: StrategyReader,
+        optimizers: list[Optimizer],
+        trust: Trust,
+        *,
+        strict: bool,
+    ) -> None:
+        """Takes the model as the strategy has wrapped it, and its device mesh."""
+        super().__init__(allow_partial_load=not strict)
+        self._reader = reader
+        self._mesh = mesh
+        self._trust = trust
+        self.model = sharded_state.get_model_state_dict(module)
+        self.optimizers = [sharded_state.get_optimizer_state_dict(module, each) for each in optimizers]
+        self.rest: dict[str, Any] = {}
+        self.sharded: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Completes the state to load.
+
+        Raises:
+            RestoreError: The checkpoint holds no model, or not the optimizers that are trained.
+        """
+        assert metadata is not None
+        opened = self._reader.opened
+        assert opened is not None
+        heads = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+        key = next((key for key in MODEL_KEYS if key in heads), None)
+        missing = [f"optimizer_{i}" for i in range(len(self.optimizers)) if f"optimizer_{i}" not in heads]
+        if key is None or missing:
+            raise RestoreError(
+                f"{opened.name} holds no {'model' if key is None else ', '.join(missing)}",
+                operation="load",
+                key=self._reader.checkpoint_id,
+                step=opened.step,
+                hint="training can't go on from weights alone: load them into the model and fit without ckpt_path"
+                if key is not None
+                else "it was not saved by a strategy of Lightning's",
+            )
+        self.rest = self._read_rest(opened.small)
+        self.sharded = make_again(self.rest, self._mesh)
+        state_dict[key] = self.model
+        state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
+        state_dict.update({SHARDED: self.sharded} if self.sharded else {})
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _read_rest(self, small: Mapping[str, bytes]) -> dict[str, Any]:
+        stem, _, ending = REST.partition(".")
+        data = next((d for n, d in small.items() if n.startswith(stem) and n.endswith(ending)), None)
+        if data is None:
+            raise RestoreError(
+                f"there is no {REST} beside the shards",
+                operation="load",
+                key=self._reader.checkpoint_id,
+                hint="it was not saved by a strategy of Lightning's; load it by tiered_checkpoint_io.dcp",
+            )
+        where = {"key": self._reader.checkpoint_id}
+        found: dict[str, Any] = self._trust.read(io.BytesIO(data), REST, where, map_location="cpu")
+        return found
