@@ -211,3 +211,25 @@ def test_another_thread_may_wait_at_the_moment_that_the_end_of_a_save_begins(mon
     assert task.run("step_1", lambda: "sealed").result(5.0) == "sealed"
     assert waited == [None]
     task.close()
+
+
+def test_what_comes_behind_a_task_is_not_waited_for_on_its_thread_and_shown_once():
+    task, may_end, done = BackgroundTask(5.0, logging.getLogger()), threading.Event(), []
+
+    def works():
+        assert may_end.wait(5.0)
+        task.show()
+        done.append("task")
+
+    def fails():
+        done.append("behind")
+        raise OSError("no room")
+
+    running = task.run("step_1", works)
+    task.behind("last", fails)
+    may_end.set()
+    with pytest.raises(OSError, match="no room"):
+        task.show()
+    assert (running.exception(0), done) == (None, ["task", "behind"])
+    task.show()
+    task.close()

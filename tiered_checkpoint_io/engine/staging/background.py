@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ class BackgroundTask:
         self._timeout_s = timeout_s
         self._log = log
         self.lost: set[str] = set()
-        self._followers: list[Future[None]] = []
+        self._followers: deque[Future[None]] = deque()
         self._tasks: list[tuple[str, Future[Any]]] = []
         self._pool: ThreadPoolExecutor | None = None
         self._thread: int | None = None
@@ -65,17 +66,15 @@ class BackgroundTask:
             unless_lost()
 
     def show(self) -> None:
-        """Waits for what runs.
+        """Waits for what runs; on its own thread, looks at what has ended.
 
         Raises:
             Exception: What was done :meth:`behind` a task has failed.
             DrainError: It has not ended in time.
         """
         self.wait()
-        followers, self._followers = self._followers, []
-        for error in [each.exception(0) for each in followers]:
-            if error is not None:
-                raise error
+        while self._followers and self._followers[0].done():
+            self._followers.popleft().result()
 
     def _submit(self, name: str, work: Callable[[], T]) -> Future[T]:
         if self._pool is None:
