@@ -1,25 +1,20 @@
-"""What each command prints with ``--json``, by the schemas that are installed with the package."""
+"""What each command prints with ``--json``, by the schemas that ``schema`` prints."""
 
 import json
-from importlib import resources
 from pathlib import Path
 from typing import get_args
 
 import jsonschema
 import pytest
-import referencing
 from support.draining import Node
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli.documents import DOCUMENTS
+from tiered_checkpoint_io.cli.schema import schema_of
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.inventory.record import State, Tier
 from tiered_checkpoint_io.model.manifest import Metric
-
-SCHEMAS = {
-    file.name.removesuffix(".json"): json.loads(file.read_text())
-    for file in (resources.files("tiered_checkpoint_io.cli") / "schemas").iterdir()
-}
 
 
 def exactly(schema):
@@ -30,17 +25,12 @@ def exactly(schema):
     return [exactly(each) for each in schema] if isinstance(schema, list) else schema
 
 
-REGISTRY = referencing.Registry().with_resources(
-    [(schema["$id"], referencing.Resource.from_contents(exactly(schema))) for schema in SCHEMAS.values()]
-)
-
-
 def check(command, document):
     """The document, which is one of that command's."""
-    jsonschema.Draft202012Validator.check_schema(SCHEMAS[command])
+    schema = schema_of(command)
+    jsonschema.Draft202012Validator.check_schema(schema)
     formats = jsonschema.Draft202012Validator.FORMAT_CHECKER
-    schema = exactly(SCHEMAS[command])
-    jsonschema.Draft202012Validator(schema, registry=REGISTRY, format_checker=formats).validate(document)
+    jsonschema.Draft202012Validator(exactly(schema), format_checker=formats).validate(document)
     return document
 
 
@@ -122,9 +112,26 @@ def test_an_export_tells_its_files(tmp_path, memory_dir):
     assert file == {"path": str(tmp_path / "model.pt"), "size_bytes": (tmp_path / "model.pt").stat().st_size}
 
 
-def test_every_schema_is_in_the_document():
+def test_every_schema_is_printed_and_in_the_documentation():
     text = (Path(__file__).parents[2] / "docs/command-line-json.md").read_text()
-    assert {name for name in SCHEMAS if f"`{name}.json`" not in text} == set()
-    facts = SCHEMAS["checkpoint"]["properties"]
-    assert set(facts["state"]["enum"]) == set(get_args(State))
-    assert set(facts["where"]["items"]["enum"]) == set(get_args(Tier))
+    for command in DOCUMENTS:
+        assert f"`{command}" in text
+        done = CliRunner().invoke(app, ["schema", command])
+        assert json.loads(done.stdout) == schema_of(command)
+    assert CliRunner().invoke(app, ["schema", "pull"]).exit_code == 2
+
+
+def test_a_schema_describes_each_key():
+    def described(schema):
+        for name, key in schema["properties"].items():
+            assert name == "command" or key["description"], name
+
+    for command in DOCUMENTS:
+        schema = schema_of(command)
+        for each in [*schema.get("anyOf", [schema]), *schema["$defs"].values()]:
+            described(each)
+    facts = schema_of("ls")["$defs"]["CheckpointInfo"]["properties"]
+    assert facts["state"]["enum"] == list(get_args(State))
+    assert facts["where"]["items"]["enum"] == list(get_args(Tier))
+    assert "null where it is not known" in facts["step"]["description"]
+    assert facts["created"]["anyOf"] == [{"type": "string", "format": "date-time"}, {"type": "null"}]

@@ -44,7 +44,6 @@ def test_the_wheel_holds_the_package_alone(wheel, tmp_path):
         "nemo/exp_manager.py",
         "configs/s3_checkpointing/default.yaml",
         "py.typed",
-        "cli/schemas/ls.json",
         "testing/contract.py",
         "metrics/report.html",
     ):

@@ -26,6 +26,7 @@ from tiered_checkpoint_io.cli import (
     pull,
     report,
     reshard,
+    schema,
     showing,
     verify,
     watch,
@@ -73,6 +74,7 @@ app.command("metric")(spread(pins.metric))
 app.command("metrics")(spread(metrics.metrics))
 app.command("report")(spread(report.report))
 app.command("watch")(spread(watch.watch))
+app.command("schema")(schema.schema)
 
 
 def main() -> None:

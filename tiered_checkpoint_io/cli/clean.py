@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.documents import Cleaned, Removed
 from tiered_checkpoint_io.cli.options import NODE, Json, Node
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
@@ -48,7 +49,7 @@ def clean(
     tier = tier_at(root)
     if not root.is_dir() and tier.spill is None:
         if as_json:
-            write_json("clean", {"root": str(root), "removed": []})
+            write_json("clean", Cleaned(root, []))
         else:
             say(f"nothing at {printable(str(root))}")
         return
@@ -72,7 +73,7 @@ def clean(
         root.parent.rmdir()
     saves = _saves(parts)
     if as_json:
-        write_json("clean", {"root": str(root), "removed": [_document(save) for save in saves]})
+        write_json("clean", Cleaned(root, [_removed(save) for save in saves]))
         return
     for save in saves:
         say(f"removed {printable(_named(save[0].part))}: {_count(len(save), 'part')}, {size_text(_size(save))}")
@@ -139,16 +140,10 @@ def _saves(parts: Iterable[StoredPart]) -> list[list[StoredPart]]:
     return list(saves.values())
 
 
-def _document(save: list[StoredPart]) -> dict[str, object]:
+def _removed(save: list[StoredPart]) -> Removed:
     part = save[0].part
-    return {
-        "name": part.name,
-        "dirpath": part.dirpath,
-        "save_id": part.save_id,
-        "step": part.content.step if part.content.step >= 0 else None,
-        "parts": len(save),
-        "size_bytes": _size(save),
-    }
+    step = part.content.step if part.content.step >= 0 else None
+    return Removed(part.name, part.dirpath, part.save_id, step, len(save), _size(save))
 
 
 def _size(parts: Iterable[StoredPart]) -> int:

@@ -1,87 +1,324 @@
-"""What commands over node memory found, as documents for programs."""
+"""What commands print with ``--json``; :mod:`schema` makes their schemas of these dataclasses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain import operations
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.inventory.details import HASH, Details
 from tiered_checkpoint_io.inventory.durable import latest
-from tiered_checkpoint_io.inventory.record import iso, time_of
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
 from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.place import Place
 
+Event = Literal["listed", "new", "changed", "removed"]
 
-def drain_document(root: Path, before: Collection[Outcome], left: int) -> dict[str, Any]:
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file."""
+
+    path: Annotated[str, "Where it is; of a checkpoint's, below dirpath."]
+    size_bytes: Annotated[int, "Its bytes."]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The checkpoints of both tiers."""
+
+    dirpath: Annotated[str | None, "The durable tier; None where only this node's memory was looked at."]
+    durable_error: Annotated[str | None, "Why the durable tier could not be asked; then the status is 1."]
+    checkpoints: Annotated[Sequence[CheckpointInfo], "The latest save first."]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """A part of a checkpoint in this node's memory."""
+
+    rank: Annotated[int, "The rank that wrote it."]
+    tier: Annotated[Tier, "Which memory."]
+    namespace: Annotated[str, "In whose memory it is."]
+    folder: Annotated[Path, "Where it lies."]
+    size_bytes: Annotated[int, "Its bytes."]
+    is_pending: Annotated[bool, "Whether it waits for the durable tier."]
+    is_replicated: Annotated[bool, "Whether all parts of its save are in the memory of other nodes as well."]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save of a name."""
+
+    checkpoint: Annotated[CheckpointInfo, "Its row in ``ls``."]
+    manifest_key: Annotated[str | None, "Its manifest below dirpath; None where it has none."]
+    namespace: Annotated[str, "The namespace that saved it; empty where it is not known."]
+    world_size: Annotated[int | None, "How many ranks the job had."]
+    writer: Annotated[Mapping[str, str], "The versions of the software that wrote it."]
+    hash_algorithm: Annotated[str, "By what each chunk is verified."]
+    aliases: Annotated[Sequence[str], "The names of its aliases."]
+    previous_save_ids: Annotated[Sequence[str], "What its objects may hold while it is being overwritten."]
+    files: Annotated[Sequence[File], "All where the durable tier has them, else those of the parts here."]
+    held_parts: Annotated[Sequence[HeldPart], "Its parts in this node's memory."]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """All that is known of the checkpoints of one name."""
+
+    name: Annotated[str, "The name that was asked for."]
+    durable_error: Annotated[str | None, "As in ``ls``."]
+    saves: Annotated[Sequence[Save], "Its saves, the latest first: memory may have a later one than the durable tier."]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change; each line is such a document."""
+
+    event: Annotated[Event, "``listed``: at the first look; the others: since the look before."]
+    time: Annotated[datetime, "When this was seen (UTC)."]
+    checkpoint: Annotated[CheckpointInfo, "What it is about."]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The end of a command of ``--exec``."""
+
+    event: Annotated[Literal["ran"], "Tells it from a change."]
+    time: Annotated[datetime, "When it ended (UTC)."]
+    checkpoint: Annotated[CheckpointInfo, "What it was run for."]
+    exit_status: Annotated[int, "Its status; negative, the signal that killed it."]
+    duration_s: Annotated[float, "How long it ran."]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The files that were written."""
+
+    files: Annotated[Sequence[File], "The files."]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A checkpoint that was removed from this node."""
+
+    name: Annotated[str, "Its name."]
+    dirpath: Annotated[str, "The durable tier that it belongs to."]
+    save_id: Annotated[str, "Which save made it."]
+    step: Annotated[int | None, "The training step; None where it is not known."]
+    parts: Annotated[int, "How many parts this node had."]
+    size_bytes: Annotated[int, "Bytes of them."]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What was removed from node memory."""
+
+    root: Annotated[Path, "The memory tier's root."]
+    removed: Annotated[Sequence[Removed], "The checkpoints."]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an operation on the durable tier."""
+
+    action: Annotated[operations.Action, "What it was."]
+    name: Annotated[str, "The checkpoint."]
+    dirpath: Annotated[str, "The durable tier."]
+    step: Annotated[int | None, "The training step; None where it is not known."]
+    outcome: Annotated[operations.State, "What became of it."]
+    error: Annotated[str | None, "What went wrong."]
+    size_bytes: Annotated[int, "Bytes of the checkpoint, or of this node's part of it."]
+    duration_s: Annotated[float, "From its start to its end."]
+    finished: Annotated[datetime | None, "When it ended (UTC)."]
+    attempts: Annotated[int, "How often it was tried."]
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What a drain has done."""
+
+    root: Annotated[Path, "The memory tier's root."]
+    operations_left: Annotated[int, "What is still to do: with any the status is 1."]
+    outcomes: Annotated[Sequence[Outcome], "What was done, in the order of the operations."]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part in node memory."""
+
+    name: Annotated[str, "The checkpoint."]
+    dirpath: Annotated[str, "The durable tier that it belongs to."]
+    save_id: Annotated[str, "Which save made it."]
+    step: Annotated[int | None, "The training step; None where it is not known."]
+    rank: Annotated[int, "The rank that wrote it."]
+    size_bytes: Annotated[int, "Its bytes."]
+    created: Annotated[datetime | None, "When it was saved (UTC)."]
+    tier: Annotated[Tier, "Which memory."]
+    is_for_durable: Annotated[bool, "Whether it was to go to the durable tier."]
+    is_waiting: Annotated[bool, "Whether it waits for the durable tier."]
+    is_replicated: Annotated[bool, "Whether all parts of its save are in the memory of other nodes as well."]
+    is_resumable: Annotated[bool, "Whether training can resume from it."]
+    is_latest: Annotated[bool, "Whether tiered:latest would take its save, of what this node has in memory."]
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A part that can't be read."""
+
+    folder: Annotated[Path, "Where it lies."]
+    error: Annotated[str, "Why."]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An operation that waits for the durable tier."""
+
+    action: Annotated[operations.Action, "What it is."]
+    name: Annotated[str, "The checkpoint."]
+    target: Annotated[str | None, "Of an alias or a copy, the name that it is to stand for."]
+    dirpath: Annotated[str, "The durable tier."]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainState:
+    """What the drain last said of itself."""
+
+    pid: Annotated[int | None, "Its process; None where none has run."]
+    last_seen: Annotated[datetime | None, "When it last said so (UTC)."]
+    name: Annotated[str | None, "The checkpoint in work."]
+    done_bytes: Annotated[int, "Bytes of it that are on the durable tier."]
+    total_bytes: Annotated[int, "Bytes of it."]
+    rate_bytes_per_s: Annotated[float, "Of the current, or else of the last, upload."]
+    last_error: Annotated[str | None, "The newest failure."]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A namespace of this node's memory."""
+
+    namespace: Annotated[str, "Its name."]
+    root: Annotated[Path, "Where it lies."]
+    parts: Annotated[Sequence[Part], "The parts in memory, and those kept for other nodes."]
+    damaged: Annotated[Sequence[Damaged], "Parts that can't be read."]
+    waiting: Annotated[Sequence[Waiting], "Operations that wait for the durable tier, in order."]
+    outcomes: Annotated[Sequence[Outcome], "The last operations on the durable tier, in order."]
+    drain: Annotated[DrainState, "What the drain last said of itself."]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """This node's memory, one namespace after the other."""
+
+    namespaces: Annotated[Sequence[Namespace], "The namespaces."]
+
+
+#: By command; of ``watch`` each line is one of the two.
+DOCUMENTS: Mapping[str, tuple[type, ...]] = {
+    "clean": (Cleaned,),
+    "drain": (Drained,),
+    "export": (Exported,),
+    "ls": (Listed,),
+    "show": (Shown,),
+    "status": (Status,),
+    "watch": (Change, Ran),
+}
+
+
+def save_document(each: Details) -> Save:
+    """What is known of one save."""
+    content = each.content
+    return Save(
+        checkpoint=replace(each.info, problem=each.info.problem or each.problem),
+        manifest_key=each.manifest_key,
+        namespace=content.namespace if content is not None else "",
+        world_size=content.world_size if content is not None else None,
+        writer=content.writer if content is not None else {},
+        hash_algorithm=HASH,
+        aliases=each.aliases,
+        previous_save_ids=each.previous,
+        files=[File(path, size) for path, size in each.files.items()],
+        held_parts=[
+            HeldPart(
+                rank=part.stored.part.rank,
+                tier=part.tier,
+                namespace=part.namespace,
+                folder=part.stored.folder,
+                size_bytes=part.stored.part.content.size,
+                is_pending=part.stored.pending,
+                is_replicated=part.stored.replicated,
+            )
+            for part in each.held
+        ],
+    )
+
+
+def drain_document(root: Path, before: Collection[operations.Outcome], left: int) -> Drained:
     """What a drain has done since there were the outcomes ``before``, and how many operations are left."""
-    done = [_outcome(each) for each in Queue(root).outcomes() if each not in before]
-    return {"root": str(root), "operations_left": left, "outcomes": done}
+    return Drained(root, left, [_outcome(each) for each in Queue(root).outcomes() if each not in before])
 
 
-def namespace_document(root: Path) -> dict[str, Any]:
+def namespace_document(root: Path) -> Namespace:
     """What lies in the memory of one namespace, what waits, and what the drain says of itself."""
     tier, queue = tier_at(root), Queue(root)
     held = [*tier.parts(), *tier.replicas.parts()]
     latest, progress = latest_saves(held), queue.progress()
-    damaged = [*tier.damaged(), *tier.replicas.damaged()]
-    return {
-        "namespace": root.name,
-        "root": str(root),
-        "parts": [_part(tier, each, is_latest=each.save_id in latest) for each in held],
-        "damaged": [{"folder": str(folder), "error": str(error)} for folder, error in damaged],
-        "waiting": [
-            {"action": each.action, "name": each.name, "target": each.target or None, "dirpath": each.dirpath}
-            for each in queue.look(tier)
-        ],
-        "outcomes": [_outcome(each) for each in queue.outcomes()],
-        "drain": {
-            "pid": progress.pid or None,
-            "last_seen": iso(time_of(progress.heartbeat)) if progress.pid else None,
-            "name": progress.name or None,
-            "done_bytes": progress.bytes_done,
-            "total_bytes": progress.bytes_total,
-            "rate_bytes_per_s": progress.rate,
-            "last_error": progress.last_error or None,
-        },
-    }
+    return Namespace(
+        namespace=root.name,
+        root=root,
+        parts=[_part(tier, each, is_latest=each.save_id in latest) for each in held],
+        damaged=[Damaged(folder, str(error)) for folder, error in (*tier.damaged(), *tier.replicas.damaged())],
+        waiting=[Waiting(each.action, each.name, each.target or None, each.dirpath) for each in queue.look(tier)],
+        outcomes=[_outcome(each) for each in queue.outcomes()],
+        drain=DrainState(
+            pid=progress.pid or None,
+            last_seen=time_of(progress.heartbeat) if progress.pid else None,
+            name=progress.name or None,
+            done_bytes=progress.bytes_done,
+            total_bytes=progress.bytes_total,
+            rate_bytes_per_s=progress.rate,
+            last_error=progress.last_error or None,
+        ),
+    )
 
 
-def _part(tier: MemoryTier, stored: StoredPart, *, is_latest: bool) -> dict[str, Any]:
+def _part(tier: MemoryTier, stored: StoredPart, *, is_latest: bool) -> Part:
     part, content = stored.part, stored.part.content
-    return {
-        "name": part.name,
-        "dirpath": part.dirpath,
-        "save_id": part.save_id,
-        "step": content.step if content.step >= 0 else None,
-        "rank": part.rank,
-        "size_bytes": content.size,
-        "created": iso(time_of(content.created)),
-        "tier": "replicas" if stored.is_replica else "spill" if tier.is_spilled(stored.folder) else "memory",
-        "is_for_durable": part.durable,
-        "is_waiting": stored.pending,
-        "is_replicated": stored.replicated,
-        "is_resumable": content.resumable,
-        "is_latest": is_latest,
-    }
+    return Part(
+        name=part.name,
+        dirpath=part.dirpath,
+        save_id=part.save_id,
+        step=content.step if content.step >= 0 else None,
+        rank=part.rank,
+        size_bytes=content.size,
+        created=time_of(content.created),
+        tier="replicas" if stored.is_replica else "spill" if tier.is_spilled(stored.folder) else "memory",
+        is_for_durable=part.durable,
+        is_waiting=stored.pending,
+        is_replicated=stored.replicated,
+        is_resumable=content.resumable,
+        is_latest=is_latest,
+    )
 
 
-def _outcome(each: Outcome) -> dict[str, Any]:
-    return {
-        "action": each.action,
-        "name": each.name,
-        "dirpath": each.dirpath,
-        "step": each.step if each.step >= 0 else None,
-        "outcome": each.state,
-        "error": each.error or None,
-        "size_bytes": each.bytes,
-        "duration_s": each.seconds,
-        "finished": iso(time_of(each.finished)),
-        "attempts": each.attempts,
-    }
+def _outcome(each: operations.Outcome) -> Outcome:
+    return Outcome(
+        action=each.action,
+        name=each.name,
+        dirpath=each.dirpath,
+        step=each.step if each.step >= 0 else None,
+        outcome=each.state,
+        error=each.error or None,
+        size_bytes=each.bytes,
+        duration_s=each.seconds,
+        finished=time_of(each.finished),
+        attempts=each.attempts,
+    )
 
 
 def latest_saves(held: Iterable[StoredPart]) -> set[str]:

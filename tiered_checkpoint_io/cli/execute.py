@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import time
+from datetime import datetime, timezone
 
+from tiered_checkpoint_io.cli.documents import Ran
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, iso
 
@@ -51,8 +53,8 @@ class CommandLine:
             how = f"ended with status {status}" if status > 0 else f"was killed by signal {-status}"
             say(printable(f"error: the command for {each.name} {how}"), err=True)
         if self._as_json:
-            facts = {"exit_status": status, "duration_s": round(time.monotonic() - began, 3)}
-            write_json("watch", {"event": "ran", "time": iso(time.time()), "checkpoint": each.to_json(), **facts})
+            lasted = round(time.monotonic() - began, 3)
+            write_json("watch", Ran("ran", datetime.now(timezone.utc), each, status, lasted))
 
 
 def variables(each: CheckpointInfo) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tiered_checkpoint_io.cli.documents import Exported, File
 from tiered_checkpoint_io.cli.options import ADDRESS, Address, Dirpath, Json, name_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.logs import size_text
@@ -51,7 +52,7 @@ def export(
     )
     sizes = {str(file): file.stat().st_size for file in written}
     if as_json:
-        write_json("export", {"files": [{"path": path, "size_bytes": size} for path, size in sizes.items()]})
+        write_json("export", Exported([File(path, size) for path, size in sizes.items()]))
         return
     for path, size in sizes.items():
         say(f"{printable(path)}: {size_text(size)}")

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.documents import Listed
 from tiered_checkpoint_io.cli.options import SERVER, SHM, AnyDirpath, Json, MemoryDir, Server
 from tiered_checkpoint_io.cli.output import printable, say, show, write_json
 from tiered_checkpoint_io.cli.rows import table_of
@@ -45,8 +46,7 @@ def list_all(
         dirpath = without_secrets(look.place.dirpath)
     if as_json:
         text = str(error) if error is not None else None
-        rows = [each.to_json() for each in found]
-        write_json("ls", {"dirpath": dirpath, "durable_error": text, "checkpoints": rows})
+        write_json("ls", Listed(dirpath, text, found))
     else:
         columns, cells = table_of(found, datetime.now(timezone.utc), with_dirpath=dirpath is None)
         show(dirpath or f"node memory, {memory_dir}", cells, *columns)

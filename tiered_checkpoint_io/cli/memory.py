@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.documents import drain_document, latest_saves, namespace_document
+from tiered_checkpoint_io.cli.documents import Status, drain_document, latest_saves, namespace_document
 from tiered_checkpoint_io.cli.metrics import Export, source_of, targets_of
 from tiered_checkpoint_io.cli.options import NODE, NODES, Json, Node, Nodes
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
@@ -73,7 +73,7 @@ def status(
     if not roots:
         say(f"no namespace of this user has a memory tier in {printable(nodes.memory_dir)}", err=True)
     if as_json:
-        write_json("status", {"namespaces": [namespace_document(each) for each in roots]})
+        write_json("status", Status([namespace_document(each) for each in roots]))
         return
     for number, each in enumerate(roots):
         if number:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from tiered_checkpoint_io.inventory.record import iso
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,14 +67,29 @@ def say(text: str, *, err: bool = False) -> None:
         raise SystemExit(READER_GONE) from None
 
 
-def write_json(command: str, document: Mapping[str, object]) -> None:
+def write_json(command: str, document: object) -> None:
     """Prints what a command found as the one JSON document on stdout, for programs.
 
     Args:
         command: The command's name.
-        document: Its keys in snake_case, units in their names (``size_bytes``), times in ISO 8601 (UTC).
+        document: A dataclass or a mapping; its keys in snake_case, units in their names (``size_bytes``).
     """
-    say(json.dumps({"version": JSON_VERSION, "command": command, **document}, ensure_ascii=True, allow_nan=False))
+    say(json.dumps({"version": JSON_VERSION, "command": command, **as_json(document)}, allow_nan=False))
+
+
+def as_json(value: Any) -> Any:
+    """The same for JSON: times as ISO 8601 (UTC), and null where a number is not finite."""
+    if is_dataclass(value):
+        return {each.name: as_json(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    if isinstance(value, datetime):
+        return iso(value)
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:

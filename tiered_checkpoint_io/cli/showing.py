@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.documents import Shown, save_document
 from tiered_checkpoint_io.cli.listing import look_at
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of
 from tiered_checkpoint_io.cli.output import printable, say, show, write_json
@@ -48,7 +49,7 @@ def show_checkpoint(
         )
     if as_json:
         text = str(error) if error is not None else None
-        write_json("show", {"name": wanted, "durable_error": text, "saves": [each.to_json() for each in found]})
+        write_json("show", Shown(wanted, text, [save_document(each) for each in found]))
     else:
         for number, each in enumerate(found):
             if number:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.documents import Change, Event
 from tiered_checkpoint_io.cli.execute import CommandLine
 from tiered_checkpoint_io.cli.listing import looker_of
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
@@ -181,13 +182,13 @@ class _Shown:
             self._say("removed", before[key])
         self._before = now
 
-    def _say(self, event: str, each: CheckpointInfo) -> None:
-        at = iso(datetime.now(timezone.utc))
+    def _say(self, event: Event, each: CheckpointInfo) -> None:
+        at = datetime.now(timezone.utc)
         if self._as_json:
-            write_json("watch", {"event": event, "time": at, "checkpoint": each.to_json()})
+            write_json("watch", Change(event, at, each))
             return
         step = f"step {each.step}" if each.step is not None else ""
-        cells = (str(at), event, each.name, step, size_text(each.size_bytes), state_text(each))
+        cells = (str(iso(at)), event, each.name, step, size_text(each.size_bytes), state_text(each))
         say("\t".join(map(printable, cells)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError
@@ -43,33 +42,6 @@ class Details:
     aliases: tuple[str, ...] = ()
     previous: tuple[str, ...] = ()
     problem: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The same for a JSON document."""
-        content = self.content
-        return {
-            "checkpoint": {**self.info.to_json(), "problem": self.info.problem or self.problem},
-            "manifest_key": self.manifest_key,
-            "namespace": content.namespace if content is not None else "",
-            "world_size": content.world_size if content is not None else None,
-            "writer": dict(content.writer) if content is not None else {},
-            "hash_algorithm": HASH,
-            "aliases": list(self.aliases),
-            "previous_save_ids": list(self.previous),
-            "files": [{"path": path, "size_bytes": size} for path, size in self.files.items()],
-            "held_parts": [
-                {
-                    "rank": each.stored.part.rank,
-                    "tier": each.tier,
-                    "namespace": each.namespace,
-                    "folder": str(each.stored.folder),
-                    "size_bytes": each.stored.part.content.size,
-                    "is_pending": each.stored.pending,
-                    "is_replicated": each.stored.replicated,
-                }
-                for each in self.held
-            ],
-        }
 
 
 def details_of(name: str, look: Look, store: Store | None) -> list[Details]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -12,13 +11,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Kind, Metric
 from tiered_checkpoint_io.redaction import without_secrets
 
-#: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded. ``waiting`` and
-#: ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: some parts are on the durable tier,
-#: and no manifest. ``corrupt``: what says what it is can't be read, or it was found damaged. ``newer_release``: a newer
-#: release of this package wrote it.
 State = Literal["durable", "memory_only", "waiting", "uploading", "incomplete", "corrupt", "newer_release"]
-#: ``memory``: this node's; ``spill``: what did not fit there, on the node's disk; ``replicas``: copies that this node
-#: keeps for others.
 Tier = Literal["memory", "spill", "replicas", "durable"]
 
 
@@ -31,8 +24,12 @@ class CheckpointInfo:
         url: Where it lies on the durable tier, or will lie: dirpath and name.
         dirpath: The durable tier that it belongs to.
         save_id: Which save made it; as text, ids sort in the order of the saves. "" where it is not known.
-        state: What has become of it.
-        where: The tiers that have it, or parts of it, without those that are known to be damaged.
+        state: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded.
+            ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: some parts are
+            on the durable tier, and no manifest. ``corrupt``: it can't be read, or was found damaged, and no intact
+            copy is known. ``newer_release``: a newer release of this package wrote it.
+        where: The tiers that have it, or parts of it, without those that are known to be damaged. ``memory``: this
+            node's; ``spill``: on its disk; ``replicas``: kept for other nodes.
         step: The training step; None where it is not known. So is the epoch.
         epoch: The epoch.
         metric: What ModelCheckpoint monitored when it saved: ``monitor`` and ``value``; None where it did not.
@@ -76,17 +73,6 @@ class CheckpointInfo:
         """Sorts in the order of the saves; a copy, or an alias, comes right before what it stands for."""
         return self.copy_of or self.save_id, not (self.copy_of or self.alias_of)
 
-    def to_json(self) -> dict[str, Any]:
-        """The same for a JSON document: times as ISO 8601; a value that is no finite number is null."""
-        metric = self.metric
-        return {
-            **asdict(self),
-            "where": list(self.where),
-            "created": iso(self.created),
-            "metric": metric and {"monitor": metric.monitor, "value": finite(metric.value)},
-            "metrics": {name: finite(value) for name, value in self.metrics.items()},
-        }
-
 
 def with_added(content: Content, added: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """The metrics of a content: the one that it was saved with, and those of its save among the ``added`` ones."""
@@ -129,8 +115,3 @@ def iso(when: datetime | float | None) -> str | None:
     """A time as ISO 8601 in UTC, to the millisecond."""
     when = time_of(when) if isinstance(when, float) else when
     return when.isoformat(timespec="milliseconds").replace("+00:00", "Z") if when is not None else None
-
-
-def finite(value: float) -> float | None:
-    """The value; None where JSON has no such number."""
-    return value if math.isfinite(value) else None

@@ -91,7 +91,12 @@ class FileEntry:
 # ---------------------------------------------------------------------------------------- content
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The value that a ModelCheckpoint monitored when it saved."""
+    """The value that a ModelCheckpoint monitored when it saved.
+
+    Attributes:
+        monitor: The metric's name.
+        value: Its value.
+    """
 
     monitor: str
     value: float
