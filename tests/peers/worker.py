@@ -66,7 +66,7 @@ def settle(job):
     while time.monotonic() < deadline:
         newest = [stored.replicated for stored in session.open().tier.parts()][-1:]
         alone = session.config.replication_factor == 1 or session.counts["unreplicated"]
-        if not session.copies_pending() and (all(newest) or alone):
+        if not session._peering.pending and (all(newest) or alone):
             break
         time.sleep(0.02)
     dist.barrier()
@@ -277,9 +277,9 @@ def wait_for_copies(job, rank, seconds):
     if dist.get_rank() != rank:
         return None
     session, began = session_of(job), time.monotonic()
-    while session.copies_pending() and time.monotonic() < began + seconds:
+    while session._peering.pending and time.monotonic() < began + seconds:
         time.sleep(0.05)
-    return {"seconds": time.monotonic() - began, "pending": session.copies_pending(), **held(job)}
+    return {"seconds": time.monotonic() - began, "pending": session._peering.pending, **held(job)}
 
 
 def save_until_copied(job, rank, seeds):

@@ -227,10 +227,6 @@ class Session:
         """See :meth:`Peering.local`."""
         return self._peering.local(self.open().tier, self.log)
 
-    def copies_pending(self) -> int:
-        """Parts of this process that are still on their way to peers."""
-        return self._peering.pending
-
     def note(self, event: str, **facts: Any) -> None:
         """Adds an event to the node's record of the run, by the first rank of the node; see :mod:`model.events`."""
         if self._opened is not None and self._leads:

@@ -183,11 +183,6 @@ class Overlap:
     def _say_too_much(self) -> None:
         say_eager(self._session, "much of the state is changed by others than the optimizers")
 
-    @property
-    def is_copying(self) -> bool:
-        """Whether a capture goes on that needs the live state."""
-        return self._current is not None and not self._current.copied.is_set()
-
     def wait(self) -> None:
         """Waits until nothing of the live state is needed any more: to be called before it may change.
 
