@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,8 +33,7 @@ from tiered_checkpoint_io.model.place import server_in
 
 LOG_FILE = "operations.log"
 _ACTIONS = (*NAMING, "delete", "retain", "cancel")
-#: A server is an entry of its own: a drain of an earlier release refuses requests with more than it knows.
-_REQUEST, _OUTCOME, _NOTE, _SERVER = "request/", "outcome/", "note/", "server/"
+_REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
 _DRAIN, _LEAVE = "drain", "leave"
 #: Outcomes that are kept, of the newest saves: they take a third of the log at most.
 _KEEP = 512
@@ -106,12 +105,11 @@ class Queue:
             MemoryFullError: There is no space for the log.
         """
         ids.validate_save_id(request.op_id)
-        self._log.write(_entries(_REQUEST, request))
+        self._log.write({_REQUEST + request.op_id: _facts(request)})
 
     def requests(self) -> list[Request]:
         """What is queued, in order; what this release does not understand has the action ``unknown``."""
-        servers = self._log.entries(_SERVER)
-        return [_request(op_id, raw, servers) for op_id, raw in sorted(self._log.entries(_REQUEST).items())]
+        return [_request(op_id, raw) for op_id, raw in sorted(self._log.entries(_REQUEST).items())]
 
     def look(self, tier: MemoryTier) -> list[Request]:
         """All that waits for the drain, in order."""
@@ -153,7 +151,7 @@ class Queue:
     # ---------------------------------------------------------------------------------- outcomes
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
         """Notes an outcome; with a final one, the request and the note of its work go, in the same write."""
-        changes = _entries(_OUTCOME, replace(outcome, error=outcome.error[:_SHORT]))
+        changes: dict[str, Any] = {_OUTCOME + outcome.op_id: _facts(replace(outcome, error=outcome.error[:_SHORT]))}
         if final:
             self._notes.pop(outcome.op_id, None)
             changes |= {_REQUEST + outcome.op_id: None, _NOTE + outcome.op_id: None}
@@ -161,20 +159,18 @@ class Queue:
         if len(kept) > _KEEP:
             # Those of one save stay or go together.
             first = ids.save_id_of_op(kept[-_KEEP])
-            old = [op_id for op_id in kept if ids.save_id_of_op(op_id) < first]
-            changes |= {key + op_id: None for op_id in old for key in (_OUTCOME, _SERVER)}
+            changes |= {_OUTCOME + op_id: None for op_id in kept if ids.save_id_of_op(op_id) < first}
         self._log.write(changes)
 
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done, or too long ago."""
-        return _parsed(Outcome, self._log.get(_OUTCOME + ids.validate_op_id(op_id)), self._log.get(_SERVER + op_id))
+        return _parsed(Outcome, self._log.get(_OUTCOME + ids.validate_op_id(op_id)))
 
     def outcomes(self) -> list[Outcome]:
         """All outcomes that are still kept, in order."""
         version = self._log.poll()
         if self._outcomes[0] != version:
-            entries, servers = sorted(self._log.entries(_OUTCOME).items()), self._log.entries(_SERVER)
-            parsed = [_parsed(Outcome, raw, servers.get(op_id)) for op_id, raw in entries]
+            parsed = [_parsed(Outcome, raw) for _, raw in sorted(self._log.entries(_OUTCOME).items())]
             self._outcomes = (version, [each for each in parsed if each is not None])
         return self._outcomes[1]
 
@@ -260,21 +256,20 @@ def _from_file(path: Path) -> Any:
         return {}
 
 
-def _entries(prefix: str, about: Request | Outcome) -> dict[str, Any]:
-    facts = {each.name: getattr(about, each.name) for each in fields(about) if each.name not in ("stored", "server")}
-    server = {_SERVER + about.op_id: about.server.to_json()} if about.server is not None else {}
-    return {prefix + about.op_id: facts, **server}
+def _facts(about: Request | Outcome) -> dict[str, Any]:
+    facts = {each.name: getattr(about, each.name) for each in fields(about) if each.name != "stored"}
+    return {**facts, "server": about.server.to_json() if about.server is not None else None}
 
 
-def _request(op_id: str, raw: Any, servers: Mapping[str, Any]) -> Request:
-    request = _parsed(Request, raw, servers.get(op_id))
+def _request(op_id: str, raw: Any) -> Request:
+    request = _parsed(Request, raw)
     is_known = request is not None and request.op_id == op_id and request.action in _ACTIONS
     return request if request is not None and is_known else Request(op_id, "unknown", op_id, "")
 
 
-def _parsed(kind: type[_T], raw: Any, server: Any = None) -> _T | None:
+def _parsed(kind: type[_T], raw: Any) -> _T | None:
     try:
-        made = kind(**{**raw, "server": server_in({"server": server})})
+        made = kind(**{**raw, "server": server_in(raw)})
         ids.validate_op_id(made.op_id)
         ids.validate_name(made.name)
     except (InvalidNameError, ManifestError, TypeError, ValueError, AttributeError):
