@@ -24,7 +24,6 @@ import logging
 import os
 import struct
 import threading
-import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from typing import Any
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.locks import flock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.space import needs_space
 
 #: Generation, length and checksum of the data; behind it, the checksum of these.
@@ -61,7 +61,7 @@ class OperationLog:
         self._heads = b""
         self._state: dict[str, Any] = {}
         self._generation = 0
-        _logs.add(self)
+        forks.register(self)
 
     # ----------------------------------------------------------------------------------- reading
     def poll(self) -> bytes:
@@ -206,8 +206,8 @@ class OperationLog:
             elif is_damaged:
                 _log.warning("%s is damaged: queued aliases and deletes, and outcomes, are lost", self._path)
 
-    def _forked(self) -> None:
-        # A copy of the descriptor would keep a lock alive that our parent dies with.
+    def forked(self) -> None:
+        """See :class:`forks.Owner`: a copy of the descriptor would keep a lock alive that our parent dies with."""
         self._guard = threading.RLock()
         self.close()
 
@@ -220,14 +220,3 @@ def _unsealed(raw: bytes) -> tuple[int, int, int] | None:
     if len(raw) < _HEAD_SIZE or zlib.crc32(facts).to_bytes(4, "little") != checksum:
         return None
     return _HEAD.unpack(facts)
-
-
-_logs: weakref.WeakSet[OperationLog] = weakref.WeakSet()
-
-
-def _drop_in_child() -> None:
-    for log in list(_logs):
-        log._forked()
-
-
-os.register_at_fork(after_in_child=_drop_in_child)
