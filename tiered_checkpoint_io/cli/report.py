@@ -15,11 +15,12 @@ from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.inventory.durable import Found, checkpoints
+from tiered_checkpoint_io.inventory.durable import checkpoints
 from tiered_checkpoint_io.inventory.roots import existing, roots_of
 from tiered_checkpoint_io.memory.private import write_atomic
-from tiered_checkpoint_io.metrics.report import DurableCheckpoint, page
+from tiered_checkpoint_io.metrics.report import page
 from tiered_checkpoint_io.model.events import Event
+from tiered_checkpoint_io.model.manifest import Manifest
 
 
 def report(
@@ -36,10 +37,10 @@ def report(
     Events are those that this node's memory has of the run; so give the page while the node lives. The page asks for
     nothing from elsewhere, and may be sent around as it is.
     """
-    durable: list[DurableCheckpoint] = []
+    durable: list[Manifest] = []
     if dirpath is not None:
         config = server.config(dirpath)
-        durable = [_durable(each) for each in ask(config, checkpoints) if each.manifest is not None]
+        durable = [each.manifest for each in ask(config, checkpoints) if each.manifest is not None]
         dirpath = config.dirpath
         if not node.is_named:
             roots = roots_of(node.memory_dir, dirpath)
@@ -67,9 +68,3 @@ def report(
         write_json("report", {"path": str(output.absolute()), "events": len(events), "checkpoints": len(durable)})
     else:
         say(f"wrote {printable(str(output))}: {len(events)} events, {len(durable)} checkpoints on the durable tier")
-
-
-def _durable(found: Found) -> DurableCheckpoint:
-    assert found.manifest is not None
-    content = found.manifest.content
-    return DurableCheckpoint(found.name, content.step, content.size, content.created)

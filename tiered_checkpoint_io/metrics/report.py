@@ -7,27 +7,17 @@ import importlib.resources
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model.events import Event, Totals, totals_of
+from tiered_checkpoint_io.model.manifest import Manifest
 
 _TEMPLATE = "report.html"
 
 
-@dataclass(frozen=True, slots=True)
-class DurableCheckpoint:
-    """A checkpoint on the durable tier, for the report; ``created`` is seconds since the epoch."""
-
-    name: str
-    step: int
-    size: int
-    created: float
-
-
-def page(title: str, events: Sequence[Event], durable: Iterable[DurableCheckpoint], *, dirpath: str, now: float) -> str:
+def page(title: str, events: Sequence[Event], durable: Iterable[Manifest], *, dirpath: str, now: float) -> str:
     """The page.
 
     Args:
@@ -37,7 +27,6 @@ def page(title: str, events: Sequence[Event], durable: Iterable[DurableCheckpoin
         dirpath: The durable tier; "" where it is not known.
         now: Seconds since the epoch.
     """
-    there = list(durable)
     moment = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     data = {
         "title": title,
@@ -45,7 +34,8 @@ def page(title: str, events: Sequence[Event], durable: Iterable[DurableCheckpoin
         "cards": _cards(totals_of(events), now) if events else [],
         "events": _with_runs([_shown(each) for each in events if each.get("event") in _SHOWN]),
         "durable": [
-            {"name": each.name, "step": each.step, "bytes": each.size, "created": each.created} for each in there
+            {"name": name, "step": content.step, "bytes": content.size, "created": content.created}
+            for name, content in ((each.name, each.content) for each in durable)
         ],
     }
     text = json.dumps(data, allow_nan=False)
