@@ -22,7 +22,7 @@ from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
 from tiered_checkpoint_io.metrics.exports import targets_of_trainer
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.targets import Target
+from tiered_checkpoint_io.model.metrics_export import Target
 
 
 class StrategyGuard(Callback):

@@ -12,7 +12,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.metrics.collect import Source
 from tiered_checkpoint_io.metrics.exports import Exports
-from tiered_checkpoint_io.model.targets import Target
+from tiered_checkpoint_io.model.metrics_export import Target
 
 #: How often the step that training has reached is noted: as often as metrics are asked for.
 _STEP_EVERY_S = 15.0

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source
 from tiered_checkpoint_io.metrics.exports import Exports, parse_targets, write
-from tiered_checkpoint_io.model.targets import Target
+from tiered_checkpoint_io.model.metrics_export import Target
 
 Export = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""Sends metrics where a text says (:mod:`model.targets`), in the background: of trainers, drains and commands."""
+"""Sends metrics where ``metrics_export`` says, in the background: of trainers, drains and commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics import cloudwatch
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source
-from tiered_checkpoint_io.model.targets import Target, targets_in
+from tiered_checkpoint_io.model.metrics_export import Target, targets_in
 
 #: The environment variable that says where the metrics of a trainer's node go, in place of its configuration.
 ENVIRONMENT = "TIERED_CHECKPOINT_METRICS"

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.metrics_export import ALLOWED, targets_in
 from tiered_checkpoint_io.model.retention import Policies, policies_from
-from tiered_checkpoint_io.model.targets import ALLOWED, targets_in
 from tiered_checkpoint_io.redaction import shown, without_secrets
 
 #: What S3 serves a second and prefix, and the headroom that is left for others.
