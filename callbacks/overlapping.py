@@ -21,11 +21,11 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks.staging_choice import StagingChoice
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped, local, say_eager
-from tiered_checkpoint_io.engine.staging.choice import StagingChoice
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.filling import default_threads
 

@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.staging_choice import StagingChoice
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.save.overlap import Overlap
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
-from tiered_checkpoint_io.engine.staging.choice import StagingChoice
 
 OPTIMIZERS = {
     "AdamW foreach": functools.partial(torch.optim.AdamW, lr=0.01, foreach=True),

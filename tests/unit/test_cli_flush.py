@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.drain.flushing import to_flush
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, UsageError
+from tiered_checkpoint_io.inventory.flushing import to_flush
 from tiered_checkpoint_io.memory.parts import StoredPart, mark_durable
 from tiered_checkpoint_io.model.ids import LEASE_PREFIX
 from tiered_checkpoint_io.stores.directory import DirectoryStore

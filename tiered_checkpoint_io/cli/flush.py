@@ -17,11 +17,11 @@ from tiered_checkpoint_io.cli.options import NODE, Json, Node
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.flushing import HeldSave, to_flush
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, TieredCheckpointError
+from tiered_checkpoint_io.inventory.flushing import HeldSave, to_flush
 from tiered_checkpoint_io.inventory.roots import existing, tier_at
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import mark_durable

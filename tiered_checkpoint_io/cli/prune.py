@@ -14,13 +14,14 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
 from tiered_checkpoint_io.cli.output import say, show, write_json
-from tiered_checkpoint_io.cli.pins import document_of, time_text
+from tiered_checkpoint_io.cli.pins import document_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.ending import told_to_end
-from tiered_checkpoint_io.engine.durable.leftovers import Leftovers, leftovers
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, StoreJournal
 from tiered_checkpoint_io.engine.durable.retention import Survey, in_order, remove
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.inventory.leftovers import Leftovers, leftovers
+from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
@@ -248,7 +249,7 @@ def _document(each: Checkpoint, reasons: Sequence[str]) -> dict[str, object]:
         "step": each.step if each.step >= 0 else None,
         "save_id": each.save_id,
         "size_bytes": each.size,
-        "created": time_text(each.created),
+        "created": iso(each.created),
         "alias_of": each.alias_of,
         "metrics": dict(each.metrics),
         "pins": [document_of(pin) for pin in each.pins],

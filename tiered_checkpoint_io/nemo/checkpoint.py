@@ -14,11 +14,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import fail_together, on_rank_0
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.save.rewrite import rewrite
 from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import EMA, ranks_with_files, step_of, without_rank
+from tiered_checkpoint_io.nemo.rewrite import rewrite
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
