@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,16 +90,7 @@ def import_(
     good = all(row.state == "imported" for row in rows)
     if json:
         documents = [
-            {
-                "name": row.name,
-                "state": row.state,
-                "kind": row.kind,
-                "step": row.step if row.step >= 0 else None,
-                "resumable": row.resumable,
-                "size_bytes": row.size_bytes,
-                "error": row.error or None,
-            }
-            for row in rows
+            {**asdict(row), "step": row.step if row.step >= 0 else None, "error": row.error or None} for row in rows
         ]
         write_json("import", {"source": source, "dirpath": target, "imported": good, "checkpoints": documents})
     raise typer.Exit(0 if good else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timezone
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -14,6 +14,7 @@ from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.durable import metrics, pins
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.inventory.durable import latest, read_all
+from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Pin
 from tiered_checkpoint_io.stores import Store
@@ -59,7 +60,7 @@ def pin(
     if json:
         write_json("pin", {"dirpath": config.dirpath, "pin": document_of(made)})
     else:
-        end = "" if made.expires is None else f" until {time_text(made.expires)}"
+        end = "" if made.expires is None else f" until {iso(made.expires)}"
         say(f"pinned {printable(made.name)}{end}")
 
 
@@ -113,23 +114,7 @@ def metric(
 
 def document_of(each: Pin) -> dict[str, object]:
     """A pin, for programs."""
-    return {
-        "name": each.name,
-        "token": each.token,
-        "save_id": each.save_id,
-        "reason": each.reason,
-        "host": each.host,
-        "created": time_text(each.created),
-        "expires": None if each.expires is None else time_text(each.expires),
-    }
-
-
-def time_text(seconds: float) -> str:
-    """A time in ISO 8601, UTC; "?" for what is no time that there is."""
-    try:
-        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (ValueError, OverflowError, OSError):
-        return "?"
+    return {**asdict(each), "created": iso(each.created), "expires": iso(each.expires)}
 
 
 def _value_of(text: str) -> tuple[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,19 +82,7 @@ def reshard(
     made = answer(config, config.dirpath, work, stop=stop)
     step = made.step if made.step >= 0 else None
     if json:
-        write_json(
-            "reshard",
-            {
-                "dirpath": config.dirpath,
-                "source": made.source,
-                "name": made.name,
-                "kind": made.kind,
-                "parts": made.parts,
-                "step": step,
-                "resumable": made.resumable,
-                "size_bytes": made.size_bytes,
-            },
-        )
+        write_json("reshard", {"dirpath": config.dirpath, **asdict(made), "step": step})
         return
     what = "one file" if made.kind == "full" else f"{made.parts} parts" if made.parts > 1 else "one part"
     at = f"step {step}, " if step is not None else ""
