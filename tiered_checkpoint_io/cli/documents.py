@@ -12,6 +12,7 @@ from tiered_checkpoint_io.engine.drain import operations
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.inventory.details import HASH, Details
 from tiered_checkpoint_io.inventory.durable import latest
+from tiered_checkpoint_io.inventory.node import tier_of
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
 from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -297,7 +298,7 @@ def _part(tier: MemoryTier, stored: StoredPart, *, is_latest: bool) -> Part:
         rank=part.rank,
         size_bytes=content.size,
         created=time_of(content.created),
-        tier="replicas" if stored.is_replica else "spill" if tier.is_spilled(stored.folder) else "memory",
+        tier=tier_of(tier, stored),
         is_for_durable=part.durable,
         is_waiting=stored.pending,
         is_replicated=stored.replicated,

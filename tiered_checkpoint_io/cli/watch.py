@@ -17,9 +17,9 @@ from tiered_checkpoint_io.cli.execute import CommandLine
 from tiered_checkpoint_io.cli.listing import looker_of
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
 from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, say, write_json
-from tiered_checkpoint_io.cli.pinned import pinned
 from tiered_checkpoint_io.cli.rows import state_text, table_of
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.engine.durable.pins import pin, unpin
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, StoreUnavailableError
 from tiered_checkpoint_io.inventory.look import Looker
 from tiered_checkpoint_io.inventory.news import News
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, iso
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: How often the tiers are looked at by default, seconds.
 _EVERY_S = 5.0
+#: When the pin of a command ends that did not live to remove it, seconds.
+_PINNED_S = 24 * 3600
 
 
 class _ToldToEnd(BaseException):
@@ -89,10 +91,33 @@ def watch(
 
 def _run(runs: CommandLine, config: TieredCheckpointConfig, each: CheckpointInfo) -> None:
     try:
-        with pinned(config, each.name):
+        with _pinned(config, each.name):
             runs.run(each)
     except CheckpointNotFoundError:
         say(printable(f"{each.name} was deleted before its turn came: the command was not run for it"), err=True)
+
+
+@contextlib.contextmanager
+def _pinned(config: TieredCheckpointConfig, name: str) -> Iterator[None]:
+    """A block in which retention does not delete a checkpoint; where it can't be pinned, that is said.
+
+    Raises:
+        CheckpointNotFoundError: It is deleted already.
+    """
+    token = None
+    try:
+        made = ask(config, lambda store: pin(store, name, reason="tiered-ckpt watch", expires_s=_PINNED_S))
+        token = made.token
+    except StoreError as error:
+        say(printable(f"warning: {name} is not pinned, and may be deleted while the command runs: {error}"), err=True)
+    try:
+        yield
+    finally:
+        if token is not None:
+            try:
+                ask(config, lambda store: unpin(store, name, token))
+            except StoreError as error:
+                say(printable(f"warning: the pin of {name} stays, for a day at most: {error}"), err=True)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.events import note
-from tiered_checkpoint_io.engine.drain.messages import Standing, look_at, not_done, not_uploaded, say_outcome
+from tiered_checkpoint_io.engine.drain.messages import Standing, not_done, not_uploaded, say_outcome, standing_of
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
@@ -263,7 +263,10 @@ class Session:
         """Where the newest checkpoints are; of a closed session, where they were when it was closed."""
         if self._opened is not None:
             tier, queue = self._opened.tier, self._opened.drain.queue
-            self._standing = self._looking(lambda: look_at(tier, queue, self.place, self.last_save), self._standing)
+            self._standing = self._looking(
+                lambda: standing_of(tier.parts(), queue.outcomes(), queue.look(tier), self.place, self.last_save),
+                self._standing,
+            )
         return self._standing
 
     @property

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import Store
 
@@ -28,9 +28,7 @@ class Leftovers:
     uploads: int
 
 
-def leftovers(
-    store: Store, names: Collection[str], saves: Collection[str], *, older_than_s: float, clock: Clock = SYSTEM
-) -> Leftovers:
+def leftovers(store: Store, names: Collection[str], saves: Collection[str], *, older_than_s: float) -> Leftovers:
     """Looks for what is left; lists all objects, 1,000 by each request.
 
     Args:
@@ -38,12 +36,11 @@ def leftovers(
         names: All names that have a manifest, readable or not.
         saves: All saves that a manifest names.
         older_than_s: What has changed since is left out: it may be of a save under way.
-        clock: Tells how old things are.
 
     Raises:
         StoreError: The tier could not be asked.
     """
-    before, owners = clock.wall() - older_than_s, set(names)
+    before, owners = SYSTEM.wall() - older_than_s, set(names)
     changed: defaultdict[str, float] = defaultdict(float)
     count = size = 0
     for entry in store.list(""):

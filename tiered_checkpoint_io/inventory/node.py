@@ -114,7 +114,7 @@ def look_at_node(memory_dir: str) -> NodeMemory:
             tier, queue = tier_at(root), Queue(root)
             outcomes = queue.outcomes()
             for stored in (*tier.parts(), *tier.replicas.parts()):
-                where = _tier_of(tier, stored)
+                where = tier_of(tier, stored)
                 held.append(HeldPart(stored, where, root.name, _outcome(stored, outcomes, tier.place)))
             broken += _broken(tier)
             waiting += queue.look(tier)
@@ -123,7 +123,8 @@ def look_at_node(memory_dir: str) -> NodeMemory:
     return NodeMemory(tuple(held), tuple(broken), tuple(waiting), frozenset(working_on - {""}))
 
 
-def _tier_of(tier: MemoryTier, stored: StoredPart) -> Tier:
+def tier_of(tier: MemoryTier, stored: StoredPart) -> Tier:
+    """Which memory a part of a tier, or of its replicas, lies in."""
     if stored.is_replica:
         return "replicas"
     return "spill" if tier.is_spilled(stored.folder) else "memory"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics import cloudwatch
@@ -62,7 +62,7 @@ def _library(kind: str) -> None:
         ) from missing
 
 
-def start(target: Target, source: Source, log: Logger, *, clock: Clock = SYSTEM) -> Export:
+def start(target: Target, source: Source, log: Logger) -> Export:
     """Starts to export to one target, in the background.
 
     Raises:
@@ -84,7 +84,7 @@ def start(target: Target, source: Source, log: Logger, *, clock: Clock = SYSTEM)
         from tiered_checkpoint_io.metrics.otel import Instruments
 
         return Instruments(source)
-    return _Repeated(lambda: write(target, source()), _EVERY_S[target.kind], f"metrics to {target.path}", log, clock)
+    return _Repeated(lambda: write(target, source()), _EVERY_S[target.kind], f"metrics to {target.path}", log)
 
 
 def write(target: Target, samples: Iterable[Sample]) -> None:
@@ -130,11 +130,11 @@ class Exports:
 class _Repeated:
     """Does something every so often, in a thread; what fails is logged once until it succeeds again."""
 
-    def __init__(self, work: Callable[[], None], every_s: float, what: str, log: Logger, clock: Clock) -> None:
+    def __init__(self, work: Callable[[], None], every_s: float, what: str, log: Logger) -> None:
         self._work, self._what, self._log = work, what, log
-        self._clock, self._every_s = clock, every_s
+        self._every_s = every_s
         self._ended, self._failed = threading.Event(), False
-        self._thread = clock.start(self._run, "tiered-metrics")
+        self._thread = SYSTEM.start(self._run, "tiered-metrics")
 
     def _run(self) -> None:
         while True:
@@ -148,11 +148,11 @@ class _Repeated:
                 self._failed = True
             if ends:
                 return
-            self._clock.wait(self._ended, self._every_s)
+            SYSTEM.wait(self._ended, self._every_s)
 
     def close(self) -> None:
         self._ended.set()
-        self._clock.join(self._thread, _CLOSE_S)
+        SYSTEM.join(self._thread, _CLOSE_S)
 
 
 def targets_of_trainer(configured: str | None) -> list[Target]:

@@ -33,19 +33,18 @@ _BODY = b"tiered-ckpt doctor"
 _NO_TAG = "0" * 32
 
 
-def probe_bucket(config: TieredCheckpointConfig, folder: str, *, clock: Clock = SYSTEM) -> BucketFacts:
+def probe_bucket(config: TieredCheckpointConfig, folder: str) -> BucketFacts:
     """Probes the bucket and prefix of a configuration's dirpath; each request is sent once.
 
     Args:
         config: With the bound of a request, ``durable_timeout_s``.
         folder: Below the prefix, where this probe writes; see :func:`ids.doctor_prefix`.
-        clock: With the other bounds.
 
     Raises:
         StoreConfigError: There can be no client: a profile is missing, for one.
     """
     bound = float(config.durable_timeout_s)
-    timing = clock.timing
+    timing = SYSTEM.timing
     once = replace(
         timing,
         s3_connect_s=min(bound, timing.s3_connect_s),
@@ -56,7 +55,7 @@ def probe_bucket(config: TieredCheckpointConfig, folder: str, *, clock: Clock = 
     client = S3Client(
         config.dirpath,
         connections=2,
-        clock=Clock(once, clock.rng),
+        clock=Clock(once, SYSTEM.rng),
         endpoint_url=config.endpoint_url,
         region=config.region,
         profile=config.profile,
@@ -64,7 +63,7 @@ def probe_bucket(config: TieredCheckpointConfig, folder: str, *, clock: Clock = 
         request_payer=config.request_payer,
     )
     try:
-        return _Probe(client, folder, write_options_of(config), clock).run()
+        return _Probe(client, folder, write_options_of(config)).run()
     finally:
         client.close()
 
@@ -72,8 +71,8 @@ def probe_bucket(config: TieredCheckpointConfig, folder: str, *, clock: Clock = 
 class _Probe:
     """One visit."""
 
-    def __init__(self, client: S3Client, folder: str, write_options: Mapping[str, str], clock: Clock) -> None:
-        self._client, self._write_options, self._clock = client, write_options, clock
+    def __init__(self, client: S3Client, folder: str, write_options: Mapping[str, str]) -> None:
+        self._client, self._write_options = client, write_options
         self._folder = folder
         self._object, self._copy, self._parts = (self._folder + name for name in ("object", "copy", "parts"))
         self._tries: list[Tried] = []
@@ -117,7 +116,7 @@ class _Probe:
 
     # ------------------------------------------------------------------------------------ requests
     def _ask(self, method: str, key: str | None, arguments: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        before = self._clock.wall()
+        before = SYSTEM.wall()
         try:
             answer = self._client.ask(method, key, arguments, **options)
         except StoreError as error:
@@ -142,7 +141,7 @@ class _Probe:
             with contextlib.suppress(ValueError):
                 # In whole seconds, at some moment of the request.
                 there = parsedate_to_datetime(self._headers["date"]).timestamp() + 0.5
-                self._skew_s = (before + self._clock.wall()) / 2 - there
+                self._skew_s = (before + SYSTEM.wall()) / 2 - there
 
     def _try(self, request: str, send: Callable[[], Any]) -> Any:
         """What the request gives, which is kept as tried; None where it failed."""
@@ -262,7 +261,7 @@ class _Probe:
             found = [{"Key": key} for key in mine]
         left = []
         for entry in found:
-            age = self._clock.wall() - (self._skew_s or 0) - entry.get("LastModified", _LONG_AGO).timestamp()
+            age = SYSTEM.wall() - (self._skew_s or 0) - entry.get("LastModified", _LONG_AGO).timestamp()
             if entry["Key"] not in mine and age < _ABANDONED_S:
                 # Another probe is at work.
                 continue
@@ -277,7 +276,7 @@ class _Probe:
     # ---------------------------------------------------------------------- what others left and set
     def _leftovers(self) -> Leftovers | None:
         count = size = looked_at = 0
-        old = self._clock.wall() - (self._skew_s or 0) - self._clock.timing.abandoned_s
+        old = SYSTEM.wall() - (self._skew_s or 0) - SYSTEM.timing.abandoned_s
         try:
             for page in self._client.pages("list_multipart_uploads", None, {"Prefix": self._below("")}):
                 for upload in page.get("Uploads", ()):

@@ -9,11 +9,9 @@ from typing import NamedTuple
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import SaveReport, told_as
-from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import CheckpointLogger, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place
@@ -119,11 +117,6 @@ def standing_of(
         max(there.values())[1] if there else None,
         tuple(Saved(name, stored.part.content.step if stored else -1) for name, stored in pending.items()),
     )
-
-
-def look_at(tier: MemoryTier, queue: Queue, place: Place, last_save: SaveReport | None) -> Standing:
-    """See :func:`standing_of`; raises OSError where a node has no descriptor left to look."""
-    return standing_of(tier.parts(), queue.outcomes(), queue.look(tier), place, last_save)
 
 
 def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:

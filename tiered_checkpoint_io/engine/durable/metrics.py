@@ -32,14 +32,13 @@ class Added:
     metric: Metric
 
 
-def add_metrics(store: Store, name: str, metrics: Mapping[str, float], *, clock: Clock = SYSTEM) -> str:
+def add_metrics(store: Store, name: str, metrics: Mapping[str, float]) -> str:
     """Adds values to a committed checkpoint; one of the same metric replaces the earlier.
 
     Args:
         store: The durable tier.
         name: The checkpoint, or an alias or copy of it.
         metrics: Finite numbers, by the names of their metrics.
-        clock: Of what is noted.
 
     Returns:
         The id of the save that has them now.
@@ -60,7 +59,7 @@ def add_metrics(store: Store, name: str, metrics: Mapping[str, float], *, clock:
         )
     target = current(store, manifest.alias_of) if manifest.alias_of is not None else None
     content = (target or manifest).content
-    save_id, now = content.copy_of or content.save_id, clock.wall()
+    save_id, now = content.copy_of or content.save_id, SYSTEM.wall()
 
     def put(metric: str) -> None:
         body = {"save_id": save_id, "monitor": metric, "value": float(metrics[metric]), "added": now, "name": name}

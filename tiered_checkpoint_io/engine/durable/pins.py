@@ -25,7 +25,7 @@ from tiered_checkpoint_io.stores.base import Store
 _MAX_REASON = 500
 
 
-def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = None, clock: Clock = SYSTEM) -> Pin:
+def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = None) -> Pin:
     """Pins a checkpoint: neither retention, prune, save_top_k nor another delete removes it while the pin holds.
 
     Args:
@@ -33,7 +33,6 @@ def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = 
         name: The checkpoint; for an alias, what that stands for now.
         reason: Why, for people.
         expires_s: For how long, seconds; None until it is removed.
-        clock: Of all that is noted.
 
     Raises:
         CheckpointNotFoundError: There is none, or it was deleted meanwhile. Nothing is pinned.
@@ -56,10 +55,10 @@ def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = 
             key=name,
             hint="pin the checkpoint that it is a copy of; tiered-ckpt ls shows which",
         )
-    now = clock.wall()
+    now = SYSTEM.wall()
     made = Pin(
         name=manifest.name,
-        token=clock.token(8),
+        token=SYSTEM.token(8),
         save_id=manifest.content.save_id,
         reason=reason,
         host=socket.gethostname(),

@@ -56,10 +56,10 @@ def before_its_run(save_id: str) -> str:
     return f"{began.strftime(_TIME_FORMAT)}-{save_id.partition('-')[2]}"
 
 
-def id_before_run_of(save_id: str, *, clock: Clock = SYSTEM) -> str:
+def id_before_run_of(save_id: str) -> str:
     """As :func:`before_its_run`, and another at each call: for what is made of a save later, and is not newer."""
     run_id, _, counter = before_its_run(save_id).rpartition("-")
-    return f"{run_id.partition('-')[0]}-{clock.token(4)}-{counter}"
+    return f"{run_id.partition('-')[0]}-{SYSTEM.token(4)}-{counter}"
 
 
 def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
