@@ -33,6 +33,8 @@ LIMIT_S = 75.0
 #: States of the peers, and those that only ours is measured with too.
 COMMON = ["64 tensors"]
 OURS = [name for name in CONTENDERS if name.startswith("ours")]
+#: The other benchmarks, and whether each takes sizes and rounds.
+SCRIPTS = {"restore": True, "clients": True, "sharded": True, "planning": False, "overlap": False, "loop": True}
 
 
 def child(command: list[str], limit_s: float = LIMIT_S) -> tuple[str, str]:
@@ -59,15 +61,15 @@ def contended(name: str, state: str, mebibytes: int, rounds: int) -> dict[str, A
 
 
 def script(name: str, *options: str) -> dict[str, Any]:
-    """The figures (``name=value``) in the last lines of one of the other benchmarks, or why it failed."""
+    """The figures (``name=value``, or JSON) in the last lines of one of the other benchmarks, or why it failed."""
     out, error = child([python_for("obstore"), "-W", "ignore", str(HERE / f"{name}.py"), *options], 3 * LIMIT_S)
     lines = out.strip().splitlines()
     if error or not lines:
         return {"error": error or "it wrote nothing"}
-    if lines[-1].startswith("{"):
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
-    return {key: float(value) for key, value in re.findall(r"(\w+)=([0-9.]+)", "\n".join(lines[-4:]))}
+    found: dict[str, Any] = {key: float(value) for key, value in re.findall(r"(\w+)=([0-9.]+)", "\n".join(lines[-4:]))}
+    for line in lines[-4:]:
+        found |= json.loads(line) if line.startswith("{") else {}
+    return found
 
 
 def machine() -> dict[str, Any]:
@@ -129,10 +131,10 @@ def main() -> None:
         found["rows"].append(contended(**each))
         keep()
     if not options.no_scripts:
-        small = ["--mebibytes", str(mebibytes), "--rounds", str(rounds)]
-        for name in ("restore", "clients", "sharded"):
+        sizes = ["--mebibytes", str(mebibytes), "--rounds", str(rounds)]
+        for name, takes_sizes in SCRIPTS.items():
             print(name, file=sys.stderr, flush=True)
-            found[name] = script(name, *small)
+            found[name] = script(name, *(sizes if takes_sizes else []))
             keep()
     console(found)
     met = sum(goal["met"] is True for goal in found["goals"])

@@ -2,7 +2,8 @@
 
 Each way uploads the same file of random bytes on tmpfs to a storing server on this machine, in parts of 64 MiB, in turn
 in each round. Ours is the store as the drain uses it. Prints the medians of the rate beside boto3's of the same
-round, and of processor seconds a GiB, without the server's; and, last, a line of JSON.
+round, and of processor seconds a GiB, without the server's; and, last, a line of JSON, with what the threads of ours
+spend their time on.
 
 obstore is used where it is installed; without it there is a row that says so.
 """
@@ -20,10 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from measure import GIB, MIB, measure, ratio
+from parts import OF_UPLOAD, shares
 from s3_process import StoringServer
 from s3_state import BUCKET
 
-PART, BASE = 64 * MIB, "boto3, parts, CRC32"
+PART, BASE, OURS = 64 * MIB, "boto3, parts, CRC32", "ours"
 WARM_ROUNDS = 1
 
 
@@ -99,7 +101,7 @@ WAYS: dict[str, Callable[[StoringServer, memoryview, int], Callable[[], None]]] 
     BASE: by_boto3,
     "obstore, SHA256": by_obstore,
     "obstore, no checksum": lambda server, view, threads: by_obstore(server, view, threads, None),
-    "ours": by_ours,
+    OURS: by_ours,
     "ours, CRC32": lambda server, view, threads: by_ours(server, view, threads, "CRC32"),
     "ours, SHA256": lambda server, view, threads: by_ours(server, view, threads, "SHA256"),
 }
@@ -133,12 +135,16 @@ def compare(mebibytes: int, rounds: int, threads: int, *, tls: bool) -> dict[str
                 if number >= WARM_ROUNDS:
                     seconds[name].append(taken.seconds)
                     used[name].append(taken.cpu_s * GIB / len(view))
+        with shares(OF_UPLOAD) as found_shares:
+            for _ in range(rounds):
+                runs[OURS]()
         for name in runs:
             found[name] = {
                 "seconds": statistics.median(seconds[name]),
                 "rate_to_boto3": ratio(seconds[BASE], seconds[name]),
                 "cpu_s_per_GiB": statistics.median(used[name]),
             }
+        found[OURS]["shares"] = found_shares
     return found
 
 
@@ -152,7 +158,9 @@ def main() -> None:
     for scheme in ("http", "https"):
         found[scheme] = compare(options.mebibytes, options.rounds, options.threads, tls=scheme == "https")
         for name, row in found[scheme].items():
-            figures = row.get("error") or "  ".join(f"{key}={value:.2f}" for key, value in row.items())
+            figures = row.get("error") or "  ".join(
+                f"{key}={value:.2f}" for key, value in row.items() if key != "shares"
+            )
             print(f"{scheme:6}{name:22}{figures}", flush=True)
     print(json.dumps({"clients": found}))
 

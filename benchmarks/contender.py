@@ -3,7 +3,8 @@
 What is measured goes out as one line of JSON: seconds a round of a copy into warm tensors, of the blocking part of
 the save (``stall``), until it is where it shall be (``done``), and of the load; the first three saves beside a copy
 into cold memory; the peak of anonymous memory, bytes on tmpfs, and what the S3 server was asked. A library that is
-absent, or that refuses this torch or a machine without a GPU, gives ``error``.
+absent, or that refuses this torch or a machine without a GPU, gives ``error``. Of ours, ``parts`` has the seconds in
+what a save consists of.
 
 Peers run in environments of their own: see ``peers.py``, which names them.
 """
@@ -15,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import statistics
 import time
 import warnings
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from contenders import CONTENDERS
 from measure import MIB, measure
+from parts import Parts, medians
 from s3_process import StoringServer
 from states import STATES, all_tensors, train
 
@@ -36,6 +39,20 @@ def used_of(folder: str) -> int:
         with contextlib.suppress(FileNotFoundError):
             found += path.stat().st_blocks * 512 if path.is_file() else 0
     return found
+
+
+def hashing_s(contender: Any, state: Any, parts: Parts, number: int) -> float:
+    """By how much hashing on the way makes the copy longer, seconds: by turns with saves that hash later."""
+    longer = []
+    for turn in range(1, 1 + 2 * WARM_ROUNDS, 2):
+        filled = []
+        for later in (contender.hashing_later(), contextlib.nullcontext()):
+            with later, parts:
+                contender.save(state, number + turn + len(filled))
+            contender.finish()
+            filled.append(parts.seconds["copying and hashing"])
+        longer.append(filled[1] - filled[0])
+    return max(0.0, statistics.median(longer))
 
 
 def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) -> dict[str, Any]:
@@ -52,6 +69,8 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
     }
     with StoringServer() as server:
         contender = CONTENDERS[name](folder, server.url)
+        parts = Parts(contender.functions)
+        rounds_of_parts: list[dict[str, float]] = []
         for number in range(1, rounds + WARM_ROUNDS + 1):
             if state_name == "LoRA":
                 train(state)
@@ -63,7 +82,7 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
             # One round looks at memory, and not at time: looking takes time.
             is_last = number == rounds + WARM_ROUNDS
             with measure(memory=is_last) as taken:
-                with measure() as blocked:
+                with parts, measure() as blocked:
                     contender.save(state, number)
                 contender.finish()
             after = server.figures()
@@ -72,6 +91,7 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
             figures |= {key: after[key] - before[key] for key in ("bytes", "requests")}
             for key, value in figures.items():
                 series[key].append(value)
+            rounds_of_parts.append({**parts.seconds, "the rest": blocked.seconds - sum(parts.seconds.values())})
             if is_last:
                 found["tmpfs_MiB"] = used_of(folder) / MIB
                 with contextlib.suppress(NotImplementedError), measure() as loaded:
@@ -80,6 +100,10 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
                 if "load" in found:
                     found["load"] = loaded.seconds
             contender.clean(number)
+        if parts.seconds:
+            found["parts"] = medians(rounds_of_parts[WARM_ROUNDS:])
+            found["first_parts"] = rounds_of_parts[:3]
+            found["parts"]["of it hashing"] = hashing_s(contender, state, parts, number)
         contender.close()
     found["first_saves"] = series["stall"][:3]
     found["peak_MiB"], found["where"] = series.pop("peak")[-1], contender.where

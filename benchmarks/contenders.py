@@ -5,14 +5,18 @@ Each imports its library when it is made: one that is absent is an ImportError t
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from parts import OF_SAVE
 from s3_state import BUCKET
 from states import all_tensors
 
@@ -24,6 +28,8 @@ class Contender:
 
     #: Where ``finish`` has the bytes.
     where = "tmpfs"
+    #: The functions that its saves are split into; see ``parts.py``.
+    functions: ClassVar[dict[str, list[str]]] = {}
 
     def __init__(self, folder: str, url: str) -> None:
         self.folder, self.url = folder, url
@@ -50,7 +56,7 @@ class Contender:
 class Ours(Contender):
     """A memory step: planned, copied, hashed and committed in node memory when it returns."""
 
-    where, tier, dirpath = "node memory", ["memory"], ""
+    where, functions = "node memory", OF_SAVE
 
     def __init__(self, folder: str, url: str) -> None:
         super().__init__(folder, url)
@@ -76,6 +82,18 @@ class Ours(Contender):
         found = self.io.load_checkpoint(f"step={number}.ckpt")
         for target, source in zip(all_tensors(state), all_tensors(found), strict=True):
             target.copy_(source)
+
+    @contextlib.contextmanager
+    def hashing_later(self) -> Iterator[None]:
+        """Saves hash once all is copied, and not on the way, so that both can be told apart."""
+        from tiered_checkpoint_io.engine.save.part import PartSave
+
+        original = PartSave.fill
+        PartSave.fill = functools.partialmethod(original, hashed=False)
+        try:
+            yield
+        finally:
+            PartSave.fill = original
 
     def clean(self, number: int) -> None: ...
 

@@ -65,13 +65,18 @@ def anonymous() -> int:
 
 def cpu_of(word: str) -> float:
     """Processor seconds of all other processes whose command line has this word."""
-    ticks = 0
+    found = 0.0
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if int(folder.name) != os.getpid() and word.encode() in (folder / "cmdline").read_bytes():
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / _TICKS
+                found += cpu_of_process(int(folder.name))
+    return found
+
+
+def cpu_of_process(pid: int) -> float:
+    """Processor seconds of one process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:

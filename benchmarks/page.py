@@ -9,20 +9,6 @@ from xml.sax.saxutils import escape
 
 from measure import ratio
 
-#: Why a goal is missed, by how its measure begins: what is likely, in one sentence.
-REASONS = {
-    "eager stall": "The copy also hashes, and is compared with one that does not.",
-    "the same, 20,000": "Beside the copy each tensor has to be found in the state, looked at and described.",
-    "the slowest of the first": "The first saves fault in their memory and import what they need.",
-    "restore from memory": "Each byte is hashed on its way, which the copy does not do.",
-    "restore from S3": "Each byte is hashed on its way, which the raw client does not do.",
-    "store of the drain": "boto3 and urllib3 copy and sign in Python.",
-    "the same: CPU": "boto3 and urllib3 copy and sign in Python.",
-    "bytes sent": "The whole object is sent.",
-    "sharded save": "See docs/sharded.md for what a sharded save waits for.",
-}
-UNMEASURED = "Not measured in this run."
-
 
 def cells(row: dict[str, Any]) -> list[str]:
     """One row of the table of contenders."""
@@ -61,11 +47,7 @@ COLUMNS = (
 
 def goal_cells(goal: dict[str, Any]) -> list[str]:
     value = "not measured" if goal["value"] is None else f"{goal['value']:.2f}"
-    why = ""
-    if not goal["met"]:
-        known = [text for start, text in REASONS.items() if goal["measure"].startswith(start)]
-        why = known[0] if known and goal["value"] is not None else UNMEASURED
-    return [goal["measure"], goal["goal"], value, "yes" if goal["met"] else "no", why]
+    return [goal["measure"], goal["goal"], value, "yes" if goal["met"] else "no", goal["why"]]
 
 
 def console(found: dict[str, Any]) -> None:
@@ -83,7 +65,7 @@ def console(found: dict[str, Any]) -> None:
         Console(width=180).print(table)
 
 
-GOALS = ("measure", "goal", "measured", "met", "likely why not (not profiled)")
+GOALS = ("measure", "goal", "measured", "met", "where the time of a miss goes")
 
 
 def markdown(columns: tuple[str, ...], rows: list[list[str]]) -> str:

@@ -4,7 +4,8 @@ One process and one CPU state; what is restored ends up in parameters that exist
 each round. The copy is ``copy_`` between warm tensors; the raw client is boto3 with ``readinto`` on its connections, in
 8 threads, into warm memory, which verifies nothing. The server is on this machine and sends without copies; it uses the
 same cores. Prints medians of seconds, of processor seconds a GiB, and of the ratio to the copy, or to the raw client,
-of the same round; and, last, ``restore_memory_ratio_to_memcpy=X restore_s3_rate_to_raw=Y``, both for DCP.
+of the same round; a line of JSON, with the parts that each consists of; and, last,
+``restore_memory_ratio_to_memcpy=X restore_s3_rate_to_raw=Y``, both for DCP.
 
 ``--fresh`` measures the first restore of a new process instead, whose imports and client are begun at set-up.
 ``--memory`` gives the peak of anonymous memory over what it was before, in MiB, for each way.
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parts import OF_DCP_LOAD, OF_LOAD, Parts, medians
 from s3_process import StoringServer
 from s3_state import BUCKET
 
@@ -39,6 +41,14 @@ WARM_ROUNDS = 2
 RAW_THREADS, RAW_RANGE = 8, 16 * MIB
 COPY, RAW = "memcpy into warm tensors", "raw boto3, readinto, 8 threads"
 DCP, IO = "dcp.load", "TieredCheckpointIO and copy"
+#: How the line of JSON names what the goals look at.
+KEYS = {
+    "raw": RAW,
+    "dcp_memory": f"{DCP} from memory",
+    "io_memory": f"{IO} from memory",
+    "dcp_s3": f"{DCP} from S3",
+    "io_s3": f"{IO} from S3",
+}
 
 
 def state_of(mebibytes: int, tensors: int, fill: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -159,8 +169,8 @@ def peak_of(found: list[float]) -> Iterator[None]:
         found.append((peak - before) / MIB)
 
 
-def measure(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, list[float]]]:
-    """Seconds, processor seconds and peaks of each way, a list of rounds."""
+def measure(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, list[Any]]]:
+    """Seconds, processor seconds, peaks and parts of each way, a list of rounds."""
     runs: dict[str, tuple[Callable[[], None], bool]] = {
         COPY: (bench.copy, False),
         f"{DCP} from memory": (bench.by_dcp, False),
@@ -169,7 +179,9 @@ def measure(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, l
         f"{DCP} from S3": (bench.by_dcp, True),
         f"{IO} from S3": (bench.by_io, True),
     }
-    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "peak": []} for name in runs}
+    found: dict[str, dict[str, list[Any]]] = {
+        name: {"seconds": [], "cpu": [], "peak": [], "parts": []} for name in runs
+    }
     for number in range(rounds + WARM_ROUNDS):
         for name, (run, is_remote) in runs.items():
             peaks: list[float] = []
@@ -178,6 +190,7 @@ def measure(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, l
                     around.enter_context(bench.hidden())
                 if memory:
                     around.enter_context(peak_of(peaks))
+                parts = around.enter_context(Parts(OF_DCP_LOAD if DCP in name else OF_LOAD if IO in name else {}))
                 began, used = time.perf_counter(), processor()
                 run()
                 seconds, cpu = time.perf_counter() - began, processor() - used
@@ -186,6 +199,8 @@ def measure(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, l
             if number >= WARM_ROUNDS:
                 found[name]["seconds"].append(seconds)
                 found[name]["cpu"].append(cpu)
+                rest = "the copy and the rest" if IO in name else "the rest"
+                found[name]["parts"].append({**parts.seconds, rest: seconds - sum(parts.seconds.values())})
                 found[name]["peak"] += peaks
     return found
 
@@ -256,7 +271,7 @@ def measure_in_fresh_processes(bench: Bench, options: argparse.Namespace) -> Non
         )
 
 
-def show(found: dict[str, dict[str, list[float]]], options: argparse.Namespace) -> None:
+def show(found: dict[str, dict[str, list[Any]]], options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -275,6 +290,17 @@ def show(found: dict[str, dict[str, list[float]]], options: argparse.Namespace) 
         row += [f"{max(figures['peak']):.0f}"] if options.memory else []
         table.add_row(name, *row)
     Console(width=120).print(table)
+    ways = {
+        key: {
+            "to_copy": ratios[name][0],
+            "to_raw": ratios[name][1],
+            "seconds": statistics.median(found[name]["seconds"]),
+            "cpu_s_per_GiB": statistics.median(found[name]["cpu"]) * 1024 / options.mebibytes,
+            "parts": medians(found[name]["parts"]),
+        }
+        for key, name in KEYS.items()
+    }
+    print(json.dumps({"copy_s": statistics.median(found[COPY]["seconds"]), "ways": ways}))
     memory, s3 = ratios[f"{DCP} from memory"][0], ratios[f"{DCP} from S3"][1]
     print(f"restore_memory_ratio_to_memcpy={memory:.2f} restore_s3_rate_to_raw={s3:.2f}")
 

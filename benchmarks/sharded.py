@@ -2,8 +2,9 @@
 
 Two ranks over gloo, each with 1 GiB of sharded state on the CPU, warm, all contenders in turn in every
 round; what a rank waits for is the slowest rank's time. DCP writes to the same tmpfs. Prints the
-median of each, and, last, ``sharded_stall_ratio_to_dcp_thread=X``: the median over rounds of ours
-divided by DCP's async_save with a thread in the same round.
+median of each, a line of JSON with the parts that ours consists of, and, last,
+``sharded_stall_ratio_to_dcp_thread=X``: the median over rounds of ours divided by DCP's async_save with a
+thread in the same round.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+from parts import OF_SHARDED, Parts, medians
 
 WARM_ROUNDS = 2
 NAMES = ("ours", "DCP async_save, thread", "DCP async_save, process, shared memory")
@@ -77,12 +80,15 @@ def rank_main(folder: str, mebibytes: int, rounds: int) -> None:
 
     contenders: dict[str, Callable[[int], Any]] = dict(zip(NAMES, (by_ours, by_thread, by_process), strict=True))
     times: dict[str, list[float]] = {name: [] for name in NAMES}
+    rounds_of_parts: list[dict[str, float]] = []
     for number in range(rounds + WARM_ROUNDS):
         for name, save in contenders.items():
             dist.barrier()
-            began = time.perf_counter()
-            future = save(number)
-            mine = torch.tensor(time.perf_counter() - began)
+            parts = Parts(OF_SHARDED if name == NAMES[0] else {})
+            with parts:
+                began = time.perf_counter()
+                future = save(number)
+                mine = torch.tensor(time.perf_counter() - began)
             future.result()
             dist.all_reduce(mine, dist.ReduceOp.MAX)
             if rank == 0:
@@ -90,9 +96,13 @@ def rank_main(folder: str, mebibytes: int, rounds: int) -> None:
                     shutil.rmtree(f"{folder}/{kind}-{number}", ignore_errors=True)
             if number >= WARM_ROUNDS:
                 times[name].append(float(mine))
+                if parts.seconds:
+                    # The slowest rank's time, of which the first rank spent this.
+                    rest = float(mine) - sum(parts.seconds.values())
+                    rounds_of_parts.append({**parts.seconds, "the rest and the other rank": rest})
     writer.close()
     if rank == 0:
-        print(json.dumps(times), flush=True)
+        print(json.dumps([times, medians(rounds_of_parts)]), flush=True)
     dist.barrier()
     # DCP's background process would be waited for.
     os._exit(0)
@@ -122,7 +132,8 @@ def main() -> None:
             ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
             stack.callback(ranks[-1].kill)
         told, _ = ranks[0].communicate()
-        times: dict[str, list[float]] = json.loads(told.strip().splitlines()[-1])
+        times: dict[str, list[float]]
+        times, parts = json.loads(told.strip().splitlines()[-1])
     thread = times[NAMES[1]]
     ratios = {
         name: statistics.median(mine / theirs for mine, theirs in zip(seconds, thread, strict=True))
@@ -130,6 +141,8 @@ def main() -> None:
     }
     show(times, ratios, arguments.mebibytes)
     by_process = statistics.median(mine / other for mine, other in zip(times[NAMES[0]], times[NAMES[2]], strict=True))
+    ours_s, thread_s = (statistics.median(times[name]) for name in NAMES[:2])
+    print(json.dumps({"ours_s": ours_s, "thread_s": thread_s, "parts": parts}))
     print(f"sharded_stall_ratio_to_dcp_process={by_process:.2f}")
     print(f"sharded_stall_ratio_to_dcp_thread={ratios[NAMES[0]]:.2f}")
 

@@ -1,0 +1,89 @@
+"""What the benchmarks say of their goals: which are met, and of what a miss consists, from figures of the same run."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def beside_the_scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name in ("goals", "measure", "parts"):
+        sys.modules.pop(name, None)
+
+
+def of(found, measure):
+    from goals import judged
+
+    (goal,) = (each for each in judged(found) if each["measure"].startswith(measure))
+    return goal
+
+
+def row(stall):
+    parts = {"planning": 0.2, "copying and hashing": stall - 0.2, "hashing": 0.0}
+    return {"contender": "ours, memory step", "state": "64 tensors", "stall": [stall], "memcpy": [1.0], "parts": parts}
+
+
+def test_a_miss_says_of_which_parts_it_consists():
+    missed = of({"rows": [row(1.7)]}, "eager stall / memcpy, 64")
+    assert (missed["met"], missed["value"]) == (False, 1.7)
+    assert missed["why"] == "planning 0.20, copying and hashing 1.50 (in copies)"
+
+
+def test_a_goal_that_is_met_needs_no_reason():
+    met = of({"rows": [row(1.0)]}, "eager stall / memcpy, 64")
+    assert met["met"] and met["why"] == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ({"rows": []}, "it was not measured in this run"),
+        ({"rows": [], "overlap": {"error": "nothing after 9 s"}}, "its benchmark failed: nothing after 9 s"),
+    ],
+)
+def test_a_goal_without_figures_is_missed_and_says_why(found, why):
+    missed = of(found, "step inflation")
+    assert (missed["met"], missed["value"], missed["why"]) == (False, None, why)
+
+
+def test_the_greater_inflation_counts():
+    overlap = {"capture_inflation": 0.01, "drain_inflation": 0.05, "cores": 2}
+    missed = of({"rows": [], "overlap": overlap}, "step inflation")
+    assert missed["value"] == 0.05 and "beside a drain +5.0%" in missed["why"]
+
+
+def test_parts_add_up_and_leave_out_what_is_gone():
+    from parts import Parts
+
+    clock = {"outer": [f"{__name__}:outer"], "inner": [f"{__name__}:inner"], "gone": [f"{__name__}:gone"]}
+    began = time.perf_counter()
+    with Parts(clock) as parts:
+        outer()
+    took = time.perf_counter() - began
+    assert set(parts.seconds) == {"outer", "inner"}
+    assert parts.seconds["inner"] >= 0.02 and sum(parts.seconds.values()) <= took
+    assert outer.__name__ == "outer" and not hasattr(outer, "__wrapped__")
+
+
+def test_the_parts_of_a_save_are_found():
+    from parts import OF_DCP_LOAD, OF_LOAD, OF_PLAN, OF_SAVE, OF_SHARDED, Parts
+
+    for functions in (OF_SAVE, OF_PLAN, OF_LOAD, OF_DCP_LOAD, OF_SHARDED):
+        for part, paths in functions.items():
+            for path in paths:
+                with Parts({part: [path]}) as found:
+                    assert found.seconds == {part: 0.0}, f"{path} is gone"
+
+
+def inner():
+    time.sleep(0.02)
+
+
+def outer():
+    inner()
