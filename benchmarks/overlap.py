@@ -1,9 +1,12 @@
 """What an overlapped capture costs training, beside none and an eager one, in a real Lightning fit on the CPU.
 
 One fit, one torch thread by default, so that a core is free; AdamW on linear layers. By turns, steps without a save,
-with an eager one before them and with an overlapped one. Prints, as medians over the run: forward and backward divided
-by the copy of the state; our share of the save's call (all but Lightning's own dump of the state), by the clock and by
-the thread's processor time; how long the optimizer waited; and the steps behind a save divided by those without one.
+with an eager one before them, with an overlapped one, and with an eager one that the drain then uploads, to a server
+on this machine. Prints, as medians over the run: forward and backward divided by the copy of the state; our share of
+the save's call (all but Lightning's own dump of the state), by the clock and by the thread's processor time; how long
+the optimizer waited; and the steps behind a save divided by those without one. Last comes a line of JSON: of an
+overlapped save ``share_ms`` and its parts, and by how much the slower one of the two steps behind it is longer,
+``capture_inflation``; the same beside a drain, ``drain_inflation``.
 
 The steps behind a capture count too: their bytes are hashed there. ``--threads`` fills more cores.
 """
@@ -11,6 +14,8 @@ The steps behind a capture count too: their bytes are hashed there. ``--threads`
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import logging
 import os
 import shutil
@@ -23,11 +28,16 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from parts import OF_SAVE, Parts, medians
+from s3_process import StoringServer
+from s3_state import BUCKET
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.engine.save.overlap import Overlap
 
-NONE, EAGER, OVERLAPPED = "none", "eager", "overlapped"
+NONE, EAGER, OVERLAPPED, DRAINED = "none", "eager", "overlapped", "drained"
+_BEGIN = "tiered_checkpoint_io.engine.save.overlap:Overlap.begin"
+OF_CALL = {**OF_SAVE, "finding what may be copied later": [_BEGIN]}
 #: A save every so many steps: the second step behind it may still be beside its hashing.
 PERIOD = 4
 WARM_UP = 8
@@ -52,8 +62,9 @@ class Measuring(Callback):
         self.saver, self.mode = io.checkpointer.saver, NONE
         self.began = self.fed = 0.0
         self.steps: dict[tuple[str, int], list[float]] = {}
-        self.calls: dict[str, list[float]] = {EAGER: [], OVERLAPPED: []}
-        self.processor: dict[str, list[float]] = {EAGER: [], OVERLAPPED: []}
+        self.calls: dict[str, list[float]] = {EAGER: [], OVERLAPPED: [], DRAINED: []}
+        self.processor: dict[str, list[float]] = {EAGER: [], OVERLAPPED: [], DRAINED: []}
+        self.parts: list[dict[str, float]] = []
         self.compute: list[float] = []
         self.overlap: Any = None
 
@@ -70,7 +81,7 @@ class Measuring(Callback):
             if self.mode == NONE:
                 self.compute.append(self.fed)
         if index % PERIOD == PERIOD - 1:
-            self.mode = (NONE, EAGER, NONE, OVERLAPPED)[(turn + 1) % 4]
+            self.mode = (NONE, EAGER, NONE, OVERLAPPED, NONE, DRAINED)[(turn + 1) % 6]
             if self.mode != NONE:
                 self.save(trainer, counts=turn > WARM_UP)
 
@@ -78,14 +89,17 @@ class Measuring(Callback):
         self.overlap = self.overlap or self.saver.overlap
         self.saver.overlap = self.overlap if self.mode == OVERLAPPED else None
         dumped = Times(_CheckpointConnector, "dump_checkpoint")
-        with dumped:
+        tiers = ["memory", "durable"] if self.mode == DRAINED else ["memory"]
+        with dumped, Parts(OF_CALL) as parts:
             begin, worked = time.perf_counter(), time.thread_time()
-            trainer.save_checkpoint(f"{self.mode}.ckpt", storage_options={"tiers": ["memory"]})
+            trainer.save_checkpoint(f"{self.mode}.ckpt", storage_options={"tiers": tiers})
             took = time.perf_counter() - begin - dumped.total
             worked = time.thread_time() - worked - dumped.worked
         if counts:
             self.processor[self.mode].append(worked)
             self.calls[self.mode].append(took)
+            if self.mode == OVERLAPPED:
+                self.parts.append({**parts.seconds, "the rest": took - sum(parts.seconds.values())})
 
 
 class Times:
@@ -127,15 +141,25 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=96)
-    parser.add_argument("--turns", type=int, default=40, help="of four steps each, beyond the first nine")
+    parser.add_argument("--turns", type=int, default=48, help="of four steps each, beyond the first nine")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(arguments.threads)
-    folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-    try:
-        io = TieredCheckpointIO(f"{folder}/durable", memory_dir=folder, staging="overlapped", on_save_error="raise")
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
+        url = stack.enter_context(StoringServer()).url
+        io = TieredCheckpointIO(
+            f"s3://{BUCKET}/run",
+            endpoint_url=url,
+            memory_dir=folder,
+            memory_allocation_percentage=100,
+            staging="overlapped",
+            on_save_error="raise",
+        )
         measuring, model = Measuring(io), Layers(arguments.width, arguments.layers)
         steps = (WARM_UP + 1 + arguments.turns) * PERIOD
         trainer = Trainer(
@@ -155,8 +179,6 @@ def main() -> None:
             trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=arguments.batch))
         state = [each for group in trainer.optimizers[0].state.values() for each in group.values()]
         show(measuring, copy_s([*model.parameters(), *state]), waited.total / steps)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def show(measured: Measuring, copy: float, waited: float) -> None:
@@ -165,14 +187,25 @@ def show(measured: Measuring, copy: float, waited: float) -> None:
     base = middle(plain)
     print(f"load {os.getloadavg()[0]:.1f}; step {base * 1e3:.1f} ms, copy of the state {copy * 1e3:.1f} ms")
     print(f"forward_backward_to_copy={middle(measured.compute) / copy:.2f}")
-    for mode in (EAGER, OVERLAPPED):
+    inflation = {}
+    for mode in (EAGER, OVERLAPPED, DRAINED):
         behind = [middle(measured.steps[mode, place]) for place in range(PERIOD)]
         share, worked = middle(measured.calls[mode]) * 1e3, middle(measured.processor[mode]) * 1e3
         print(f"{mode}: our share of the call {share:.2f} ms, of it on the processor {worked:.2f} ms")
         print(f"{mode}: steps behind it / steps without: " + ", ".join(f"{each / base:.3f}" for each in behind))
+        inflation[mode] = max(behind[:2]) / base - 1
         cost = middle(measured.calls[mode]) + sum(behind) - PERIOD * base
         print(f"{mode}_cost_to_copy={cost / copy:.2f}")
     print(f"optimizer_waited_ms_a_step={waited * 1e3:.3f}")
+    figures = {
+        "share_ms": middle(measured.calls[OVERLAPPED]) * 1e3,
+        "parts_ms": {part: seconds * 1e3 for part, seconds in medians(measured.parts).items()},
+        "capture_inflation": inflation[OVERLAPPED],
+        "drain_inflation": inflation[DRAINED],
+        "step_ms": base * 1e3,
+        "cores": os.cpu_count(),
+    }
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":
