@@ -34,7 +34,17 @@ LIMIT_S = 75.0
 COMMON = ["64 tensors"]
 OURS = [name for name in CONTENDERS if name.startswith("ours")]
 #: The other benchmarks, and whether each takes sizes and rounds.
-SCRIPTS = {"restore": True, "clients": True, "sharded": True, "planning": False, "overlap": False, "loop": True}
+SCRIPTS = {
+    "restore": True,
+    "clients": True,
+    "sharded": True,
+    "planning": False,
+    "overlap": False,
+    "loop": True,
+    "replication": True,
+    "recovery": True,
+    "restart": True,
+}
 
 
 def child(command: list[str], limit_s: float = LIMIT_S) -> tuple[str, str]:

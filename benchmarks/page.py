@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from goals import split
 from measure import ratio
 
 
@@ -92,27 +94,142 @@ def plot(found: dict[str, Any]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
 
 
+def uploads(found: dict[str, Any]) -> Iterator[list[str]]:
+    for scheme, rows in found["clients"]["clients"].items():
+        for name, row in rows.items():
+            if "error" in row:
+                yield [scheme, name, f"could not run: {row['error']}"[:120], ""]
+            else:
+                yield [scheme, name, f"{row['rate_to_boto3']:.2f}", f"{row['cpu_s_per_GiB']:.2f}"]
+
+
+def restores(found: dict[str, Any]) -> Iterator[list[str]]:
+    for name, row in found["restore"]["ways"].items():
+        yield [RESTORES[name], *(f"{row[key]:.2f}" for key in ("seconds", "to_copy", "to_raw", "cpu_s_per_GiB"))]
+
+
+def planning(found: dict[str, Any]) -> Iterator[list[str]]:
+    for name, key in PLANS.items():
+        yield [name, f"{found['planning'][key]:.2f}"]
+
+
+def beside(found: dict[str, Any]) -> Iterator[list[str]]:
+    for name, row in found["loop"]["ways"].items():
+        yield [name, *(f"{row[f'{key}_per_GiB']:.2f}" for key in ("lost_s", "cpu_s", "server_cpu_s"))]
+
+
+def replication(found: dict[str, Any]) -> Iterator[list[str]]:
+    for name, row in found["replication"]["ways"].items():
+        yield [name, *(f"{row[key]:.2f}" for key in ("rate_GiB_s", "cpu_s_per_GiB"))]
+
+
+def restarts(found: dict[str, Any]) -> Iterator[list[str]]:
+    for name, row in found["restart"]["ways"].items():
+        yield [name, f"{row['seconds']:.2f}", split(row["parts"])]
+
+
+def recoveries(found: dict[str, Any]) -> Iterator[list[str]]:
+    for name, seconds in found["recovery"]["seconds"].items():
+        yield [name, f"{seconds:.2f}"]
+
+
+RESTORES = {
+    "raw": "raw boto3, readinto, 8 threads",
+    "dcp_memory": "dcp.load from memory",
+    "io_memory": "load_checkpoint from memory, and a copy",
+    "dcp_s3": "dcp.load from S3",
+    "io_s3": "load_checkpoint from S3, and a copy",
+}
+PLANS = {
+    "a structure that is known": "known_us",
+    "a new one": "first_us",
+    "the second of a new one, which compares": "second_us",
+    "torch.save": "torch_save_us",
+}
+
+
+class Section(NamedTuple):
+    """A part of the page: the figures of one script."""
+
+    title: str
+    script: str
+    text: str
+    columns: tuple[str, ...]
+    rows: Callable[[dict[str, Any]], Iterator[list[str]]]
+
+
+SECTIONS = (
+    Section(
+        "Planning",
+        "planning",
+        "Processor time a tensor, of 20,000, for what a save does before it copies; torch.save writes the file to memory.",
+        ("what is planned", "us a tensor"),
+        planning,
+    ),
+    Section(
+        "Restores",
+        "restore",
+        "Into parameters that exist. The copy is between warm tensors. The raw client verifies nothing.",
+        ("way", "seconds", "/ memcpy", "rate / raw client", "CPU s/GiB"),
+        restores,
+    ),
+    Section(
+        "After a kill",
+        "restart",
+        "From the start of the process that follows to the end of its first step, behind the step that was saved.",
+        ("way", "seconds", "of these"),
+        restarts,
+    ),
+    Section(
+        "A lost node",
+        "recovery",
+        "Two ranks, one of which has lost its node's memory: the load of a sharded checkpoint.",
+        ("its part comes", "seconds"),
+        recoveries,
+    ),
+    Section(
+        "Uploads",
+        "clients",
+        "The rate beside boto3's parts in the same round, and processor seconds a GiB of the client. See"
+        " [the choice of the S3 client](design/0001-s3-client.md).",
+        ("over", "client", "rate / boto3", "CPU s/GiB"),
+        uploads,
+    ),
+    Section(
+        "A Python loop beside an upload",
+        "loop",
+        "What the loop loses, and processor seconds of the uploading process and of the server. The raw clients have"
+        " processes of their own.",
+        ("upload by", "lost, s/GiB", "CPU s/GiB", "server's CPU s/GiB"),
+        beside,
+    ),
+    Section(
+        "Replication",
+        "replication",
+        "Between two processes over the loopback interface, both ways at once. Only ours hashes and keeps what comes.",
+        ("way", "GiB/s each way", "CPU s/GiB, both ranks"),
+        replication,
+    ),
+)
+
+
+def section(each: Section, found: dict[str, Any]) -> str:
+    figures = found.get(each.script)
+    if figures is None:
+        body = "Not measured in this run."
+    elif "error" in figures:
+        body = f"It could not be measured: {figures['error']}."
+    else:
+        body = markdown(each.columns, list(each.rows(found)))
+    return f"## {each.title}\n\n{each.text}\n\n{body}"
+
+
 def write(found: dict[str, Any], docs: Path) -> None:
     """docs/benchmarks.md and docs/benchmarks.svg."""
     machine = found["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     met = sum(goal["met"] for goal in found["goals"])
-    clients = found.get("clients", {}).get("clients", {})
-    uploads = [
-        [
-            scheme,
-            name,
-            *(
-                [f"could not run: {row['error']}"[:120], ""]
-                if "error" in row
-                else [f"{row['rate_to_boto3']:.2f}", f"{row['cpu_s_per_GiB']:.2f}"]
-            ),
-        ]
-        for scheme, rows in clients.items()
-        for name, row in rows.items()
-    ]
-    if not uploads:
-        uploads = [["-", "not measured in this run", "", ""]]
+    sections = "\n\n".join(section(each, found) for each in SECTIONS)
     text = f"""# Benchmarks
 
 Made by `make bench ARGS='{found["options"]}'` from one run, on {machine["date"]}: {machine["cores"]} cores,
@@ -131,14 +248,11 @@ memory of the training process.
 
 {markdown(COLUMNS, [cells(row) for row in found["rows"]])}
 
-## Uploads
-
-The rate beside boto3's parts in the same round, and processor seconds a GiB of the client. See
-[the choice of the S3 client](design/0001-s3-client.md).
-
-{markdown(("over", "client", "rate / boto3", "CPU s/GiB"), uploads)}
+{sections}
 
 ## Goals
+
+Behind a miss: the parts of which what was measured consists, timed in the same run.
 
 {markdown(GOALS, [goal_cells(goal) for goal in found["goals"]])}
 

@@ -145,6 +145,7 @@ def main() -> None:
         ranks[1].communicate(timeout=PATIENCE_S)
     ratio = statistics.median(peer / s3 for peer, s3 in zip(*times.values(), strict=True))
     show(times, arguments.mebibytes)
+    print(json.dumps({"seconds": {name: statistics.median(each) for name, each in times.items()}}))
     print(f"recovery_ratio_to_s3={ratio:.2f}")
 
 

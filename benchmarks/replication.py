@@ -1,0 +1,168 @@
+"""How fast replicas travel between two processes: ours beside raw gloo and a raw socket, over the loopback interface.
+
+Two nodes (memory folders of their own) of one rank each. Each has a part of a sharded checkpoint of node memory alone,
+which goes to the other one, both at once: taken from the mapped file, sent, written into a slot, and its chunks hashed.
+By turns, as many bytes are sent both ways at once by gloo between warm tensors, and by a socket between warm buffers,
+which neither hash nor keep anything. The time of ours is from the return of the save, of the slower rank.
+
+Prints, last, a line of JSON: for each way seconds, GiB/s each way, and processor seconds of both ranks a GiB sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from measure import GIB, MIB
+
+NAMES = ("ours", "gloo", "socket")
+WARM_ROUNDS = 2
+DEADLINE_S, PATIENCE_S = 200.0, 60.0
+
+
+def rank_main(folder: str, mebibytes: int, rounds: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from tiered_checkpoint_io import dcp
+    from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    memory_dir = f"{folder}/{'ab'[rank]}"
+    os.makedirs(memory_dir, exist_ok=True)
+    config: dict[str, Any] = {
+        "dirpath": f"{folder}/durable",
+        "memory_dir": memory_dir,
+        "replication_factor": 2,
+        "memory_allocation_percentage": 100,
+    }
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        f"w{number}": DTensor.from_local(torch.randn(mebibytes << 16), mesh, [Shard(0)], run_check=False)
+        for number in range(4)
+    }
+    session = shared_of(settings_of(None, config)).session
+    mine, theirs = torch.ones(mebibytes * MIB, dtype=torch.uint8), torch.zeros(mebibytes * MIB, dtype=torch.uint8)
+    line = connected(dist, rank)
+
+    def by_ours() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while session.copies_pending() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def by_gloo() -> None:
+        requests = [dist.isend(mine, other), dist.irecv(theirs, other)]
+        for request in requests:
+            request.wait()
+
+    def by_socket() -> None:
+        sender = threading.Thread(target=line.sendall, args=(mine.numpy().data,))
+        sender.start()
+        view, at = theirs.numpy().data, 0
+        while at < len(view):
+            at += line.recv_into(view[at:])
+        sender.join()
+
+    ways: dict[str, Callable[[], None]] = dict(zip(NAMES, (by_ours, by_gloo, by_socket), strict=True))
+    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu_s": []} for name in NAMES}
+    for number in range(1, rounds + WARM_ROUNDS + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            used = time.process_time()
+            if name == "ours":
+                dcp.save(state, checkpoint_id=f"step_{number}", save_to_s3=False, **config)
+                # The save itself is not looked at; what is sent meanwhile counts.
+                used = time.process_time()
+            began = time.perf_counter()
+            way()
+            figures = torch.tensor([time.perf_counter() - began, time.process_time() - used], dtype=torch.float64)
+            dist.all_reduce(figures[:1], dist.ReduceOp.MAX)
+            dist.all_reduce(figures[1:])
+            if number > WARM_ROUNDS:
+                for values, value in zip(found[name].values(), figures.tolist(), strict=True):
+                    values.append(value)
+    replicated = session.counts["replicated"]
+    assert replicated >= rounds, f"{replicated} parts were replicated"
+    if rank == 0:
+        os.write(1, (json.dumps(found) + "\n").encode())
+    dist.barrier()
+    session.close()
+    line.close()
+    dist.destroy_process_group()
+
+
+def connected(dist: Any, rank: int) -> socket.socket:
+    """A socket to the other rank."""
+    port = [0]
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = [listener.getsockname()[1]]
+    dist.broadcast_object_list(port)
+    line = listener.accept()[0] if rank == 0 else socket.create_connection(("127.0.0.1", port[0]))
+    if rank == 0:
+        listener.close()
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--mebibytes", type=int, default=256, help="of each rank; a multiple of 4")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank_main(options.rank, options.mebibytes, options.rounds)
+        return
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        command = [sys.executable, __file__, "--rank", folder]
+        command += ["--mebibytes", str(options.mebibytes), "--rounds", str(options.rounds)]
+        ranks = []
+        for rank in range(2):
+            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+            stack.callback(ranks[-1].kill)
+        told, _ = ranks[0].communicate(timeout=DEADLINE_S)
+        ranks[1].communicate(timeout=PATIENCE_S)
+    found = json.loads(told.strip().splitlines()[-1])
+    share = options.mebibytes * MIB / GIB
+    ways = {
+        name: {
+            "seconds": statistics.median(row["seconds"]),
+            "rate_GiB_s": share / statistics.median(row["seconds"]),
+            "cpu_s_per_GiB": statistics.median(row["cpu_s"]) / (2 * share),
+        }
+        for name, row in found.items()
+    }
+    for name, row in ways.items():
+        print(f"{name:8}" + "  ".join(f"{key}={value:.2f}" for key, value in row.items()))
+    print(json.dumps({"ways": ways}))
+
+
+if __name__ == "__main__":
+    main()
