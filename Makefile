@@ -145,6 +145,7 @@ lint: venv
 # Every contender beside the others, in environments of their own, and the goals: make bench ARGS=--quick
 bench: venv
 	$(BIN)/python benchmarks/peers.py
+	-$(MAKE) $(NEMO_STAMP)
 	timeout -k 10 2400 $(BIN)/python benchmarks/bench.py $(ARGS)
 
 bench-stall: venv

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import statistics
 import time
@@ -127,11 +128,16 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         found = run(options.contender, options.state, options.mebibytes, options.rounds, options.folder)
+    except ImportError as error:
+        found = {"contender": options.contender, "state": options.state, "error": f"it is not installed: {error}"}
     except Exception as error:
         first = str(error).strip().splitlines() or [""]
-        found = {"contender": options.contender, "state": options.state, "error": f"{type(error).__name__}: {first[0]}"}
+        why = CONTENDERS[options.contender].reason or f"{type(error).__name__}: {first[0]}"
+        found = {"contender": options.contender, "state": options.state, "error": why}
     os.write(out, (json.dumps(found) + "\n").encode())
-    # Background processes of some libraries would be waited for.
+    # Background processes of some libraries would be waited for, and would hold this one's output open.
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(0)
 
 

@@ -162,7 +162,7 @@ SECTIONS = (
     Section(
         "Planning",
         "planning",
-        "Processor time a tensor, of 20,000, for what a save does before it copies; torch.save writes the file to memory.",
+        "Processor time a tensor, of 20,000, for what a save does before it copies; torch.save writes to memory.",
         ("what is planned", "us a tensor"),
         planning,
     ),

@@ -14,12 +14,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent / ".venv-peers"
+#: NeMo pins much of what the others share: it has the environment that ``make test-nemo`` makes.
+NEMO = HERE.parent / ".venv-nemo"
 #: Contenders that need more than torch, Lightning and torch_checkpointing, by the name of their constraints.
 ENVIRONMENTS = {
     "s3torchconnector, Lightning": "s3torchconnector",
+    "s3torchconnector, DCP, async": "s3torchconnector",
     "nvidia-resiliency-ext": "nvidia-resiliency-ext",
     "DLRover Flash Checkpoint": "dlrover",
-    "amzn-sagemaker-checkpointing": "sagemaker",
+    "amzn-sagemaker-checkpointing, S3 tier, async": "sagemaker",
     "obstore": "obstore",
 }
 
@@ -27,8 +30,8 @@ ENVIRONMENTS = {
 def python_for(contender: str) -> str:
     """The Python that runs a contender: its environment's where it has one that is made, else this one."""
     name = ENVIRONMENTS.get(contender)
-    path = ROOT / str(name) / "bin" / "python"
-    return str(path) if name and path.exists() else sys.executable
+    path = (NEMO if contender.startswith("NeMo") else ROOT / str(name)) / "bin" / "python"
+    return str(path) if path.exists() else sys.executable
 
 
 def make(name: str) -> None:

@@ -31,6 +31,8 @@ from xml.sax.saxutils import escape, unescape
 from s3_state import Entry, Pages, RefusedError, Request, Span, State, Upload
 
 #: Keys of one answer to a listing.
+#: What the first version of a listing is asked with; its pages go on behind the last key.
+_FIRST_LISTING = {"prefix", "delimiter", "max-keys", "marker", "encoding-type"}
 _PAGE = 1000
 #: Headers that a server keeps with an object, and gives back.
 _KEPT = re.compile(r"x-amz-meta-.*|content-type$")
@@ -261,7 +263,9 @@ class Handler(threading.Thread):
             self._answer(200)
         elif method == "GET" and "uploads" in arguments:
             self._answer(200, self._uploads(bucket, arguments.get("prefix", "")))
-        elif method == "GET" and arguments.get("list-type") == "2":
+        elif method == "GET" and "location" in arguments:
+            self._answer(200, "<LocationConstraint/>")
+        elif method == "GET" and (arguments.get("list-type") == "2" or set(arguments) <= _FIRST_LISTING):
             self._answer(200, self._listing(bucket, arguments))
         else:
             raise RefusedError(501, "NotImplemented")
@@ -277,7 +281,7 @@ class Handler(threading.Thread):
 
     def _listing(self, bucket: str, arguments: dict[str, str]) -> str:
         prefix, delimiter = arguments.get("prefix", ""), arguments.get("delimiter", "")
-        after = arguments.get("continuation-token") or arguments.get("start-after", "")
+        after = arguments.get("continuation-token") or arguments.get("start-after") or arguments.get("marker", "")
         limit = min(int(arguments.get("max-keys", _PAGE)), _PAGE)
         with self._state.lock:
             entries = sorted(
