@@ -8,15 +8,18 @@ runs in a process of its own beside a copy into warm tensors: ratios are of one 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,16 @@ def script(name: str, *options: str) -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Says what one of the benchmarks took."""
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    yield
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{time.perf_counter() - began:6.1f} s, {used:6.1f} CPU s: {name}", file=sys.stderr, flush=True)
+
+
 def machine() -> dict[str, Any]:
     """What this was measured on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
@@ -137,14 +150,14 @@ def main() -> None:
             write(found, HERE.parent / "docs")
 
     for each in plan:
-        print(f"{each['name']}, {each['state']}", file=sys.stderr, flush=True)
-        found["rows"].append(contended(**each))
+        with timed(f"{each['name']}, {each['state']}"):
+            found["rows"].append(contended(**each))
         keep()
     if not options.no_scripts:
         sizes = ["--mebibytes", str(mebibytes), "--rounds", str(rounds)]
         for name, takes_sizes in SCRIPTS.items():
-            print(name, file=sys.stderr, flush=True)
-            found[name] = script(name, *(sizes if takes_sizes else []))
+            with timed(name):
+                found[name] = script(name, *(sizes if takes_sizes else []))
             keep()
     console(found)
     met = sum(goal["met"] is True for goal in found["goals"])

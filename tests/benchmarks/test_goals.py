@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def beside_the_scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    for name in ("goals", "measure", "parts"):
+    for name in ("goals", "measure", "parts", "page", "s3_process"):
         sys.modules.pop(name, None)
 
 
@@ -79,6 +79,45 @@ def test_the_parts_of_a_save_are_found():
             for path in paths:
                 with Parts({part: [path]}) as found:
                     assert found.seconds == {part: 0.0}, f"{path} is gone"
+
+
+def test_the_page_says_of_each_benchmark_what_it_found_or_why_it_did_not(tmp_path):
+    from goals import judged
+    from page import SECTIONS, write
+
+    machine = {"date": "today", "cores": 2, "memory_GiB": 8, "system": "Linux", "python": "3", "versions": {}}
+    machine |= {"commit": "abc", "load_before": 0.0, "load_after": 0.0}
+    found = {"options": "", "machine": machine, "mebibytes": 1, "rounds": 1, "rows": []}
+    found |= {"overlap": {"error": "nothing"}, "restart": {"error": "nothing after 9 s"}}
+    found["planning"] = {
+        "known_us": 2.5,
+        "first_us": 30.0,
+        "second_us": 50.0,
+        "torch_save_us": 33.0,
+        "parts": {"a": 1.0},
+    }
+    found["goals"] = judged(found)
+    write(found, tmp_path)
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert all(f"## {section.title}\n" in text for section in SECTIONS)
+    assert "| a structure that is known | 2.50 |" in text
+    assert "It could not be measured: nothing after 9 s." in text and "Not measured in this run." in text
+    assert f"`goals_met=1 of {len(found['goals'])}`" in text
+
+
+def test_the_benchmarks_server_answers_what_libraries_ask_first():
+    import boto3
+    from s3_process import StoringServer
+
+    with StoringServer() as server:
+        client = boto3.client("s3", endpoint_url=server.url, **server.credentials)
+        for key in ("a/1", "a/2", "b"):
+            client.put_object(Bucket="bench", Key=key, Body=b"x")
+        assert client.get_bucket_location(Bucket="bench")["LocationConstraint"] is None
+        pages = client.get_paginator("list_objects").paginate(
+            Bucket="bench", Prefix="a/", PaginationConfig={"PageSize": 1}
+        )
+        assert [each["Key"] for page in pages for each in page["Contents"]] == ["a/1", "a/2"]
 
 
 def inner():
