@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -17,13 +16,15 @@ import torch
 import xxhash
 
 from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.formats.copies import Copies
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
 
-#: Copied and then hashed at once: small enough that what was just written is still in the cache of
-#: the core that hashes it, large enough that the interpreter's cost for a piece does not show.
-_PIECE = 512 << 10
+#: Copied and then hashed at once: small enough that what was just written is still in a cache near the core that hashes
+#: it. Copies of less are left to an instruction (rep movsb) that is slower than the vector instructions on some cores.
+_PIECE = 1 << 20
 _MAX_THREADS = 8
+_ASKED_AT_ONCE = 256
 _CPU = torch.device("cpu")
 
 
@@ -160,8 +161,8 @@ class Filling:
     def __init__(self, view: memoryview, segments: Sequence[Segment], *, hashed: bool = True) -> None:
         self._view = view
         self._hashed = hashed
+        self._chunk_size = chunk_size_for(len(view))
         self._anchor = (ctypes.c_char * len(view)).from_buffer(view)
-        self._base = ctypes.addressof(self._anchor)
         self._segments = segments
         #: Stretches that devices write: where each ends, and what returns once it is written.
         self._arrivals: list[tuple[int, Callable[[], None]]] = []
@@ -180,9 +181,10 @@ class Filling:
                     if not isinstance(region, StorageRegion) or region.storage.device != _CPU:
                         self._begin(region)
             self._arrivals.sort(key=itemgetter(0))
-            self._tabulate(plain)
-            chunks = chunk_ranges(len(self._view), chunk_size_for(len(self._view)))
-            digests = in_parallel(self._fill_chunk, chunks, threads)
+            piece = _PIECE if self._hashed else self._chunk_size
+            copies = self._copies_of(plain, piece)
+            chunks = chunk_ranges(len(self._view), self._chunk_size)
+            digests = in_parallel(lambda chunk: self._fill_chunk(chunk, copies, piece), chunks, threads)
             return tuple(digests) if self._hashed else ()
         finally:
             self._close()
@@ -196,8 +198,8 @@ class Filling:
             del self._anchor
             self._view.release()
 
-    def _tabulate(self, regions: Sequence[StorageRegion]) -> None:
-        """Notes, in the file's order, where stretches of it begin and end, and at which addresses their bytes lie."""
+    def _copies_of(self, regions: Sequence[StorageRegion], piece: int) -> Copies:
+        """Notes at which addresses the bytes of each stretch of the file lie."""
         segments = Segments.of(self._segments)
         if isinstance(regions, StorageRegions):
             storages, lengths, offsets = regions.storages, regions.lengths, regions.offsets
@@ -207,16 +209,15 @@ class Filling:
             starts = _integers([region.start for region in regions])
             lengths = _integers([region.nbytes for region in regions])
             offsets = _integers([region.offset for region in regions])
-        _check_sizes(_integers(map(torch.UntypedStorage.nbytes, storages)) - starts - lengths)
+        sizes, data = _memory_of(storages)
+        _check_sizes(sizes - starts - lengths)
         self._text = np.frombuffer(segments.data, np.uint8)
         lengths = np.concatenate((np.diff(segments.cuts), lengths))
         offsets = np.concatenate((segments.offsets, offsets))
-        data = _integers(map(torch.UntypedStorage.data_ptr, storages))
         addresses = np.concatenate((self._text.ctypes.data + segments.cuts[:-1], data + starts))
-        order = np.argsort(offsets, kind="stable")
-        self._offsets, self._ends, self._addresses = offsets[order], (offsets + lengths)[order], addresses[order]
+        return Copies(self._anchor, offsets, lengths, addresses, cuts=(self._chunk_size, piece))
 
-    def _fill_chunk(self, chunk: tuple[int, int]) -> str:
+    def _fill_chunk(self, chunk: tuple[int, int], copies: Copies, size: int) -> str:
         """Copies one chunk, and hashes it.
 
         What is hashed is the destination: it holds the skeleton and many small tensors as one
@@ -225,34 +226,16 @@ class Filling:
         """
         begin, length = chunk
         hasher = xxhash.xxh3_128()
-        pieces = range(begin, begin + length, _PIECE if self._hashed else length)
-        for piece, copies in zip(pieces, self._copies(begin, begin + length, pieces), strict=True):
-            end = min(piece + pieces.step, begin + length)
-            for target, source, nbytes in copies:
+        copies.copy_short(begin // self._chunk_size)
+        for piece in range(begin, begin + length, size):
+            end = min(piece + size, begin + length)
+            for target, source, nbytes in copies.long(piece // size):
                 # Lets go of the interpreter lock, unlike a copy between memoryviews.
                 ctypes.memmove(target, source, nbytes)
             self._await(piece, end)
             if self._hashed:
                 hasher.update(self._view[piece:end])
         return hasher.hexdigest()
-
-    def _copies(self, begin: int, end: int, pieces: range) -> Iterator[Iterable[tuple[int, int, int]]]:
-        """For each piece of a chunk, where to and from where how many bytes go."""
-        first = int(np.searchsorted(self._ends, begin, "right"))
-        last = int(np.searchsorted(self._offsets, end, "left"))
-        offsets, ends = self._offsets[first:last], self._ends[first:last]
-        lows = np.union1d(np.maximum(offsets, begin), np.asarray(pieces))
-        rows = np.searchsorted(offsets, lows, "right") - 1
-        highs = np.append(lows[1:], end)
-        if len(offsets):
-            highs = np.minimum(highs, ends[rows])
-        found = (rows >= 0) & (highs > lows)
-        lows, highs, rows = lows[found], highs[found], rows[found]
-        sources = self._addresses[first:last][rows] + (lows - offsets[rows])
-        cuts = [*np.searchsorted(lows, np.asarray(pieces)).tolist(), len(lows)]
-        columns = (self._base + lows).tolist(), sources.tolist(), (highs - lows).tolist()
-        for one, other in itertools.pairwise(cuts):
-            yield zip(*(column[one:other] for column in columns), strict=True)
 
     def _await(self, begin: int, end: int) -> None:
         """Waits for what devices write there; stretches before it have been waited for, or are another chunk's."""
@@ -298,6 +281,17 @@ def devices_of(regions: Iterable[Region]) -> set[torch.device]:
     if isinstance(regions, StorageRegions):
         return regions.devices
     return set(map(attrgetter("storage.device"), regions))
+
+
+def _memory_of(storages: Sequence[torch.UntypedStorage]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The sizes of storages, and their addresses."""
+    found = np.empty((2, len(storages)), np.int64)
+    for start in range(0, len(storages), _ASKED_AT_ONCE):
+        # Few at once, so that they are still in the core's cache when the other is asked of them.
+        some = storages[start : start + _ASKED_AT_ONCE]
+        found[0, start : start + len(some)] = list(map(torch.UntypedStorage.nbytes, some))
+        found[1, start : start + len(some)] = list(map(torch.UntypedStorage.data_ptr, some))
+    return found
 
 
 def _check_sizes(left: Any) -> None:
