@@ -67,7 +67,7 @@ def rank_main(folder: str, mebibytes: int, rounds: int) -> None:
 
     def by_ours() -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while session.copies_pending() and time.monotonic() < deadline:
+        while session._peering.pending and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def by_gloo() -> None:
