@@ -8,7 +8,8 @@ the optimizer waited; and the steps behind a save divided by those without one. 
 overlapped save ``share_ms`` and its parts, and by how much the slower one of the two steps behind it is longer,
 ``capture_inflation``; the same beside a drain, ``drain_inflation``.
 
-The steps behind a capture count too: their bytes are hashed there. ``--threads`` fills more cores.
+The steps behind a capture count too: their bytes are hashed there. ``--threads`` fills more cores. ``--sharded``: by
+TieredModelParallelStrategy, with FSDP2 and one rank.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from parts import OF_SAVE, Parts, medians
 from s3_process import StoringServer
 from s3_state import BUCKET
+from torch.distributed.fsdp import fully_shard
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
-from tiered_checkpoint_io.engine.save.overlap import Overlap
+from tiered_checkpoint_io.engine.save.overlap import Overlap, local
+from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 
 NONE, EAGER, OVERLAPPED, DRAINED = "none", "eager", "overlapped", "drained"
-_BEGIN = "tiered_checkpoint_io.engine.save.overlap:Overlap.begin"
-OF_CALL = {**OF_SAVE, "finding what may be copied later": [_BEGIN]}
+_BEGIN = [f"tiered_checkpoint_io.engine.save.overlap:Overlap.{name}" for name in ("begin", "begin_state")]
+OF_CALL = {**OF_SAVE, "finding what may be copied later": _BEGIN}
 #: A save every so many steps: the second step behind it may still be beside its hashing.
 PERIOD = 4
 WARM_UP = 8
@@ -47,6 +50,11 @@ class Layers(LightningModule):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+
+    def configure_model(self) -> None:
+        # By Lightning's ModelParallelStrategy alone.
+        if self.device_mesh is not None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, _: int) -> Any:
         return self.net(batch).pow(2).mean()
@@ -59,7 +67,7 @@ class Measuring(Callback):
     """The last callback: saves by turns, and takes the times."""
 
     def __init__(self, io: TieredCheckpointIO) -> None:
-        self.saver, self.mode = io.checkpointer.saver, NONE
+        self.io, self.mode = io, NONE
         self.began = self.fed = 0.0
         self.steps: dict[tuple[str, int], list[float]] = {}
         self.calls: dict[str, list[float]] = {EAGER: [], OVERLAPPED: [], DRAINED: []}
@@ -86,8 +94,10 @@ class Measuring(Callback):
                 self.save(trainer, counts=turn > WARM_UP)
 
     def save(self, trainer: Trainer, *, counts: bool) -> None:
-        self.overlap = self.overlap or self.saver.overlap
-        self.saver.overlap = self.overlap if self.mode == OVERLAPPED else None
+        sharded = isinstance(trainer.strategy, TieredModelParallelStrategy)
+        saver: Any = trainer.strategy.may_overlap() if sharded else self.io.checkpointer.saver
+        self.overlap = self.overlap or saver.overlap
+        saver.overlap = self.overlap if self.mode == OVERLAPPED else None
         dumped = Times(_CheckpointConnector, "dump_checkpoint")
         tiers = ["memory", "durable"] if self.mode == DRAINED else ["memory"]
         with dumped, Parts(OF_CALL) as parts:
@@ -143,6 +153,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--turns", type=int, default=48, help="of four steps each, beyond the first nine")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--sharded", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -169,6 +180,8 @@ def main() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             accelerator="cpu",
+            devices=1,
+            strategy=TieredModelParallelStrategy(1, 1) if arguments.sharded else "auto",
             plugins=[AsyncCheckpointIO(io)],
             callbacks=[measuring],
             default_root_dir=folder,
@@ -178,7 +191,7 @@ def main() -> None:
         with waited:
             trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=arguments.batch))
         state = [each for group in trainer.optimizers[0].state.values() for each in group.values()]
-        show(measuring, copy_s([*model.parameters(), *state]), waited.total / steps)
+        show(measuring, copy_s(list(map(local, [*model.parameters(), *state]))), waited.total / steps)
 
 
 def show(measured: Measuring, copy: float, waited: float) -> None:
