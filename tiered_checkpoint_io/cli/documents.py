@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tiered_checkpoint_io.engine.drain import operations
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.inventory.details import HASH, Details
+from tiered_checkpoint_io.inventory.details import File, Save
 from tiered_checkpoint_io.inventory.durable import latest
 from tiered_checkpoint_io.inventory.node import tier_of
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
@@ -23,49 +23,12 @@ Event = Literal["listed", "new", "changed", "removed"]
 
 
 @dataclass(frozen=True, slots=True)
-class File:
-    """A file."""
-
-    path: Annotated[str, "Where it is; of a checkpoint's, below dirpath."]
-    size_bytes: Annotated[int, "Its bytes."]
-
-
-@dataclass(frozen=True, slots=True)
 class Listed:
     """The checkpoints of both tiers."""
 
     dirpath: Annotated[str | None, "The durable tier; None where only this node's memory was looked at."]
     durable_error: Annotated[str | None, "Why the durable tier could not be asked; then the status is 1."]
     checkpoints: Annotated[Sequence[CheckpointInfo], "The latest save first."]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldPart:
-    """A part of a checkpoint in this node's memory."""
-
-    rank: Annotated[int, "The rank that wrote it."]
-    tier: Annotated[Tier, "Which memory."]
-    namespace: Annotated[str, "In whose memory it is."]
-    folder: Annotated[Path, "Where it lies."]
-    size_bytes: Annotated[int, "Its bytes."]
-    is_pending: Annotated[bool, "Whether it waits for the durable tier."]
-    is_replicated: Annotated[bool, "Whether all parts of its save are in the memory of other nodes as well."]
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """One save of a name."""
-
-    checkpoint: Annotated[CheckpointInfo, "Its row in ``ls``."]
-    manifest_key: Annotated[str | None, "Its manifest below dirpath; None where it has none."]
-    namespace: Annotated[str, "The namespace that saved it; empty where it is not known."]
-    world_size: Annotated[int | None, "How many ranks the job had."]
-    writer: Annotated[Mapping[str, str], "The versions of the software that wrote it."]
-    hash_algorithm: Annotated[str, "By what each chunk is verified."]
-    aliases: Annotated[Sequence[str], "The names of its aliases."]
-    previous_save_ids: Annotated[Sequence[str], "What its objects may hold while it is being overwritten."]
-    files: Annotated[Sequence[File], "All where the durable tier has them, else those of the parts here."]
-    held_parts: Annotated[Sequence[HeldPart], "Its parts in this node's memory."]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,34 +192,6 @@ DOCUMENTS: Mapping[str, tuple[type, ...]] = {
     "status": (Status,),
     "watch": (Change, Ran),
 }
-
-
-def save_document(each: Details) -> Save:
-    """What is known of one save."""
-    content = each.content
-    return Save(
-        checkpoint=replace(each.info, problem=each.info.problem or each.problem),
-        manifest_key=each.manifest_key,
-        namespace=content.namespace if content is not None else "",
-        world_size=content.world_size if content is not None else None,
-        writer=content.writer if content is not None else {},
-        hash_algorithm=HASH,
-        aliases=each.aliases,
-        previous_save_ids=each.previous,
-        files=[File(path, size) for path, size in each.files.items()],
-        held_parts=[
-            HeldPart(
-                rank=part.stored.part.rank,
-                tier=part.tier,
-                namespace=part.namespace,
-                folder=part.stored.folder,
-                size_bytes=part.stored.part.content.size,
-                is_pending=part.stored.pending,
-                is_replicated=part.stored.replicated,
-            )
-            for part in each.held
-        ],
-    )
 
 
 def drain_document(root: Path, before: Collection[operations.Outcome], left: int) -> Drained:

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.documents import Exported, File
+from tiered_checkpoint_io.cli.documents import Exported
 from tiered_checkpoint_io.cli.options import ADDRESS, Address, Dirpath, Json, name_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.inventory.details import File
 from tiered_checkpoint_io.logs import size_text
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Annotated
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.documents import Shown, save_document
+from tiered_checkpoint_io.cli.documents import Shown
 from tiered_checkpoint_io.cli.listing import look_at
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of
 from tiered_checkpoint_io.cli.output import printable, say, show, write_json
 from tiered_checkpoint_io.cli.rows import age_text, note_of, state_text
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
-from tiered_checkpoint_io.inventory.details import HASH, Details, details_of
-from tiered_checkpoint_io.inventory.node import HeldPart
+from tiered_checkpoint_io.inventory.details import PartHere, Save, details_of
 from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
@@ -49,7 +49,7 @@ def show_checkpoint(
         )
     if as_json:
         text = str(error) if error is not None else None
-        write_json("show", Shown(wanted, text, [save_document(each) for each in found]))
+        write_json("show", Shown(wanted, text, found))
     else:
         for number, each in enumerate(found):
             if number:
@@ -57,19 +57,19 @@ def show_checkpoint(
             _show(each)
     if error is not None:
         raise error
-    is_damaged = any(each.info.state in ("corrupt", "newer_release") or each.problem for each in found)
+    is_damaged = any(each.checkpoint.state in ("corrupt", "newer_release") or each.problem for each in found)
     raise typer.Exit(1 if is_damaged else 0)
 
 
-def _show(each: Details) -> None:
-    info, content = each.info, each.content
+def _show(each: Save) -> None:
+    info = each.checkpoint
     facts = {
         "name": info.name,
         "url": info.url,
         "state": state_text(info),
         "where": ", ".join(info.where),
-        "note": note_of(info, {}),
-        "problem": each.problem,
+        "note": note_of(replace(info, problem=""), {}),
+        "problem": info.problem,
         "step": info.step,
         "epoch": info.epoch,
         "metrics": ", ".join(f"{name} = {value!r}" for name, value in info.metrics.items()),
@@ -83,34 +83,31 @@ def _show(each: Details) -> None:
         "save id": info.save_id,
         "manifest": each.manifest_key,
         "aliases": ", ".join(each.aliases),
-        "being overwritten": ", ".join(each.previous),
-        "namespace": content.namespace if content is not None else None,
-        "ranks of the job": content.world_size if content is not None else None,
-        "written by": ", ".join(f"{what} {version}" for what, version in content.writer.items())
-        if content is not None
-        else None,
-        "hashes": f"{HASH} of each chunk" if each.files else None,
+        "being overwritten": ", ".join(each.previous_save_ids),
+        "namespace": each.namespace,
+        "ranks of the job": each.world_size,
+        "written by": ", ".join(f"{what} {version}" for what, version in each.writer.items()),
+        "hashes": f"{each.hash_algorithm} of each chunk" if each.files else None,
     }
     for what, value in facts.items():
         if value not in (None, ""):
             say(printable(f"{what}: {value}"))
-    if each.held:
+    if each.held_parts:
         say("Parts on this node:")
         columns = ("rank", "tier", "size", "state", "on peers too", "namespace", "folder")
-        show("", [_part_row(part) for part in each.held], *columns)
+        show("", [_part_row(part) for part in each.held_parts], *columns)
     if each.files:
         say("Files:")
-        show("", [(path, size_text(size)) for path, size in each.files.items()], "path", "size")
+        show("", [(file.path, size_text(file.size_bytes)) for file in each.files], "path", "size")
 
 
-def _part_row(each: HeldPart) -> tuple[str, ...]:
-    stored = each.stored
+def _part_row(each: PartHere) -> tuple[str, ...]:
     return (
-        str(stored.part.rank),
+        str(each.rank),
         each.tier,
-        size_text(stored.part.content.size),
-        "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only",
-        "yes" if stored.replicated else "no",
+        size_text(each.size_bytes),
+        "waits for the durable tier" if each.is_pending else "durable" if each.is_for_durable else "memory only",
+        "yes" if each.is_replicated else "no",
         each.namespace,
-        str(stored.folder),
+        str(each.folder),
     )

@@ -2,49 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
 
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.inventory.look import Look
-from tiered_checkpoint_io.inventory.node import HeldPart
-from tiered_checkpoint_io.inventory.record import CheckpointInfo
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content
 from tiered_checkpoint_io.stores import Store
 
 #: By what each chunk is verified.
 HASH = "xxh3-128"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Details:
-    """One save of a name, and all that is known of it.
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file."""
 
-    Attributes:
-        info: Its row.
-        content: What its manifest says, or a part in memory; None where neither can be read.
-        manifest_key: Where its manifest lies on the durable tier; None where it has none.
-        files: The size of each file, by its path below dirpath: of all where the durable tier has them, else of the
-            parts on this node.
-        held: Its parts in this node's memory.
-        aliases: The names of its aliases.
-        previous: Saves that the objects of its name may still hold, while it is being overwritten.
-        problem: What is wrong with it, beside what its row says.
-    """
-
-    info: CheckpointInfo
-    content: Content | None = None
-    manifest_key: str | None = None
-    files: Mapping[str, int] = field(default_factory=dict)
-    held: tuple[HeldPart, ...] = ()
-    aliases: tuple[str, ...] = ()
-    previous: tuple[str, ...] = ()
-    problem: str = ""
+    path: Annotated[str, "Where it is; of a checkpoint's, below dirpath."]
+    size_bytes: Annotated[int, "Its bytes."]
 
 
-def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
+@dataclass(frozen=True, slots=True)
+class PartHere:
+    """A part of a checkpoint in this node's memory."""
+
+    rank: Annotated[int, "The rank that wrote it."]
+    tier: Annotated[Tier, "Which memory."]
+    namespace: Annotated[str, "In whose memory it is."]
+    folder: Annotated[Path, "Where it lies."]
+    size_bytes: Annotated[int, "Its bytes."]
+    is_for_durable: Annotated[bool, "Whether it was to go to the durable tier."]
+    is_pending: Annotated[bool, "Whether it waits for the durable tier."]
+    is_replicated: Annotated[bool, "Whether all parts of its save are in the memory of other nodes as well."]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save of a name."""
+
+    checkpoint: Annotated[CheckpointInfo, "Its row in ``ls``."]
+    manifest_key: Annotated[str | None, "Its manifest below dirpath; None where it has none."]
+    namespace: Annotated[str, "The namespace that saved it; empty where it is not known."]
+    world_size: Annotated[int | None, "How many ranks the job had."]
+    writer: Annotated[Mapping[str, str], "The versions of the software that wrote it."]
+    problem: Annotated[str, "What is wrong with its files on the durable tier; empty where nothing is known to be."]
+    hash_algorithm: Annotated[str, "By what each chunk is verified."]
+    aliases: Annotated[Sequence[str], "The names of its aliases."]
+    previous_save_ids: Annotated[Sequence[str], "What its objects may hold while it is being overwritten."]
+    files: Annotated[Sequence[File], "All where the durable tier has them, else those of the parts here."]
+    held_parts: Annotated[Sequence[PartHere], "Its parts in this node's memory."]
+
+
+def details_of(name: str, look: Look, store: Store | None) -> list[Save]:
     """All saves of a name, the latest first: a name may have one on the durable tier, and a later one in memory.
 
     Args:
@@ -60,11 +73,11 @@ def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
     return [_details(row, rows, look, store) for row in meant]
 
 
-def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store: Store | None) -> Details:
+def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store: Store | None) -> Save:
     durable = look.durable.manifests if look.durable is not None else []
     manifest = next((each for each in durable if each.name == row.name and "durable" in row.where), None)
     target = next((each for each in durable if manifest is not None and each.name == manifest.alias_of), manifest)
-    held = tuple(each for each in look.node.at(look.place).held if each.stored.save_id == row.save_id and row.save_id)
+    held = [each for each in look.node.at(look.place).held if each.stored.save_id == row.save_id and row.save_id]
     parts = [each.stored.part for each in held]
     files, problem = {entry.path: entry.size for part in parts for entry in part.content.files}, ""
     content = parts[0].content if parts else None
@@ -74,13 +87,28 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
             files = files_of(store, content).sizes if store is not None else files
         except CorruptCheckpointError as error:
             problem = str(error)
-    return Details(
-        info=row,
-        content=content,
+    return Save(
+        checkpoint=replace(row, problem=row.problem or problem),
         manifest_key=ids.manifest_key(row.name) if manifest is not None else None,
-        files=files,
-        held=held,
-        aliases=tuple(each.name for each in rows if each.alias_of == row.name),
-        previous=tuple(each.save_id for each in target.previous) if target is not None else (),
+        namespace=content.namespace if content is not None else "",
+        world_size=content.world_size if content is not None else None,
+        writer=content.writer if content is not None else {},
         problem=problem,
+        hash_algorithm=HASH,
+        aliases=[each.name for each in rows if each.alias_of == row.name],
+        previous_save_ids=[each.save_id for each in target.previous] if target is not None else [],
+        files=[File(path, size) for path, size in files.items()],
+        held_parts=[
+            PartHere(
+                rank=each.stored.part.rank,
+                tier=each.tier,
+                namespace=each.namespace,
+                folder=each.stored.folder,
+                size_bytes=each.stored.part.content.size,
+                is_for_durable=each.stored.part.durable,
+                is_pending=each.stored.pending,
+                is_replicated=each.stored.replicated,
+            )
+            for each in held
+        ],
     )
