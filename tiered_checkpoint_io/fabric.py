@@ -1,5 +1,47 @@
-"""Checkpoints of a loop with Lightning Fabric: see docs/fabric.md."""
+"""Checkpoints of a loop with Lightning Fabric: saving a step to the tiers that it is due for. See docs/fabric.md."""
 
-from tiered_checkpoint_io.adapters.fabric import save
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.wrappers import _unwrap_objects
+
+from tiered_checkpoint_io.adapters.io_of import require_tiered_io
+from tiered_checkpoint_io.adapters.steps import name_of, tiers_at
 
 __all__ = ["save"]
+
+
+def save(
+    fabric: Fabric,
+    state: dict[str, Any],
+    step: int,
+    *,
+    tiers: Collection[str] | None = None,
+    filter: dict[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - Fabric's name for it
+) -> None:
+    """As ``fabric.save``, to the tiers that a step is due for; every rank calls this after each step.
+
+    ``fabric.save`` itself has no word for tiers: it saves to both.
+
+    Args:
+        fabric: With a :class:`TieredCheckpointIO` in its plugins, or an :class:`AsyncCheckpointIO` around it.
+        state: As ``fabric.save`` takes it.
+        step: The number of steps that are done; the checkpoint's name is ``step=<step>.ckpt``.
+        tiers: ``"memory"``, ``"durable"`` or both; None for those that ``memory_every_n_train_steps`` and
+            ``s3_every_n_train_steps`` say, which may be none.
+        filter: As ``fabric.save`` takes it.
+
+    Raises:
+        UsageError: Fabric has another checkpoint IO. (Sharded strategies take none; Fabric says so itself.)
+        SaveError: A save failed, and ``on_save_error`` is ``raise``.
+    """
+    strategy: Any = fabric.strategy
+    io = require_tiered_io(strategy, "tiered_checkpoint_io.fabric.save")
+    wanted = tiers_at(step, io.config) if tiers is None else tiers
+    if tiers is None and not wanted:
+        return
+    options = {"tiers": sorted(wanted)}
+    strategy.save_checkpoint(name_of(step), _unwrap_objects(state), storage_options=options, filter=filter)
