@@ -14,7 +14,7 @@ from tiered_checkpoint_io.cli.doctor.judge_durable import judge_bucket, recommen
 from tiered_checkpoint_io.cli.doctor.judge_network import judge_network, judge_rate, recommend_for_rate
 from tiered_checkpoint_io.cli.doctor.judge_node import judge_node, recommend_for_node
 from tiered_checkpoint_io.cli.doctor.judge_settings import judge_settings
-from tiered_checkpoint_io.cli.doctor.settings import as_yaml
+from tiered_checkpoint_io.cli.doctor.visit import as_yaml
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.s3_facts import BucketFacts, Leftovers, Settings, Tried
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tiered_checkpoint_io.cli.doctor import probe_durable, settings
+from tiered_checkpoint_io.cli.doctor import probe_durable
 from tiered_checkpoint_io.cli.doctor.facts import NOWHERE, Check, RateFacts, Setting, State
 from tiered_checkpoint_io.cli.doctor.judge_durable import (
     judge_bucket,
@@ -26,7 +27,7 @@ from tiered_checkpoint_io.cli.doctor.rights import policy
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
 
 
 class Visit:
@@ -104,7 +105,7 @@ class Visit:
         if self._missing:
             say("\nAdd these IAM statements to the policy of the role or user that trains:")
             say(json.dumps(policy(self._missing), indent=2))
-        lines = settings.as_yaml(self._settings)
+        lines = as_yaml(self._settings)
         if lines:
             say("\nRecommended settings:")
         for line in lines:
@@ -120,6 +121,19 @@ class Visit:
             "download_bytes_per_s": self._rate and round(self._rate.down),
             "checks": [each._asdict() for each in self.checks],
             "missing_policy": policy(self._missing) if self._missing else None,
-            "recommended": [each._asdict() for each in settings.differing(self._settings)],
+            "recommended": [each._asdict() for each in differing(self._settings)],
         }
         write_json("doctor", document)
+
+
+def differing(settings: Iterable[Setting]) -> list[Setting]:
+    """Those whose value is not the default."""
+    defaults = {field.name: field.default for field in fields(TieredCheckpointConfig)}
+    return [each for each in settings if each.value != defaults[each.key]]
+
+
+def as_yaml(settings: Iterable[Setting]) -> list[str]:
+    """The lines of a block ``s3_checkpointing`` with the settings that differ from the defaults; none where none do."""
+    # JSON's spelling of a number or a text is YAML's, too.
+    lines = [f"  {each.key}: {json.dumps(each.value)}  # {each.reason}" for each in differing(settings)]
+    return [f"{BLOCK}:", *lines] if lines else []
