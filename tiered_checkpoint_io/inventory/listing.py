@@ -10,7 +10,7 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import FormatVersionError
 from tiered_checkpoint_io.inventory.durable import Found, Unfinished, latest, newer
 from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory
-from tiered_checkpoint_io.inventory.record import CheckpointInfo, State, Tier, info, time_of, url_of, with_added
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, State, Tier, info, time_of, url_of
 from tiered_checkpoint_io.model.manifest import Content, Manifest
 from tiered_checkpoint_io.model.place import Place
 
@@ -92,7 +92,7 @@ def _durable_row(
         dirpath,
         content,
         state="durable",
-        metrics=with_added(content, durable.added),
+        metrics=content.metrics(durable.added),
         alias_of=manifest.alias_of,
         where=(*_tiers(held), "durable"),
         parts_here=_ranks(held),

@@ -74,12 +74,6 @@ class CheckpointInfo:
         return self.copy_of or self.save_id, not (self.copy_of or self.alias_of)
 
 
-def with_added(content: Content, added: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a content: the one that it was saved with, and those of its save among the ``added`` ones."""
-    saved = {content.metric.monitor: content.metric.value} if content.metric is not None else {}
-    return {**saved, **added.get(content.copy_of or content.save_id, {})}
-
-
 def info(name: str, dirpath: str, content: Content, *, state: State, **more: Any) -> CheckpointInfo:
     """The record of a checkpoint of which a content is known; ``more`` are further fields."""
     facts: Mapping[str, Any] = {
@@ -87,7 +81,7 @@ def info(name: str, dirpath: str, content: Content, *, state: State, **more: Any
         "step": content.step if content.step >= 0 else None,
         "epoch": content.epoch if content.epoch >= 0 else None,
         "metric": content.metric,
-        "metrics": with_added(content, {}),
+        "metrics": content.metrics({}),
         "size_bytes": content.size,
         "created": time_of(content.created),
         "kind": content.kind,

@@ -160,9 +160,19 @@ class Content:
         return name if self.kind == "full" else f"{name}/{self.switch}" if self.switch is not None else None
 
     @property
+    def origin(self) -> str:
+        """The save that made its bytes."""
+        return self.copy_of or self.save_id
+
+    @property
     def order(self) -> tuple[str, bool]:
         """Sorts contents in the order of their saves: a copy comes right before the save that made its bytes."""
-        return (self.copy_of or self.save_id, not self.copy_of)
+        return (self.origin, not self.copy_of)
+
+    def metrics(self, added: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Values by the names of their metrics: what it was saved with, and what was ``added`` to saves since."""
+        saved = {self.metric.monitor: self.metric.value} if self.metric is not None else {}
+        return {**saved, **added.get(self.origin, {})}
 
     @property
     def size(self) -> int:

@@ -86,10 +86,9 @@ class Checkpoint:
     pins: tuple[Pin, ...] = ()
 
     @classmethod
-    def of(cls, manifest: Manifest, metrics: Mapping[str, float], pins: Iterable[Pin]) -> Checkpoint:
-        """What a manifest says, with the metrics that were added since and the pins of its name."""
+    def of(cls, manifest: Manifest, added: Mapping[str, Mapping[str, float]], pins: Iterable[Pin]) -> Checkpoint:
+        """What a manifest says, with the metrics that were ``added`` to saves since, and the pins of its name."""
         content = manifest.content
-        saved = {content.metric.monitor: content.metric.value} if content.metric is not None else {}
         return cls(
             name=manifest.name,
             save_id=content.save_id,
@@ -98,7 +97,7 @@ class Checkpoint:
             kind=content.kind,
             resumable=content.resumable,
             size=content.size,
-            metrics={**saved, **metrics},
+            metrics=content.metrics(added),
             alias_of=manifest.alias_of,
             is_copy=bool(content.copy_of),
             is_changing=bool(manifest.previous),

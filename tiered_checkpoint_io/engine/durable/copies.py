@@ -114,7 +114,8 @@ def _part_of(store: Store, target: Manifest, name: str, save_id: str, dirpath: s
     if [entry.path for entry in files] != [target.name]:
         return None
     entry = replace(files[0], path=name)
-    origin = content.copy_of or content.save_id
-    copied = replace(content, save_id=save_id, files=(entry,), switch=entry.basename, index=None, copy_of=origin)
+    copied = replace(
+        content, save_id=save_id, files=(entry,), switch=entry.basename, index=None, copy_of=content.origin
+    )
     rank = max(content.coordinator, 0)
     return Part(name, rank, replace(copied, coordinator=rank), dirpath, durable=True)

@@ -59,7 +59,7 @@ def add_metrics(store: Store, name: str, metrics: Mapping[str, float]) -> str:
         )
     target = current(store, manifest.alias_of) if manifest.alias_of is not None else None
     content = (target or manifest).content
-    save_id, now = content.copy_of or content.save_id, SYSTEM.wall()
+    save_id, now = content.origin, SYSTEM.wall()
 
     def put(metric: str) -> None:
         body = {"save_id": save_id, "monitor": metric, "value": float(metrics[metric]), "added": now, "name": name}
@@ -87,7 +87,7 @@ def rated(store: Store, manifests: Iterable[Manifest], monitor: str) -> list[Man
 
     def with_added(manifest: Manifest) -> Manifest:
         content = manifest.content
-        value = added.get(content.copy_of or content.save_id, {}).get(monitor)
+        value = added.get(content.origin, {}).get(monitor)
         if value is None:
             return manifest
         return replace(manifest, content=replace(content, metric=Metric(monitor, value)))

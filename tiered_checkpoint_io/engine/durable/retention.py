@@ -78,10 +78,7 @@ class Survey:
         self.saves = {each.save_id for each in contents_of(manifests)}
         if tidies and added and not self.unread:
             forget(store, added.keys() - self.saves - {each.content.copy_of for each in manifests})
-        return [
-            Checkpoint.of(each, added.get(each.content.copy_of or each.content.save_id, {}), pinned.get(each.name, ()))
-            for each in manifests
-        ]
+        return [Checkpoint.of(each, added, pinned.get(each.name, ())) for each in manifests]
 
     def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:
         """Another launch than ``owner`` that holds a lease on this tier; None where there is none."""
