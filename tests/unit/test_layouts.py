@@ -141,6 +141,27 @@ def test_tensors_that_share_other_storages_than_before():
     assert layouts.reused == 2
 
 
+def test_a_tensor_that_is_met_in_several_collections():
+    world, layouts = World(), Layouts()
+    world.begin_moments()
+    world.ema = {name: each.clone() for name, each in world.model.items()}
+    tensor = world.ema[nth(world, 3)]
+    for more in ({"more": [tensor, tensor]}, {"more": {**world.ema}}, {"more": {}}, {"before": tensor}):
+        world.more = more
+        for world.step in range(3):
+            check(layouts, world.state())
+    assert layouts.reused >= 5
+
+
+def test_tensors_that_no_longer_take_up_the_whole_of_their_storages():
+    layouts, weights = Layouts(), {f"w{n}": torch.zeros(4) for n in range(40)}
+    for replaced in (torch.zeros(4), torch.zeros(8)[4:], torch.zeros(4), torch.zeros(8)[:4], torch.zeros(1).expand(4)):
+        weights["w7"] = replaced
+        for step in range(3):
+            check(layouts, {"step": step, "weights": weights})
+    assert layouts.reused >= 7
+
+
 def test_a_string_that_is_met_before_the_tensors_that_have_it_as_a_key():
     world, layouts = World(), Layouts()
     world.begin_moments()

@@ -18,8 +18,8 @@ import torch
 from tiered_checkpoint_io.formats.alike import Alike, alike
 from tiered_checkpoint_io.formats.opcodes import (
     BINGET,
-    BINPERSID,
     BINPUT,
+    CALLED,
     LONG_BINGET,
     LONG_BINPUT,
     after,
@@ -36,10 +36,12 @@ from tiered_checkpoint_io.formats.skeleton import (
     REBUILD,
     SEEDS,
     STORAGE,
+    TENSOR,
     DoubtError,
     Piece,
     Skeleton,
     Tensors,
+    fill_storages,
 )
 
 #: Tokens of storages' keys are below zero, those of objects in the skeleton are the skeleton's numbers.
@@ -62,6 +64,7 @@ class Template:
         memo: The same of its own objects, in the skeleton's order; -1 for those in ``early``.
         keys: The same of the keys of storages that it has first.
         facts: See :meth:`Tensors.facts`.
+        fills: Whether each tensor takes up the whole of a storage.
         pattern: The number of each tensor's storage.
         alike: What tells whether tensors are as the facts say; None where each has to be asked.
     """
@@ -77,6 +80,7 @@ class Template:
     memo: array[int]
     keys: array[int]
     facts: list[list[Any]]
+    fills: bool
     pattern: list[int]
     alike: Alike | None
 
@@ -109,7 +113,6 @@ class _Stretch:
     places: list[int] = field(default_factory=list)
     numbered: list[int] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
-    tensors: dict[int, int] = field(default_factory=dict)
     external: dict[int, int] = field(default_factory=dict)
 
 
@@ -163,16 +166,12 @@ class Assembly:
 
     # ------------------------------------------------------------------------------------- writing
     def _write(self, piece: Piece, to: _Stretch) -> None:
-        data, end = piece.data, len(piece.data)
+        data, end, tensors = piece.data, len(piece.data), iter(piece.tensors)
         done = at = before = 0
         while at < end:
             code, begin = data[at], at
             at = after(data, at)
-            if code == BINPERSID:
-                self._copy(to, data[done:before])
-                self._write_tensor(int.from_bytes(data[before + 1 : begin], "little"), to)
-                done = at
-            elif code in (BINPUT, LONG_BINPUT):
+            if code in (BINPUT, LONG_BINPUT):
                 token = int.from_bytes(data[begin + 1 : at], "little")
                 number = self._early.get(token)
                 if number is None:
@@ -185,7 +184,12 @@ class Assembly:
                 done = at
             elif code in (BINGET, LONG_BINGET):
                 self._copy(to, data[done:begin])
-                self._use(int.from_bytes(data[begin + 1 : at], "little"), to)
+                token = int.from_bytes(data[begin + 1 : at], "little")
+                if token == TENSOR:
+                    self._write_tensor(next(tensors), to)
+                    at += len(CALLED)
+                else:
+                    self._use(token, to)
                 done = at
             before = begin
         self._copy(to, data[done:end])
@@ -255,10 +259,7 @@ class Assembly:
         raise DoubtError("an object is met in several pieces")
 
     def _write_tensor(self, number: int, to: _Stretch) -> None:
-        known = to.tensors.get(number)
-        if known is not None:
-            self._refer(known, number, to)
-            return
+        """Writes all of it but the number that it is given."""
         every = self._tensors
         dtype, size, device = every.dtypes[number], every.sizes[number], every.devices[number]
         key = self._storage(number)
@@ -295,7 +296,6 @@ class Assembly:
         self._copy(to, b"t")
         self._next(to)
         self._copy(to, b"R")
-        to.tensors[number] = self._next(to)
 
     def _write_tuple(self, values: Sequence[int], to: _Stretch) -> None:
         if not values:
@@ -377,6 +377,7 @@ class Assembly:
             array("q", [numbers.get(token, missing) - start for token in range(unit.first, unit.end)]),
             array("q", [numbers[_KEYS - key] - start for key in range(keys_from, len(self.order))]),
             facts,
+            fill_storages(facts),
             pattern,
             alike([self._all[number] for number in unit.tensors]),
         )

@@ -14,7 +14,9 @@ _FIXED = {
 }
 #: Those with a length in front, of so many bytes.
 _COUNTED = {ord("X"): 4, ord("T"): 4, ord("U"): 1, 0x8A: 1, 0x8B: 4}
-BINPUT, LONG_BINPUT, BINGET, LONG_BINGET, BINPERSID, BINUNICODE, GLOBAL = b"qrhjQXc"
+BINPUT, LONG_BINPUT, BINGET, LONG_BINGET, BINUNICODE, GLOBAL = b"qrhjXc"
+#: Behind a function: it is called without arguments.
+CALLED = b")R"
 
 
 def put(number: int) -> bytes:

@@ -1,4 +1,4 @@
-"""A state pickled with a number in the place of each tensor: cheap to make, and equal where the structure is.
+"""A state pickled with a mark in the place of each tensor: cheap to make, and equal where the structure is.
 
 The *rest* is the pickle of the whole state. Large collections in it (a ``state_dict``, the state of an optimizer) are
 pickled beforehand, by the same pickler, as *units*: the rest refers to them by the pickler's memo, as to all that it
@@ -60,6 +60,18 @@ REBUILD, ORDERED_DICT, STORAGE, CPU = range(4)
 CLASS_OF = {dtype: 4 + index for index, dtype in enumerate(_STORAGE_CLASSES)}
 
 
+def tensor_here() -> None:
+    """What tensors are pickled as."""
+
+
+#: The number that this has in the pickler's memo from the start.
+TENSOR = len(SEEDS)
+
+
+class _Pickler(pickle.Pickler):
+    """Takes attributes."""
+
+
 class DoubtError(Exception):
     """A state may be pickled in another way than is assumed here, so ``torch.save`` has to do it."""
 
@@ -69,7 +81,7 @@ class Piece:
     """A unit, or the rest.
 
     Attributes:
-        data: Its pickle, without what begins and ends one; ``BINPERSID`` of a number for a tensor.
+        data: Its pickle, without what begins and ends one; for a tensor, a call of :func:`tensor_here`.
         first: The first number that the pickler's memo gave to an object of it.
         end: The number behind the last one.
         tensors: The numbers of the tensors that it has first.
@@ -94,35 +106,25 @@ def scan(state: object) -> Skeleton:
     """Takes a state's structure apart.
 
     Raises:
-        DoubtError: It holds a bare storage, or a tensor both in a unit and elsewhere.
+        DoubtError: It holds a bare storage.
         Exception: Whatever pickling raises.
     """
     tensors: list[torch.Tensor] = []
-    numbers: dict[int, int] = {}
-    first = 0
-    plain_tensor = torch.Tensor
 
-    def persistent_id(value: Any) -> int | None:
-        # Asked of every object.
-        kind = type(value)
-        if kind is str or kind is int:
-            return None
-        if kind is plain_tensor:
-            number = numbers.get(id(value))
-            if number is None:
-                number = numbers[id(value)] = len(tensors)
-                tensors.append(value)
-            elif number < first:
-                raise DoubtError("a tensor is met in several pieces")
-            return number
-        if kind is not dict and isinstance(value, torch.storage.TypedStorage | torch.UntypedStorage):
+    def reduced(value: Any) -> Any:
+        # Asked of all but plain values and collections, and once of each object.
+        if type(value) is torch.Tensor:
+            tensors.append(value)
+            return tensor_here, ()
+        if isinstance(value, torch.storage.TypedStorage | torch.UntypedStorage):
             raise DoubtError("a storage stands for itself")
-        return None
+        return NotImplemented
 
     file = io.BytesIO()
-    pickler = pickle.Pickler(file, protocol=torch.serialization.DEFAULT_PROTOCOL)
-    pickler.memo = cast("Any", {id(value): (number, value) for number, (value, _) in enumerate(SEEDS)})
-    cast("Any", pickler).persistent_id = persistent_id
+    pickler: Any = _Pickler(file, protocol=torch.serialization.DEFAULT_PROTOCOL)
+    known = [*(value for value, _ in SEEDS), tensor_here]
+    pickler.memo = {id(value): (number, value) for number, value in enumerate(known)}
+    pickler.reducer_override = reduced
 
     def dumped(value: object) -> bytes:
         file.seek(0)
@@ -184,12 +186,26 @@ class Known(Protocol):
     def facts(self) -> list[list[Any]]:
         """See :meth:`Tensors.facts`."""
 
+    @property
+    def fills(self) -> bool:
+        """Whether each took up the whole of a storage."""
+
     def holds(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """Whether others are the same in all that the facts say, but for their offsets and storages."""
 
 
-#: Where in the facts ``requires_grad`` stands.
-_GRADS = 5
+#: Where in the facts these stand.
+_OFFSETS, _GRADS, _SIZES = 4, 5, 6
+
+
+def fill_storages(facts: list[list[Any]]) -> bool:
+    """Whether each of the tensors takes up the whole of a storage."""
+    dtypes, _, shapes, strides, offsets, _, sizes = facts
+
+    def extent(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> int:
+        return dtype.itemsize * (1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True)))
+
+    return not any(offsets) and all(map(all, shapes)) and sizes == list(map(extent, dtypes, shapes, strides))
 
 
 class Tensors:
@@ -228,8 +244,14 @@ class Tensors:
             # Of those that are as they were, only what Python alone can tell.
             for field, value in zip((self.dtypes, self.devices, self.shapes, self.strides), what.facts, strict=False):
                 cast("list[Any]", field).extend(value)
-            self.grads += what.facts[_GRADS]
-            self._ask(tensors[numbers.start : numbers.stop])
+            grads, offsets, sizes = (what.facts[field] for field in (_GRADS, _OFFSETS, _SIZES))
+            self.grads += grads
+            some = tensors[numbers.start : numbers.stop]
+            # There are hooks on tensors with gradients alone.
+            self._ask(some, hooks=True in grads)
+            # What takes up a storage from end to end, begins at its start.
+            whole = what.fills and self.sizes[numbers.start :] == sizes
+            self.offsets += offsets if whole else map(_offset, some)
             done = numbers.stop
         self._look_at(tensors[done:])
         self._check_memory()
@@ -250,15 +272,17 @@ class Tensors:
             self.grads += grads
             self.shapes += map(attrgetter("shape"), some)
             self.strides += map(torch.Tensor.stride, some)
+            self.offsets += map(_offset, some)
             self._ask(some)
 
-    def _ask(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """What nothing but the tensor itself can tell."""
+    def _ask(self, tensors: tuple[torch.Tensor, ...], *, hooks: bool = True) -> None:
+        """What nothing but the tensor itself can tell, and its storage."""
         for start in range(0, len(tensors), _AT_ONCE):
             some = tensors[start : start + _AT_ONCE]
-            if any(map(attrgetter("__dict__"), some)) or set(map(attrgetter("_backward_hooks"), some)) != {None}:
+            if any(map(attrgetter("__dict__"), some)) or (
+                hooks and set(map(attrgetter("_backward_hooks"), some)) != {None}
+            ):
                 raise DoubtError("a tensor is of an uncommon kind")
-            self.offsets += map(_offset, some)
             storages = list(map(torch.Tensor.untyped_storage, some))
             self.identities += map(attrgetter("_cdata"), storages)
             self.addresses += map(torch.UntypedStorage.data_ptr, storages)
