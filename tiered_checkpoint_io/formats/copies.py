@@ -49,12 +49,14 @@ class Copies:
         offsets, lengths, addresses = offsets[order], lengths[order], addresses[order]
         chunks = offsets // chunk
         short = (lengths < _SHORT) & ((offsets + lengths - 1) // chunk == chunks)
-        if np.count_nonzero(short) < _FEW * -(-len(target) // chunk):
-            short[:] = False
         self._base, self._size = ctypes.addressof(target), len(target)
-        self._take_short(chunks[short], offsets[short], lengths[short], addresses[short])
-        long = ~short
-        self._take_long(offsets[long], lengths[long], addresses[long], piece)
+        #: By the chunks' numbers: which short stretches are copied together, and by windows of how many bytes.
+        self._groups: dict[int, list[tuple[int, int, int]]] = {}
+        if np.count_nonzero(short) >= _FEW * -(-len(target) // chunk):
+            self._take_short(chunks[short], offsets[short], lengths[short], addresses[short])
+            long = ~short
+            offsets, lengths, addresses = offsets[long], lengths[long], addresses[long]
+        self._take_long(offsets, lengths, addresses, piece)
 
     def _take_short(self, chunks: _Integers, offsets: _Integers, lengths: _Integers, addresses: _Integers) -> None:
         # The power of two that is at most the length.
@@ -63,15 +65,12 @@ class Copies:
         chunks, widths = chunks[order], widths[order]
         self._offsets, self._lengths, self._addresses = offsets[order], lengths[order], addresses[order]
         ends = np.flatnonzero(np.diff(chunks, append=-1) | np.diff(widths, append=0)) + 1
-        #: By the chunks' numbers: which short stretches are copied together, and by windows of how many bytes.
-        self._groups: dict[int, list[tuple[int, int, int]]] = {}
         start = 0
         for end in ends.tolist():
             self._groups.setdefault(int(chunks[start]), []).append((start, end, int(widths[start])))
             start = end
-        if len(addresses):
-            self._low = int(addresses.min())
-            self._span = int((addresses + lengths).max()) - self._low
+        self._low = int(addresses.min())
+        self._span = int((addresses + lengths).max()) - self._low
 
     def _take_long(self, offsets: _Integers, lengths: _Integers, addresses: _Integers, piece: int) -> None:
         ends = offsets + lengths
