@@ -315,12 +315,10 @@ class Assembly:
         return key
 
     def _storages_of(self, numbers: range) -> list[int]:
-        identities = self._tensors.identities[numbers.start : numbers.stop]
-        separate = dict.fromkeys(identities)
-        if len(separate) < len(identities) or not self._storages.keys().isdisjoint(separate):
+        if self._learn or not self._tensors.separate:
             return list(map(self._storage, numbers))
-        keys = range(len(self.order), len(self.order) + len(identities))
-        self._storages.update(zip(identities, keys, strict=True))
+        # None of them is asked for again.
+        keys = range(len(self.order), len(self.order) + len(numbers))
         self.order += numbers
         return list(keys)
 

@@ -142,9 +142,8 @@ class Records:
         if np.any((self._limits < _ELSEWHERE) != (self._limits + move < _ELSEWHERE)):
             raise DoubtError("a record moves over the limit of 4 GiB")
         fixed = bytearray(self._fixed)
-        data = np.frombuffer(fixed, np.uint8)
-        _add(data, self._narrow, move, "<u4")
-        _add(data, self._wide, move, "<u8")
+        _add(fixed, self._narrow, move, "<u4")
+        _add(fixed, self._wide, move, "<u8")
         # Of the pickle's entry, its checksum and sizes; of the next one, its offset.
         struct.pack_into("<3I", fixed, self._directory + 16, crc, length, length)
         struct.pack_into("<I", fixed, self._second_entry + _ENTRY.size - 4, second)
@@ -200,9 +199,8 @@ def _entries(data: memoryview, at: int, count: int) -> list[tuple[int, int, int,
     return found
 
 
-def _add(data: np.ndarray[Any, Any], places: np.ndarray[Any, Any], more: int, kind: str) -> None:
+def _add(data: bytearray, places: np.ndarray[Any, Any], more: int, kind: str) -> None:
     """Adds to the integers that stand in bytes."""
-    width = np.dtype(kind).itemsize
-    at = places[:, None] + np.arange(width)
-    values = data[at].view(kind).astype(np.int64) + more
-    data[at] = values.astype(kind).view(np.uint8)
+    # An integer may begin at any byte.
+    all_of_them: np.ndarray[Any, Any] = np.ndarray((len(data) - np.dtype(kind).itemsize + 1,), kind, data, strides=(1,))
+    all_of_them[places] = (all_of_them[places].astype(np.int64) + more).astype(kind)

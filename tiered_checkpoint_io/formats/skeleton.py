@@ -213,6 +213,7 @@ class Tensors:
 
     Attributes:
         forms: What decides on how a tensor is written, but for numbers; of those that are not like known ones.
+        separate: Whether each is known to have a storage of its own.
     """
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], known: Iterable[tuple[range, Known | None]] = ()) -> None:
@@ -236,6 +237,7 @@ class Tensors:
         self.addresses: list[int] = []
         self.sizes: list[int] = []
         self.forms: set[tuple[torch.dtype, torch.device, bool]] = set()
+        self.separate = False
         done = 0
         for numbers, what in known:
             if what is None or not what.holds(tensors[numbers.start : numbers.stop]):
@@ -295,8 +297,9 @@ class Tensors:
             raise DoubtError("a tensor is of an uncommon kind")
         if set(map(type, self.storages)) - {torch.UntypedStorage}:
             raise DoubtError("a storage is of an uncommon kind")
-        if len(np.unique(np.array(self.addresses, np.uint64))) == len(self.addresses):
-            # Each has a storage of its own. Sets of addresses, which end in the same bits, take twenty times as long.
+        # Sets of addresses, which end in the same bits, take twenty times as long.
+        self.separate = len(np.unique(np.array(self.addresses, np.uint64))) == len(self.addresses)
+        if self.separate:
             return
         addresses = set(self.addresses)
         identities = set(self.identities)
