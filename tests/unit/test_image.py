@@ -1,6 +1,7 @@
 """The image of a state is the file that torch.save would write, judged by torch.load."""
 
 import argparse
+import ctypes
 import gc
 import io
 import mmap
@@ -251,6 +252,22 @@ def test_the_number_of_threads_changes_nothing():
     image = plan(STATES["big"])
     whole = filled(image, threads=1)
     assert [filled(image, threads=count) for count in (2, 3, 8)] == [whole] * 3
+
+
+def test_many_small_tensors_in_several_chunks():
+    sizes = [1, 7, 4096, 5000, 300]
+    image = plan({f"p{n}": torch.full((sizes[n % 5],), float(n)) for n in range(6000)})
+    assert image.size > 2 * image.chunk_size
+    wanted = bytearray(image.size)
+    for region in image.regions:
+        wanted[region.offset : region.offset + region.nbytes] = ctypes.string_at(
+            region.storage.data_ptr(), region.nbytes
+        )
+    for segment in image.segments:
+        wanted[segment.offset : segment.offset + segment.nbytes] = segment.data
+    for count in (1, 2, 8):
+        for hashed in (True, False):
+            assert filled(image, threads=count, hashed=hashed) == wanted
 
 
 def test_images_can_be_filled_by_several_threads_at_once():
