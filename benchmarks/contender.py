@@ -104,7 +104,7 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
         if parts.seconds:
             found["parts"] = medians(rounds_of_parts[WARM_ROUNDS:])
             found["first_parts"] = rounds_of_parts[:3]
-            found["parts"]["of it hashing"] = hashing_s(contender, state, parts, number)
+            found["hashing_s"] = hashing_s(contender, state, parts, number)
         contender.close()
     found["first_saves"] = series["stall"][:3]
     found["peak_MiB"], found["where"] = series.pop("peak")[-1], contender.where

@@ -325,6 +325,12 @@ class DLRover(Contender):
         for target, source in zip(all_tensors(state), all_tensors(found), strict=True):
             target.copy_(source)
 
+    def clean(self, number: int) -> None: ...
+
+    def close(self) -> None:
+        # It outlives its processes, as it is meant to.
+        self.io._engine._shm_handler.unlink()
+
 
 class SageMaker(DCPThread):
     """AWS's tiered checkpointing for HyperPod: its S3 tier, for the memory tier is a service of HyperPod's nodes."""

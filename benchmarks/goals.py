@@ -46,7 +46,9 @@ def split(parts: Mapping[str, float], unit: float = 1.0, name: str = "") -> str:
 def _stall(state: str) -> Callable[[Mapping[str, Any]], Judged]:
     def judge(found: Mapping[str, Any]) -> Judged:
         row = row_of(found, OURS, state)
-        return ratio(row["stall"], row["memcpy"]), split(row["parts"], statistics.median(row["memcpy"]), "copies")
+        copy = statistics.median(row["memcpy"])
+        hashing = f"; hashing makes the copy longer by {row['hashing_s'] / copy:.2f}"
+        return ratio(row["stall"], row["memcpy"]), split(row["parts"], copy, "copies") + hashing
 
     return judge
 

@@ -26,13 +26,15 @@ def of(found, measure):
 
 def row(stall):
     parts = {"planning": 0.2, "copying and hashing": stall - 0.2, "hashing": 0.0}
-    return {"contender": "ours, memory step", "state": "64 tensors", "stall": [stall], "memcpy": [1.0], "parts": parts}
+    found = {"parts": parts, "hashing_s": 0.3}
+    return found | {"contender": "ours, memory step", "state": "64 tensors", "stall": [stall], "memcpy": [1.0]}
 
 
 def test_a_miss_says_of_which_parts_it_consists():
     missed = of({"rows": [row(1.7)]}, "eager stall / memcpy, 64")
     assert (missed["met"], missed["value"]) == (False, 1.7)
-    assert missed["why"] == "planning 0.20, copying and hashing 1.50 (in copies)"
+    parts = "planning 0.20, copying and hashing 1.50 (in copies)"
+    assert missed["why"] == f"{parts}; hashing makes the copy longer by 0.30"
 
 
 def test_a_goal_that_is_met_needs_no_reason():
