@@ -1,8 +1,9 @@
 """Every contender beside the others: saves, restores, uploads, in one table, and the goals of this project.
 
-``make bench`` runs it; ``--quick`` takes some two minutes, with small states and few rounds. Each contender and state
-runs in a process of its own beside a copy into warm tensors: ratios are of one process. Writes a file of JSON, and with
-``--page`` docs/benchmarks.md with its plot. The last line is ``goals_met=M of N``.
+``make bench`` runs it, in 10 to 20 minutes; ``--quick`` takes small states and few rounds, ``--resume`` goes on with a
+run that was cut off. Each contender and state runs in a process of its own beside a copy into warm tensors: ratios are
+of one process. The other benchmarks run one after another, and their figures go into the same file of JSON, and with
+``--page`` into docs/benchmarks.md with its plot. The last line is ``goals_met=M of N``.
 """
 
 from __future__ import annotations
@@ -25,17 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS
-from goals import judged
-from measure import sweep
+from goals import DELTA, judged
 from page import console, write
 from peers import python_for
 from states import STATES
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 100.0
-#: States of the peers, and those that only ours is measured with too.
-COMMON = ["64 tensors"]
-OURS = [name for name in CONTENDERS if name.startswith("ours")]
+#: The state of the peers. Ours are measured with the others too; delta_upload only where little changes.
+COMMON = "64 tensors"
+OURS = [name for name in CONTENDERS if name.startswith("ours") and name != DELTA]
 #: The other benchmarks, and whether each takes sizes and rounds.
 SCRIPTS = {
     "restore": True,
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--no-scripts", action="store_true", help="contenders alone")
     parser.add_argument("--mebibytes", type=int)
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was cut off, from its file")
     parser.add_argument("--json", default="build/bench.json", help="the file of figures")
     parser.add_argument("--page", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()
@@ -140,10 +141,13 @@ def main() -> None:
         "rounds": rounds,
         "rows": [],
     }
-    plan = list(sweep({"name": options.only, "state": COMMON, "mebibytes": mebibytes, "rounds": rounds}))
+    if options.resume:
+        found = json.loads(Path(options.json).read_text())
+        mebibytes, rounds = found["mebibytes"], found["rounds"]
+    pairs = [(name, COMMON) for name in options.only if name != DELTA]
     if not options.no_scripts:
-        others = [state for state in STATES if state not in COMMON]
-        plan += sweep({"name": OURS, "state": others, "mebibytes": mebibytes, "rounds": rounds})
+        pairs += [(name, state) for name in OURS for state in STATES if state != COMMON] + [(DELTA, "LoRA")]
+    has = {(row["contender"], row["state"]) for row in found["rows"]}
 
     def keep() -> None:
         """Writes what there is: a run that is cut off leaves what it has measured."""
@@ -154,16 +158,19 @@ def main() -> None:
         if options.page:
             write(found, HERE.parent / "docs")
 
-    for each in plan:
-        with timed(f"{each['name']}, {each['state']}"):
-            found["rows"].append(contended(**each))
-        keep()
+    for name, state in pairs:
+        if (name, state) not in has:
+            with timed(f"{name}, {state}"):
+                found["rows"].append(contended(name, state, mebibytes, rounds))
+            keep()
     if not options.no_scripts:
         sizes = ["--mebibytes", str(mebibytes), "--rounds", str(rounds)]
         for name, takes_sizes in SCRIPTS.items():
-            with timed(name):
-                found[name] = script(name, *(sizes if takes_sizes else []))
-            keep()
+            if name not in found:
+                with timed(name):
+                    found[name] = script(name, *(sizes if takes_sizes else []))
+                keep()
+    keep()
     console(found)
     met = sum(goal["met"] is True for goal in found["goals"])
     print(f"goals_met={met} of {len(found['goals'])}")

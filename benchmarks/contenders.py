@@ -59,6 +59,7 @@ class Ours(Contender):
     """A memory step: planned, copied, hashed and committed in node memory when it returns."""
 
     where, functions = "node memory", OF_SAVE
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, folder: str, url: str) -> None:
         super().__init__(folder, url)
@@ -69,7 +70,7 @@ class Ours(Contender):
         if self.where == "S3":
             place = {"dirpath": f"s3://{BUCKET}/ours", "endpoint_url": url, "region": "us-east-1"}
         self.io = TieredCheckpointIO(
-            memory_dir=folder, on_save_error="raise", memory_allocation_percentage=100, **place
+            memory_dir=folder, on_save_error="raise", memory_allocation_percentage=100, **place, **self.options
         )
 
     def save(self, state: Any, number: int) -> None:
@@ -110,6 +111,12 @@ class OursToS3(Ours):
 
     def save(self, state: Any, number: int) -> None:
         self.io._save(state, f"step={number}.ckpt", None, wait=False)
+
+
+class OursDelta(OursToS3):
+    """The same; what did not change is copied by the server."""
+
+    options: ClassVar[dict[str, Any]] = {"delta_upload": True}
 
 
 class TorchSave(Contender):
@@ -403,6 +410,7 @@ class NeMo(Contender):
 CONTENDERS: dict[str, type[Contender]] = {
     "ours, memory step": Ours,
     "ours, durable step": OursToS3,
+    "ours, durable step, delta_upload": OursDelta,
     "torch.save": TorchSave,
     "Lightning TorchCheckpointIO": Lightning,
     "Lightning AsyncCheckpointIO": LightningAsync,

@@ -1,13 +1,11 @@
 """One block that measures: seconds, processor seconds, and the peak of anonymous memory of this process.
 
-A benchmark wraps what it looks at in ``with measure() as taken``. Where an option is a list, the benchmark is run once
-for each value (``sweep``).
+A benchmark wraps what it looks at in ``with measure() as taken``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import statistics
 import threading
@@ -15,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 MIB, GIB = 1 << 20, 1 << 30
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -82,10 +79,3 @@ def cpu_of_process(pid: int) -> float:
 def ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
     """The median over rounds of the one divided by the other of the same round, because the machine's speed drifts."""
     return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-
-
-def sweep(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Options without lists: one for each combination of the lists' values."""
-    lists = [value if isinstance(value, list) else [value] for value in options.values()]
-    for values in itertools.product(*lists):
-        yield dict(zip(options, values, strict=True))

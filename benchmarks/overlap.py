@@ -216,6 +216,7 @@ def show(measured: Measuring, copy: float, waited: float) -> None:
         "capture_inflation": inflation[OVERLAPPED],
         "drain_inflation": inflation[DRAINED],
         "step_ms": base * 1e3,
+        "waited_ms": waited * 1e3,
         "cores": os.cpu_count(),
     }
     print(json.dumps(figures))

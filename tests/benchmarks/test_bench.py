@@ -26,4 +26,5 @@ def test_the_suite_tells_ours_beside_others_and_says_who_could_not_run(tmp_path)
     assert "error" in absent and "could not run" in done.stdout
     assert ours["tensors"] == 64 and ours["MiB"] == 1 and len(ours["stall"]) == 1
     assert ours["tmpfs_MiB"] >= 1 and ours["requests"] == [0], "a memory step asks nothing of S3"
+    assert abs(sum(ours["parts"].values()) - ours["stall"][0]) < 1e-6, "the parts are those of the only round"
     assert done.stdout.splitlines()[-1].startswith("goals_met=")
