@@ -16,7 +16,7 @@ from tiered_checkpoint_io.errors import (
     MemoryFullError,
     MemoryTierError,
 )
-from tiered_checkpoint_io.memory import node
+from tiered_checkpoint_io.memory import node, slots
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.parts import Shelf, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
@@ -168,22 +168,88 @@ def test_a_slot_that_is_too_small_makes_way(tier):
 
 
 def test_what_is_prepared_is_taken_by_the_next_save(tier, monkeypatch):
-    tier.prepare(MIB)
+    tier.prepare(MIB, lambda: False)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("space was taken again"))
     assert content_of(tier, save(tier, b"x" * MIB, 1)) == b"x" * MIB
 
 
-def test_preparing_touches_pages_without_changing_them(tier):
-    slot = tier.acquire(3 * MIB)
-    with slot.view as view:
-        view[:6] = b"kept\0!"
-        slot.populate()
-        assert bytes(view[:6]) == b"kept\0!"
+def resident(slot):
+    """Bytes of a slot's pages that its mapping has, as the kernel counts them."""
     with open("/proc/self/smaps") as maps:
         text = maps.read().split(os.path.basename(slot.path))[1]
-    resident = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Rss:"))
-    assert resident >= 3 * 1024, "or the kernel is older than MADV_POPULATE_WRITE"
+    return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Rss:"))
+
+
+def after(pieces):
+    """Lets so many pieces be prepared; the first look is whether there is anything to do."""
+    left = iter(range(pieces + 1))
+    return lambda: next(left, None) is None
+
+
+def test_preparing_touches_pages_without_changing_them(tier):
+    slot = tier.acquire(3 * MIB)
+    slot.view[:6] = b"kept\0!"
     tier.give_back(slot)
+    tier.prepare(3 * MIB, lambda: False)
+    assert (tier.acquire(3 * MIB), slot.touched) == (slot, 3 * MIB)
+    assert bytes(slot.view[:6]) == b"kept\0!"
+    assert resident(slot) >= 3 * MIB, "or the kernel is older than MADV_POPULATE_WRITE"
+    tier.give_back(slot)
+
+
+@pytest.mark.parametrize("pieces", range(6))
+def test_a_save_takes_what_is_prepared_as_far_as_it_is(tier, monkeypatch, pieces):
+    monkeypatch.setattr(slots, "_PIECE", MIB)
+    tier.prepare(3 * MIB, after(pieces))
+    (file,) = files_in(tier.root / "slots")
+    slot = tier.acquire(3 * MIB)
+    assert os.path.basename(slot.path) == file
+    # Three pieces of space come before their pages; a save that finds none takes it as a whole.
+    assert (slot.reserved, slot.touched) == (3 * MIB if pieces else 4 * MIB, MIB * max(0, pieces - 3))
+    slot.view[: 3 * MIB] = b"x" * 3 * MIB
+    tier.give_back(slot)
+
+
+def test_who_takes_a_slot_ends_its_preparation(tier, monkeypatch):
+    monkeypatch.setattr(slots, "_PIECE", MIB)
+    taken, populate = [], slots._populate
+
+    def take(*args):
+        taken.append(tier.acquire(3 * MIB))
+        return populate(*args)
+
+    monkeypatch.setattr(slots, "_populate", take)
+    tier.prepare(3 * MIB, lambda: False)
+    (slot,) = taken
+    assert slot.touched == 0, "what it does not know is not relied upon"
+    assert files_in(tier.root / "slots") == [os.path.basename(slot.path)]
+    tier.give_back(slot)
+
+
+def test_where_there_is_no_room_nothing_is_prepared_and_nothing_given_up(memory_dir):
+    tier = MemoryTier.open(memory_dir, "test", budget_bytes=10 * MIB)
+    free = tier.acquire(4 * MIB)
+    tier.give_back(free)
+    used = tier.usage()
+    tier.prepare(7 * MIB, lambda: False)
+    assert (tier.usage(), files_in(tier.root / "slots")) == (used, [os.path.basename(free.path)])
+    tier.close()
+
+
+def test_room_that_goes_meanwhile_ends_a_preparation(tier, monkeypatch):
+    monkeypatch.setattr(slots, "_PIECE", MIB)
+    rooms = iter([9 * MIB, 9 * MIB, 9 * MIB])
+    monkeypatch.setattr(tier._pool, "_room", lambda: next(rooms, 0))
+    tier.prepare(6 * MIB, lambda: False)
+    assert (tier.usage(), files_in(tier.root / "slots")) == (0, [])
+
+
+def test_no_slot_is_made_beyond_those_that_are_kept(tier, monkeypatch):
+    held = [tier.acquire(MIB) for _ in range(2)]
+    for slot in held:
+        tier.give_back(slot)
+    monkeypatch.setattr(slots.SlotPool, "_make", lambda *_: pytest.fail("a slot was made, to be discarded"))
+    tier.prepare(9 * MIB, lambda: False)
 
 
 def test_only_so_many_free_slots_are_kept(tier):

@@ -81,13 +81,13 @@ def test_a_missing_memory_dir_and_one_on_disk(tmp_path):
 # ------------------------------------------------------------------------------------------ death
 def test_the_slots_of_the_living_stay_and_those_of_the_dead_go(tier, memory_dir):
     held = tier.acquire(MIB)
-    tier.prepare(MIB)
+    tier.prepare(MIB, lambda: False)
     script = f"""
         import os, signal
         from tiered_checkpoint_io.memory.tier import MemoryTier
         tier = MemoryTier.open({memory_dir!r}, "test")
         tier.acquire({MIB})
-        tier.prepare({MIB})
+        tier.prepare({MIB}, lambda: False)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     assert python(script).returncode == -signal.SIGKILL

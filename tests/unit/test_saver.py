@@ -97,7 +97,7 @@ def test_a_steady_run_takes_no_space_and_no_new_file(opened, monkeypatch):
     tier, engine = opened(keep_last=2)
     for step in range(1, 5):
         save(engine, step)
-    engine.session.open().capturer.close()
+    engine.session.open().capturer._preparing.join()
     used = tier.usage()
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("space was taken again"))
     inodes = set()
@@ -147,7 +147,7 @@ def no_more_space(*_):
 def test_a_capture_that_fails_leaves_no_part_and_gives_the_slot_back(opened, monkeypatch):
     tier, engine = opened()
     save(engine, 1)
-    engine.session.open().capturer.close()
+    engine.session.open().capturer._preparing.join()
     weight = torch.ones(MIB)
     image = plan({"w": weight})
     weight.untyped_storage().resize_(4)

@@ -91,6 +91,10 @@ class Copies:
         start, end = self._cuts[piece : piece + 2]
         return zip(*(column[start:end] for column in self._columns), strict=True)
 
+    def has_short(self, chunk: int) -> bool:
+        """Whether :meth:`copy_short` copies anything of a chunk, by its number."""
+        return chunk in self._groups
+
     def copy_short(self, chunk: int) -> None:
         """Copies the short stretches of a chunk, by its number."""
         target = (ctypes.c_char * self._size).from_address(self._base)

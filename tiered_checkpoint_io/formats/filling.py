@@ -18,6 +18,7 @@ import xxhash
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.copies import Copies
 from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.formats.writing import Untouched, Written
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
 
 #: Copied and then hashed at once: small enough that what was just written is still in a cache near the core that hashes
@@ -158,11 +159,20 @@ def default_threads() -> int:
 class Filling:
     """One filling of a buffer: which threads share the chunks of the file."""
 
-    def __init__(self, view: memoryview, segments: Sequence[Segment], *, hashed: bool = True) -> None:
+    def __init__(
+        self,
+        view: memoryview,
+        segments: Sequence[Segment],
+        *,
+        hashed: bool = True,
+        untouched: Untouched | None = None,
+    ) -> None:
         self._view = view
         self._hashed = hashed
+        self._untouched = untouched
         self._chunk_size = chunk_size_for(len(view))
         self._anchor = (ctypes.c_char * len(view)).from_buffer(view)
+        self._base = ctypes.addressof(self._anchor)
         self._segments = segments
         #: Stretches that devices write: where each ends, and what returns once it is written.
         self._arrivals: list[tuple[int, Callable[[], None]]] = []
@@ -174,14 +184,13 @@ class Filling:
         """
         try:
             plain = cast("Sequence[StorageRegion]", regions)
-            are_storages = isinstance(regions, StorageRegions) or set(map(type, regions)) <= {StorageRegion}
-            if not are_storages or devices_of(regions) - {_CPU}:
+            if not is_plain(regions):
                 plain = [each for each in regions if isinstance(each, StorageRegion) and each.storage.device == _CPU]
                 for region in regions:
                     if not isinstance(region, StorageRegion) or region.storage.device != _CPU:
                         self._begin(region)
             self._arrivals.sort(key=itemgetter(0))
-            piece = _PIECE if self._hashed else self._chunk_size
+            piece = _PIECE if self._hashed or self._untouched is not None else self._chunk_size
             copies = self._copies_of(plain, piece)
             chunks = chunk_ranges(len(self._view), self._chunk_size)
             digests = in_parallel(lambda chunk: self._fill_chunk(chunk, copies, piece), chunks, threads)
@@ -226,15 +235,22 @@ class Filling:
         """
         begin, length = chunk
         hasher = xxhash.xxh3_128()
-        copies.copy_short(begin // self._chunk_size)
+        number = begin // self._chunk_size
+        copies.copy_short(number)
+        written: Written | None = None
+        if self._untouched is not None and begin + length > self._untouched.start and not copies.has_short(number):
+            written = Written(self._untouched.descriptor, min(size, length))
         for piece in range(begin, begin + length, size):
             end = min(piece + size, begin + length)
+            away = 0 if written is None else written.address - (self._base + piece)
             for target, source, nbytes in copies.long(piece // size):
                 # Lets go of the interpreter lock, unlike a copy between memoryviews.
-                ctypes.memmove(target, source, nbytes)
+                ctypes.memmove(target + away, source, nbytes)
             self._await(piece, end)
             if self._hashed:
-                hasher.update(self._view[piece:end])
+                hasher.update(self._view[piece:end] if written is None else written.content(end - piece))
+            if written is not None:
+                written.write(end - piece, piece)
         return hasher.hexdigest()
 
     def _await(self, begin: int, end: int) -> None:
@@ -274,6 +290,12 @@ class Filling:
                 self._view, dtype=tensor.dtype, offset=region.offset, count=region.nbytes // tensor.element_size()
             )
             target.as_strided(tensor.shape, region.stride).copy_(tensor)
+
+
+def is_plain(regions: Sequence[Region]) -> bool:
+    """Whether all bytes lie in this process' memory as they belong in the file."""
+    are_storages = isinstance(regions, StorageRegions) or set(map(type, regions)) <= {StorageRegion}
+    return are_storages and not devices_of(regions) - {_CPU}
 
 
 def devices_of(regions: Iterable[Region]) -> set[torch.device]:

@@ -39,6 +39,7 @@ from tiered_checkpoint_io.formats.filling import (
     devices_of,
     hash_chunks,
 )
+from tiered_checkpoint_io.formats.writing import Untouched
 from tiered_checkpoint_io.model.hashing import chunk_size_for
 
 
@@ -78,6 +79,7 @@ class Image:
         threads: int | None = None,
         pin: Callable[[memoryview], None] | None = None,
         hashed: bool = True,
+        untouched: Untouched | None = None,
     ) -> tuple[str, ...]:
         """Writes the whole file, and hashes it.
 
@@ -87,6 +89,7 @@ class Image:
             pin: Called with the buffer before bytes are copied from a CUDA device, so that its
                 owner can register it as pinned memory.
             hashed: Whether to hash it on the way; see :meth:`hashes` for later.
+            untouched: What of the buffer is written by its file, and not through it. Only where :func:`is_plain`.
 
         Returns:
             xxh3-128 of each chunk of ``chunk_size`` bytes, as hexadecimal digits; nothing where not ``hashed``.
@@ -100,7 +103,9 @@ class Image:
         target = target[: self.size]
         if pin is not None and any(device.type == "cuda" for device in devices_of(self.regions)):
             pin(target)
-        return Filling(target, self.segments, hashed=hashed).run(self.regions, threads or default_threads())
+        return Filling(target, self.segments, hashed=hashed, untouched=untouched).run(
+            self.regions, threads or default_threads()
+        )
 
     def hashes(self, view: memoryview, *, threads: int | None = None) -> tuple[str, ...]:
         """The hashes of the file that was written to ``view``, as :meth:`fill` gives them.

@@ -24,8 +24,8 @@ from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.space import needs_space
 
 _ROUND = 2 << 20
-#: Populated in one call; between calls other threads get at the memory map's lock.
-_POPULATE_PIECE = 64 << 20
+#: What is prepared at once: who acquires the slot waits for it, and others get at the memory map's lock between two.
+_PIECE = 64 << 20
 #: Linux 5.14; older kernels answer EINVAL, and the pages are then touched by the first copy.
 _MADV_POPULATE_WRITE = 23
 #: Free slots that are worth their memory: one for the next save and one for a pending one.
@@ -40,6 +40,8 @@ class Slot:
         capacity: Bytes that are mapped. Address space costs nothing, so there are more of them
             than the file has: a state that grows a little keeps its mapping.
         reserved: Bytes, from the start, whose space is taken. Nothing beyond may be touched.
+        touched: Bytes, from the start, whose pages are in this mapping. Others cost a fault each when they are first
+            written by it, which is more than to write them by the descriptor.
         inode: The file's identity, which survives its renames.
     """
 
@@ -47,7 +49,7 @@ class Slot:
         self.path = path
         self.descriptor = descriptor
         self.capacity = capacity
-        self.reserved = 0
+        self.reserved = self.touched = 0
         # The file must be as long as its mapping only while it is being mapped.
         os.ftruncate(descriptor, capacity)
         self.mapping = mmap.mmap(descriptor, capacity)
@@ -79,20 +81,7 @@ class Slot:
     def cut(self, size: int) -> None:
         """Makes the file exactly ``size`` bytes long."""
         os.ftruncate(self.descriptor, size)
-        self.reserved = min(self.reserved, size)
-
-    def populate(self) -> None:
-        """Touches every page that has its space, where the kernel can do so without changing it."""
-        # Not by mmap.madvise, which keeps the interpreter lock: training goes on meanwhile.
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        with self.view as view:
-            anchor = ctypes.c_char.from_buffer(view)
-            for start in range(0, self.reserved, _POPULATE_PIECE):
-                length = min(_POPULATE_PIECE, self.reserved - start)
-                address = ctypes.c_void_p(ctypes.addressof(anchor) + start)
-                if madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
-                    break
-            del anchor
+        self.reserved, self.touched = min(self.reserved, size), min(self.touched, size)
 
     def close(self, unmap: Callable[[memoryview], None] | None = None) -> None:
         """Unmaps and closes the file; its name, if any, stays."""
@@ -156,37 +145,68 @@ class SlotPool:
         """
         with self._lock:
             self._drop_unlinked()
-            fitting = [slot for slot in self._free if slot.capacity >= size]
-            slot = min(fitting, key=lambda free: (max(0, size - free.reserved), free.reserved), default=None)
+            slot = self._best(size)
             if slot is None:
                 # Free slots that are too small only take the space of the larger one.
                 self._discard_free()
                 slot = self._make(size)
             else:
                 self._free.remove(slot)
-                try:
-                    self._reserve(slot, size)
-                except BaseException:
-                    self._discard(slot)
-                    self._discard_free()
-                    raise
+            try:
+                self._reserve(slot, size if slot.reserved else _round_up(size))
+            except BaseException:
+                self._discard(slot)
+                self._discard_free()
+                raise
             self._lent[slot.inode] = slot
             return slot
 
-    def prepare(self, size: int) -> None:
-        """Makes a free slot of ``size`` bytes and touches its pages, where there is room and need."""
+    def prepare(self, size: int, stopped: Callable[[], bool]) -> None:
+        """Makes a free slot of ``size`` bytes and touches its pages, where there is room and need.
+
+        Piece by piece, and the slot can be acquired as far as it is: that waits for one piece at most.
+
+        Args:
+            size: Of the next file.
+            stopped: Whether no more is to be prepared.
+        """
+        slot = self._to_prepare(size, stopped)
+        while slot is not None and self._prepare_piece(slot, size, stopped):
+            pass
+
+    def _to_prepare(self, size: int, stopped: Callable[[], bool]) -> Slot | None:
         with self._lock:
-            # A slot that must grow a little is as good: the next state may be larger by some bytes.
-            if any(slot.capacity >= size and slot.reserved >= size - size // 16 for slot in self._free):
-                return
-            try:
-                slot = self._make(size)
-            except OSError:
+            slot = self._best(size)
+            if slot is None and not stopped() and len(self._free) < _MAX_FREE:
                 # No room, or no descriptor: the next save will say so, if it needs them.
-                return
-        slot.populate()
+                with contextlib.suppress(OSError):
+                    if self._room() >= _round_up(size):
+                        slot = self._make(size)
+                        self._free.append(slot)
+            return slot
+
+    def _prepare_piece(self, slot: Slot, size: int, stopped: Callable[[], bool]) -> bool:
+        """Takes the space of one more piece of a free slot, or touches it; whether that may go on."""
         with self._lock:
-            self._keep_or_discard(slot)
+            if stopped() or slot not in self._free or slot.touched >= size:
+                return False
+            if slot.reserved < size:
+                try:
+                    self._reserve(slot, min(slot.reserved + _PIECE, _round_up(size)))
+                except OSError:
+                    self._free.remove(slot)
+                    self._discard(slot)
+                return True
+            # With a view, the mapping stays, whoever takes the slot meanwhile.
+            view, start = slot.view, slot.touched - slot.touched % mmap.PAGESIZE
+        end = min(start + _PIECE, size)
+        with view:
+            is_touched = _populate(view, start, end - start)
+        with self._lock:
+            if slot in self._free:
+                # Where the kernel can't, the first copy does it.
+                slot.touched = end if is_touched else size
+        return True
 
     def give_back(self, slot: Slot) -> None:
         """Returns a lent slot that was not committed."""
@@ -252,7 +272,17 @@ class SlotPool:
                 slot.close(self.unmap)
             self._lent.clear()
 
+    def _best(self, size: int) -> Slot | None:
+        """The free slot that needs the least to hold ``size`` bytes, if any can."""
+        fitting = [slot for slot in self._free if slot.capacity >= size]
+        return min(
+            fitting,
+            key=lambda free: (max(0, size - free.reserved), -min(free.touched, size), free.reserved),
+            default=None,
+        )
+
     def _make(self, size: int) -> Slot:
+        """A new slot, without space yet."""
         while True:
             path = os.path.join(self._folder, self._slot_name())
             with needs_space("no space for one more file", operation="stage", key=path):
@@ -267,11 +297,6 @@ class SlotPool:
             except BaseException:
                 os.unlink(path)
                 os.close(descriptor)
-                raise
-            try:
-                self._reserve(slot, _round_up(size))
-            except BaseException:
-                self._discard(slot)
                 raise
             return slot
 
@@ -357,6 +382,16 @@ def clean_dead(folder: str) -> None:
                 os.unlink(path)
             finally:
                 os.close(descriptor)
+
+
+def _populate(view: memoryview, start: int, length: int) -> bool:
+    """Touches pages of a mapping without changing them; False where the kernel can't."""
+    # Not by mmap.madvise, which keeps the interpreter lock: training goes on meanwhile.
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    anchor = ctypes.c_char.from_buffer(view)
+    address = ctypes.c_void_p(ctypes.addressof(anchor) + start)
+    del anchor
+    return int(madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)) == 0
 
 
 def _round_up(size: int) -> int:

@@ -237,9 +237,9 @@ class MemoryTier:
         """A slot of ``size`` bytes; raises as :meth:`SlotPool.acquire` does."""
         return self._pool.acquire(size)
 
-    def prepare(self, size: int) -> None:
+    def prepare(self, size: int, stopped: Callable[[], bool]) -> None:
         """See :meth:`SlotPool.prepare`."""
-        self._pool.prepare(size)
+        self._pool.prepare(size, stopped)
 
     def give_back(self, slot: Slot) -> None:
         """Returns a slot that will not be committed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, cast
@@ -12,13 +13,17 @@ import torch
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.staging.retention import Evidence, Scope, removable, room_for, spill_room_for
 from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.formats.filling import is_plain
 from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.writing import Untouched
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Slots are rounded up to this many bytes.
 _ROUND = 2 << 20
+#: The lowest priority.
+_IDLE = 19
 
 
 class HostPins:
@@ -63,6 +68,7 @@ class Capturer:
         self._tier = tier
         self._pins = pins or HostPins()
         self._preparing: threading.Thread | None = None
+        self._stopped = threading.Event()
 
     def acquire(self, size: int, scope: Scope, *, retained: Collection[str] = (), spills: bool = False) -> Slot:
         """A slot for a file.
@@ -79,7 +85,7 @@ class Capturer:
         Raises:
             MemoryFullError: No room even so; all that memory need not give up is still there.
         """
-        self._finish_preparing()
+        self._stopped.set()
         return self._acquire(size, scope, retained, spills=spills)
 
     def fill(self, image: Image, slot: Slot, *, threads: int | None = None, hashed: bool = True) -> tuple[str, ...]:
@@ -96,11 +102,17 @@ class Capturer:
         """
         # Pages of a file on disk are written back, and not to be pinned.
         pin = None if self._tier.is_spilled(slot.path) else self._pins.pin
+        untouched = None
+        if slot.touched < image.size and is_plain(image.regions):
+            untouched = Untouched(slot.descriptor, slot.touched)
         try:
-            return image.fill(slot.view, threads=threads, pin=pin, hashed=hashed)
+            hashes = image.fill(slot.view, threads=threads, pin=pin, hashed=hashed, untouched=untouched)
         except BaseException:
             self._tier.give_back(slot)
             raise
+        if untouched is None:
+            slot.touched = max(slot.touched, image.size)
+        return hashes
 
     def retain(
         self, parts: Collection[StoredPart], scope: Scope, keep: int, evidence: Evidence, *, size: int | None = None
@@ -123,14 +135,21 @@ class Capturer:
         self._remove(going)
 
     def prepare(self, size: int) -> None:
-        """Makes a slot for the next file of this size, in the background."""
-        self._preparing = self._clock.start(functools.partial(self._tier.prepare, size), "tiered-prepare")
+        """Makes a slot for the next file of this size, in the background; a save that comes meanwhile takes what is."""
+        self._stopped.set()
+        self._stopped = stopped = threading.Event()
+
+        def work() -> None:
+            if sys.platform == "linux":
+                # Training has the cores. There it is of this thread alone.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
+            self._tier.prepare(size, stopped.is_set)
+
+        self._preparing = self._clock.start(work, "tiered-prepare")
 
     def close(self) -> None:
-        """Waits for background preparation."""
-        self._finish_preparing()
-
-    def _finish_preparing(self) -> None:
+        """Ends background preparation."""
+        self._stopped.set()
         if self._preparing is not None:
             self._clock.join(self._preparing, self._clock.timing.space_wait_s)
             self._preparing = None
