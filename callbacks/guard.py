@@ -12,6 +12,7 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.callbacks.places import folder_of
+from tiered_checkpoint_io.callbacks.preparing import FirstSave
 from tiered_checkpoint_io.callbacks.recording import Recording
 from tiered_checkpoint_io.callbacks.requeue import take_over_requeue
 from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
@@ -41,6 +42,7 @@ class StrategyGuard(Callback):
 
     def __init__(self) -> None:
         self._recording = Recording()
+        self._first_save = FirstSave()
         self._targets: list[Target] = []
         self._overlapping: OverlappedCapture | None = None
 
@@ -87,6 +89,7 @@ class StrategyGuard(Callback):
         why = "Lightning restores it only where an epoch was not finished"
         report_left_out(io.checkpointer.session, "the checkpoint", len(left), why, says=trainer.is_global_zero)
         self._recording.begin(trainer, io.checkpointer.session, self._targets)
+        self._first_save.begin(trainer, io)
         if not trainer.is_global_zero:
             return
         # In setup, Lightning does not show ckpt_path yet.
@@ -109,10 +112,11 @@ class StrategyGuard(Callback):
             )
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        """Notes the step, every few seconds: see :class:`Recording`."""
+        """Notes the step, every few seconds: see :class:`Recording`. Behind the first, the first save is prepared."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
             self._recording.reach(trainer, io.checkpointer.session)
+            self._first_save.reach(trainer, io)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Training starts from scratch where there is no checkpoint; an evaluation has no use for that.

@@ -129,7 +129,7 @@ class OverlappedCapture(Callback):
             return []
         if self._choice is not None and not self._choice.overlaps:
             return []
-        held = list(_optimizers_own(trainer.optimizers))
+        held = list(tensors_of_optimizers(trainer.optimizers))
         if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in held):
             say_eager(self._session, "a parameter's optimizer steps during the backward pass")
             return []
@@ -165,7 +165,7 @@ class OverlappedCapture(Callback):
             )
 
 
-def _optimizers_own(optimizers: list[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+def tensors_of_optimizers(optimizers: list[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
     """Their parameters that are trained, and the tensors of their states."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

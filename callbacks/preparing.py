@@ -1,0 +1,87 @@
+"""Room for a training's first save, made while the first batches run: at the save itself it would take longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks.overlapping import tensors_of_optimizers
+
+#: A smaller state is saved within hundredths of a second, however that is done.
+_LEAST_BYTES = 64 << 20
+
+
+class FirstSave:
+    """Prepares the first save of a training, once, as soon as it is known how large it will be."""
+
+    def __init__(self) -> None:
+        self._is_due = False
+        self._began_at = 0
+
+    def begin(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
+        """Takes note of a training that begins, or goes on where another has ended."""
+        shards: bool | None = getattr(trainer.strategy, "_saves_shards", None)
+        # Strategies that train shards, and save them as one file, do not show how large that is.
+        writes = shards if shards is not None else trainer.is_global_zero
+        self._began_at = trainer.global_step
+        self._is_due = writes and saves_by(trainer.checkpoint_callbacks, trainer.global_step, _last_step(trainer))
+        self.reach(trainer, io)
+
+    def reach(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
+        """Prepares, once the optimizers have their states; never fails."""
+        if not self._is_due:
+            return
+        if trainer.global_step == self._began_at and not any(each.state for each in trainer.optimizers):
+            return
+        self._is_due = False
+        try:
+            size = size_here(trainer.lightning_module, trainer.optimizers)
+            if size >= _LEAST_BYTES:
+                io.checkpointer.prepare(size)
+        except Exception as error:
+            io.checkpointer.session.log.info("nothing is prepared for the first save: %s", error)
+
+
+def size_here(module: LightningModule, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Bytes that a checkpoint of these has, without what this rank has no shard of."""
+    storages: dict[int, int] = {}
+    for tensor in _tensors(module, optimizers):
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.layout == torch.strided and local.device.type != "meta":
+            storage = local.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(module: LightningModule, optimizers: list[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
+    for each in (*module.parameters(), *module.buffers()):
+        if not torch.nn.parameter.is_lazy(each):
+            yield each
+    yield from tensors_of_optimizers(optimizers)
+
+
+def saves_by(callbacks: Iterable[Callback], step: int, last_step: float) -> bool:
+    """Whether any of a trainer's checkpoint callbacks saves after ``step``, as far as their intervals tell."""
+
+    def reaches(interval: int) -> bool:
+        return (step // interval + 1) * interval <= last_step
+
+    for each in callbacks:
+        memory: int | None = getattr(each, "memory_every_n_train_steps", None)
+        if memory and reaches(memory):
+            return True
+        if not isinstance(each, ModelCheckpoint):
+            return True
+        if each.save_top_k != 0 or each.save_last:
+            interval = each._every_n_train_steps
+            if not interval or reaches(interval):
+                return True
+    return False
+
+
+def _last_step(trainer: Trainer) -> float:
+    return trainer.max_steps if trainer.max_steps >= 0 else float("inf")

@@ -1,0 +1,115 @@
+"""Room for a training's first save is made while its first batches run, and only where there will be one."""
+
+import threading
+
+import pytest
+import torch
+from lightning.pytorch import callbacks as lightning_callbacks
+
+from tests.support.training import Model
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, preparing
+from tiered_checkpoint_io.callbacks.preparing import saves_by, size_here
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.staging.capture import Capturer
+
+MIB = 1 << 20
+BALLAST = 2 * MIB
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """The sizes that were prepared, with the number of saves before; nothing is too small for it."""
+    sizes, prepare = [], Checkpointer.prepare
+
+    def preparing_first(engine, size):
+        sizes.append((size, engine.session.counts["saved"]))
+        prepare(engine, size)
+
+    monkeypatch.setattr(Checkpointer, "prepare", preparing_first)
+    monkeypatch.setattr(preparing, "_LEAST_BYTES", 1)
+    return sizes
+
+
+def callback(**options):
+    return TieredModelCheckpoint(**{"memory_every_n_train_steps": 4, "s3_every_n_train_steps": 10, **options})
+
+
+def sizes_of(report):
+    """What may be prepared for a save: neither too small for it, nor much more."""
+    return pytest.approx(report.size, rel=1 / 16)
+
+
+def test_the_first_save_takes_what_was_prepared_for_it(runs, prepared, monkeypatch):
+    taken, acquire = [], Capturer.acquire
+
+    def acquiring(capturer, size, *args, **options):
+        capturer._preparing.join()
+        free = {slot.inode for slot in capturer._tier._pool._free}
+        slot = acquire(capturer, size, *args, **options)
+        taken.append((slot.inode in free, slot.touched))
+        return slot
+
+    monkeypatch.setattr(Capturer, "acquire", acquiring)
+    trainer, _ = runs.fit(callback(), model=Model(ballast=BALLAST), max_steps=5)
+    ((size, saved),) = prepared
+    assert saved == 0
+    assert size == sizes_of(trainer.io.checkpointer.session.last_save)
+    assert taken[0] == (True, size)
+    assert not [each for each in threading.enumerate() if each.name == "tiered-prepare"], "it ends with the training"
+
+
+def test_lightnings_own_model_checkpoint_gains_too_and_so_does_a_training_that_resumes(runs, prepared):
+    for max_steps in (20, 40):
+        runs.fit(lightning_callbacks.ModelCheckpoint(every_n_train_steps=10), max_steps=max_steps)
+    first, second = prepared
+    assert first == second == (first[0], 0)
+
+
+def test_a_small_state_is_not_prepared(runs, prepared, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(Checkpointer, "prepare", lambda *_: pytest.fail("it was"))
+    runs.fit(callback(), max_steps=4)
+
+
+def test_what_is_never_saved_is_not_prepared(runs, prepared):
+    runs.fit(callback(memory_every_n_train_steps=5, save_top_k=0), max_steps=4)
+    assert prepared == []
+
+
+def test_preparing_never_fails_a_training(runs, prepared, monkeypatch):
+    def refuse(*_):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(Checkpointer, "prepare", refuse)
+    assert runs.fit(callback(), max_steps=4)[0].global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "last_step", "saves"),
+    [
+        ([], float("inf"), False),
+        ([callback()], 3, False),
+        ([callback()], 4, True),
+        ([callback(memory_every_n_train_steps=None)], 9, False),
+        ([callback(memory_every_n_train_steps=None)], 10, True),
+        ([callback(memory_every_n_train_steps=None, save_top_k=0)], 10, False),
+        ([callback(memory_every_n_train_steps=None, save_top_k=0, save_last=True)], 10, True),
+        ([callback(s3_every_n_train_steps=None, every_n_epochs=1)], 1, True),
+        ([lightning_callbacks.OnExceptionCheckpoint(".")], 1, True),
+    ],
+)
+def test_whether_anything_is_saved(callbacks, last_step, saves):
+    assert saves_by(callbacks, 0, last_step) is saves
+    assert saves_by(callbacks, 1_000, 1_000 + last_step) is saves, "after a resume"
+
+
+def test_what_is_shared_or_has_no_bytes_here_does_not_count():
+    model = Model(ballast=1000)
+    model.tied = model.layer.weight
+    model.later = torch.nn.LazyLinear(7)
+    model.register_buffer("nowhere", torch.ones(1000, device="meta"))
+    optimizer = torch.optim.Adam(model.layer.parameters())
+    assert size_here(model, [optimizer]) == 4 * (1000 + 8 * 4 + 4)
+    model.layer(torch.ones(8)).sum().backward()
+    optimizer.step()
+    assert size_here(model, [optimizer]) == 4 * (1000 + 3 * (8 * 4 + 4) + 2)
