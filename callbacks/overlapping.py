@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import statistics
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.adapters.sizes import tensors_of_optimizers
 from tiered_checkpoint_io.callbacks.staging_choice import StagingChoice
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
@@ -163,20 +163,6 @@ class OverlappedCapture(Callback):
             self._session.log.info(
                 "staging is auto, and overlapped captures have cost training more than eager ones: saves are eager"
             )
-
-
-def tensors_of_optimizers(optimizers: list[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """Their parameters that are trained, and the tensors of their states."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from (each for each in group["params"] if each.requires_grad and each.layout == torch.strided)
-        for state in optimizer.state.values():
-            values = state.values() if isinstance(state, dict) else []
-            for value in values:
-                # LBFGS has lists of them.
-                for each in value if isinstance(value, list) else [value]:
-                    if isinstance(each, torch.Tensor) and each.layout == torch.strided:
-                        yield each
 
 
 def _has_idle_cores(device: torch.device) -> bool:

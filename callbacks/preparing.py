@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks.overlapping import tensors_of_optimizers
-
-#: A smaller state is saved within hundredths of a second, however that is done.
-_LEAST_BYTES = 64 << 20
+from tiered_checkpoint_io.adapters.sizes import size_here
 
 
 class FirstSave:
@@ -32,36 +28,13 @@ class FirstSave:
         self.reach(trainer, io)
 
     def reach(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
-        """Prepares, once the optimizers have their states; never fails."""
+        """Prepares, once the optimizers have their states."""
         if not self._is_due:
             return
         if trainer.global_step == self._began_at and not any(each.state for each in trainer.optimizers):
             return
         self._is_due = False
-        try:
-            size = size_here(trainer.lightning_module, trainer.optimizers)
-            if size >= _LEAST_BYTES:
-                io.checkpointer.prepare(size)
-        except Exception as error:
-            io.checkpointer.session.log.info("nothing is prepared for the first save: %s", error)
-
-
-def size_here(module: LightningModule, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Bytes that a checkpoint of these has, without what this rank has no shard of."""
-    storages: dict[int, int] = {}
-    for tensor in _tensors(module, optimizers):
-        local = getattr(tensor, "_local_tensor", tensor)
-        if local.layout == torch.strided and local.device.type != "meta":
-            storage = local.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _tensors(module: LightningModule, optimizers: list[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
-    for each in (*module.parameters(), *module.buffers()):
-        if not torch.nn.parameter.is_lazy(each):
-            yield each
-    yield from tensors_of_optimizers(optimizers)
+        io.checkpointer.prepare(size_here(trainer.lightning_module, trainer.optimizers))
 
 
 def saves_by(callbacks: Iterable[Callback], step: int, last_step: float) -> bool:

@@ -7,8 +7,10 @@ import torch
 from lightning.pytorch import callbacks as lightning_callbacks
 
 from tests.support.training import Model
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, preparing
-from tiered_checkpoint_io.callbacks.preparing import saves_by, size_here
+from tiered_checkpoint_io.adapters.sizes import size_here
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.preparing import saves_by
+from tiered_checkpoint_io.engine import checkpointer
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 
@@ -26,7 +28,7 @@ def prepared(monkeypatch):
         prepare(engine, size)
 
     monkeypatch.setattr(Checkpointer, "prepare", preparing_first)
-    monkeypatch.setattr(preparing, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(checkpointer, "_LEAST_PREPARED", 1)
     return sizes
 
 
@@ -65,10 +67,10 @@ def test_lightnings_own_model_checkpoint_gains_too_and_so_does_a_training_that_r
     assert first == second == (first[0], 0)
 
 
-def test_a_small_state_is_not_prepared(runs, prepared, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(Checkpointer, "prepare", lambda *_: pytest.fail("it was"))
-    runs.fit(callback(), max_steps=4)
+def test_a_small_state_is_not_prepared(runs):
+    engine = runs.io().checkpointer
+    engine.prepare(64 * MIB - 1)
+    assert not engine.session.is_open
 
 
 def test_what_is_never_saved_is_not_prepared(runs, prepared):
@@ -80,8 +82,9 @@ def test_preparing_never_fails_a_training(runs, prepared, monkeypatch):
     def refuse(*_):
         raise OSError("no memory")
 
-    monkeypatch.setattr(Checkpointer, "prepare", refuse)
+    monkeypatch.setattr(Capturer, "prepare", refuse)
     assert runs.fit(callback(), max_steps=4)[0].global_step == 4
+    assert len(prepared) == 1
 
 
 @pytest.mark.parametrize(

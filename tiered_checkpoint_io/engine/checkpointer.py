@@ -30,6 +30,8 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 TIERS = frozenset({"memory", "durable"})
+#: A smaller state is saved within hundredths of a second, however that is done.
+_LEAST_PREPARED = 64 << 20
 
 
 class NoCheckpoint(dict[str, Any]):
@@ -103,14 +105,17 @@ class Checkpointer:
         return self.saver.save(state, name, durable=durable, wait=wait, metric=metric, resumable=resumable)
 
     def prepare(self, size: int) -> None:
-        """Makes room in node memory for a first save of about ``size`` bytes, in the background, if there is any.
+        """Makes room in node memory for a first save of about ``size`` bytes, in the background.
 
-        That save then takes a fraction of the time; one that comes meanwhile waits for nothing. Nothing is removed.
-
-        Raises:
-            MemoryTierError: The memory tier can't be used.
+        That save then takes a fraction of the time, and one that comes meanwhile waits for nothing. Nothing is removed
+        for it, and it never fails: where it can't be done, or is not worth it, nothing is.
         """
-        self.session.open().capturer.prepare(size)
+        if size < _LEAST_PREPARED:
+            return
+        try:
+            self.session.open().capturer.prepare(size)
+        except Exception as error:
+            self.session.log.info("nothing is prepared for the first save: %s", error)
 
     # --------------------------------------------------------------------------- alias and remove
     def alias(self, path: str | os.PathLike[str], target: str | os.PathLike[str], *, copy: bool = False) -> None:

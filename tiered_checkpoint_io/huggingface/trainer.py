@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import WEIGHTS_NAME
 
+from tiered_checkpoint_io.adapters.sizes import size_here
 from tiered_checkpoint_io.adapters.steps import name_of, tiers_at
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
@@ -68,6 +69,8 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._folder: Path | None = None
         #: Where the step that has just ended goes; empty where it is not saved.
         self._due: Collection[str] = ()
+        #: Whether the first save of a training has been prepared.
+        self._is_prepared = False
 
     @classmethod
     def from_config(cls, block: Any, **overrides: Any) -> TieredCheckpointCallback:
@@ -141,7 +144,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 hint="leave it out, or resume from a checkpoint of the Trainer's own (save_strategy)",
             )
         train_here()
-        session, self._due = self._engine.session, ()
+        session, self._due, self._is_prepared = self._engine.session, (), False
         weights = sum(each.numel() * each.element_size() for each in kw["model"].state_dict().values())
         memory, durable = self.config.memory_every_n_train_steps, self.config.s3_every_n_train_steps
         ends = self.config.save_on_train_end
@@ -160,9 +163,13 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     #: With the evaluation at the end of an epoch; and before the data of the next one is shuffled.
     on_epoch_begin = on_step_begin
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
         """Notes what is due; removes what was restored, which all ranks of the node have read by now."""
         self._due = tiers_at(state.global_step, self.config)
+        if not self._is_prepared and state.is_world_process_zero:
+            # The optimizer has its state now.
+            self._engine.prepare(size_here(kw["model"], [getattr(kw["optimizer"], "optimizer", kw["optimizer"])]))
+        self._is_prepared = True
         self._remove_folder(args)
         if state.is_world_process_zero:
             self._engine.poll()
