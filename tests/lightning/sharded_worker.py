@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
@@ -119,7 +120,9 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Toy()
+    model, prepared = Toy(), []
+    # The toy's state is too small for it.
+    Checkpointer.prepare = lambda _, size: prepared.append(size)
     try:
         trainer.fit(model, ckpt_path=told.get("ckpt_path", "tiered:latest"))
     except Exception as error:
@@ -132,6 +135,7 @@ if __name__ == "__main__":
         "losses": model.seen,
         "asked": io.checkpointer.asked,
         "overlapped": Late.begun,
+        "prepared": prepared,
     }
     if told.get("average"):
         answer["mean"] = {name: value.full_tensor().sum().item() for name, value in average.mean.items()}

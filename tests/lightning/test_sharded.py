@@ -187,6 +187,16 @@ def test_weights_that_no_step_changes_are_said_once_for_the_job(fit, tmp_path, s
     assert logs.count("not changed by a bit") == 1, "the optimizer's state changes"
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_each_rank_prepares_the_first_save_of_its_own_part(fit, strategy):
+    # Of each of the 1,072 weights Adam keeps two more values, and for each of four tensors its number of steps.
+    state = 4 * (3 * 1072 + 2 * 4)
+    for answer in fit(2, strategy=strategy):
+        (size,) = answer["prepared"]
+        assert size == pytest.approx(state / 2, rel=0.05)
+
+
 class Evil:
     def __init__(self, path):
         self.path = path
