@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -141,8 +142,9 @@ class Capturer:
 
         def work() -> None:
             if sys.platform == "linux":
-                # Training has the cores. There it is of this thread alone.
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
+                # Training has the cores. Only there it is of this thread alone.
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
             self._tier.prepare(size, stopped.is_set)
 
         self._preparing = self._clock.start(work, "tiered-prepare")
