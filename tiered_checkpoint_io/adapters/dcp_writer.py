@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import pickle
@@ -19,15 +20,15 @@ from torch.futures import Future as TorchFuture
 
 from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, check_positive, close_shared, settings_of
+from tiered_checkpoint_io.adapters.file_layout import FileLayout, PlannedFile, planned_file
 from tiered_checkpoint_io.adapters.groups import ToldToDcp, told_to_dcp
-from tiered_checkpoint_io.adapters.tensor_kinds import KindsCheck
+from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner, KindsCheck
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
-from tiered_checkpoint_io.engine.save.sameness import kind_of
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.formats.shard_image import Item
@@ -240,7 +241,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             with self._counting("committing"):
                 self.saver.finish(
                     self._issued.save_id,
-                    pickle.dumps(metadata),
+                    # What is not as it is now belongs to a later save.
+                    functools.partial(pickle.dumps, dataclasses.replace(metadata)),
                     wait=self.waits,
                     extra=self.extra,
                     in_memory=all(each.storage_data[1] for each in written),
@@ -327,29 +329,44 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 hint="give all ranks the same checkpoint_id and step; if they have them, the planner keeps storage_data"
                 " of earlier saves: switch its plan caching off",
             )
+        file = self._plan_file(plan, planner)
+        in_memory = self.saver.capture(
+            facts,
+            self._rank,
+            file.image if plan.items else None,
+            stretches=file.stretches,
+            threads=self.threads,
+            background=self.seals_in_background and not self.waits,
+            overlapped=self.overlapped,
+        )
+        # One text for all of them, which is pickled once.
+        name = facts.file_name(self._rank)
+        return [
+            # Earlier releases of torch have no field for the names.
+            WriteResult(index, length, (filesystem._StorageInfo(name, offset, length, *names), in_memory))
+            for index, (offset, length), names in zip(file.indexes, file.placed, file.names, strict=True)
+        ]
+
+    def _plan_file(self, plan: SavePlan, planner: SavePlanner) -> PlannedFile:
+        # What else may happen to an item is not kept.
+        known = planner if isinstance(planner, CheckingSavePlanner) and self._transforms is None else None
+        structure = known.structure if known is not None else None
+        layout: FileLayout | None = structure.layout if structure is not None else None
+        if known is not None and layout is not None and layout.plan is plan:
+            found: list[Any] = [known.resolve_data(item) for item in layout.objects]
+            objects = [each.getvalue() for each in found]
+            self._warn_of_objects(objects)
+            return layout.file(objects, known.state_dict)
         # As FileSystemWriter orders them.
         ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
         kinds = KindsCheck(Trust.of(self.settings.config))
         items = [self._item(item, planner, kinds) for item in ordered]
         self._warn_of_objects([data for data, names in items if not (names or isinstance(data, torch.Tensor))])
-        background = self.seals_in_background and not self.waits
-        placed, in_memory = self.saver.capture(
-            facts,
-            self._rank,
-            [data for data, _ in items],
-            kinds=[_kind_of(item) for item in ordered],
-            threads=self.threads,
-            background=background,
-            overlapped=self.overlapped,
-        )
-        results = []
-        for item, where, (_, names) in zip(ordered, placed, items, strict=True):
-            # Earlier releases of torch have no field for the names.
-            info = filesystem._StorageInfo(
-                facts.file_name(self._rank), where.offset, where.length, *([names] if names else [])
-            )
-            results.append(WriteResult(item.index, where.length, (info, in_memory)))
-        return results
+        if structure is not None:
+            # What can't be kept is planned anew each time.
+            with contextlib.suppress(ValueError):
+                structure.layout = FileLayout(plan, ordered, [data for data, _ in items])
+        return planned_file(ordered, [data for data, _ in items], [[names] if names else [] for _, names in items])
 
     def _warn_of_objects(self, written: list[Any]) -> None:
         files = [*written, *([self.extra[1]] if self.extra is not None else [])]
@@ -371,9 +388,3 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             stream.write(data.getbuffer())
         stream.close()
         return buffer.getvalue(), names
-
-
-def _kind_of(item: WriteItem) -> str | None:
-    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-        return None
-    return kind_of(item.index.fqn.split("."), item.tensor_data.properties.dtype, len(item.tensor_data.size))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.masked import MaskedTensor
 
+from tiered_checkpoint_io.adapters.structure import Structure
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.image import plan
@@ -47,7 +50,33 @@ class KindsCheck:
 
 
 class CheckingSavePlanner(DefaultSavePlanner):
-    """DCP's own planner. Where it fails for a tensor, the error says for which."""
+    """DCP's own planner. Where it fails for a tensor, the error says for which.
+
+    With ``enable_plan_caching``, upstream compares the plan of each save with the last; here a state of the same
+    structure is not planned at all, from the third save on.
+    """
+
+    #: By what upstream keeps plans under.
+    _structures: ClassVar[dict[str, Structure]] = {}
+
+    #: That of the state that is saved, where it is known.
+    structure: Structure | None = None
+    _given: Any = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """As upstream."""
+        known = self._structures.get(self._cached_plans_key) if self._enable_plan_caching else None
+        if known is not None and known.plan is not SavePlanner._cached_save_plan.get(self._cached_plans_key):
+            known = None
+        flat = known.flat(state_dict) if known is not None else None
+        if known is None or flat is None:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            self.structure, self._given = None, state_dict
+            return
+        self.structure, self._given = known, None
+        self.state_dict, self.mappings, self.is_coordinator = flat, known.mappings, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """As upstream.
@@ -55,6 +84,26 @@ class CheckingSavePlanner(DefaultSavePlanner):
         Raises:
             UsageError: A tensor of the state is of a kind that DCP can't plan.
         """
+        if self.structure is not None:
+            self.plan = self.structure.plan
+            return SavePlan([], usable=False)
+        planned = self._create_local_plan()
+        given, self._given = self._given, None
+        if planned.usable:
+            return planned
+        kept = SavePlanner._cached_save_plan[self._cached_plans_key]
+        if _types_in(self.plan) != _types_in(kept):
+            # Upstream does not compare them, and would write down those of before.
+            self._pending_local_plan = self.plan
+            return self.plan
+        # What is not understood is not kept.
+        self._structures.pop(self._cached_plans_key, None)
+        with contextlib.suppress(Exception):
+            structure = Structure(given, self.state_dict, self.mappings, kept)
+            self._structures[self._cached_plans_key] = structure
+        return planned
+
+    def _create_local_plan(self) -> SavePlan:
         try:
             planned = super().create_local_plan()
             # What the coordinator asks of each tensor, where an error would not say which.
@@ -65,6 +114,10 @@ class CheckingSavePlanner(DefaultSavePlanner):
                     _plan_alone(name, value)
             raise
         return planned
+
+
+def _types_in(plan: SavePlan) -> list[torch.dtype | None]:
+    return [item.tensor_data.properties.dtype if item.tensor_data is not None else None for item in plan.items]
 
 
 def _plan_alone(name: str, tensor: torch.Tensor) -> None:

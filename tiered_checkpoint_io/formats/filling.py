@@ -118,18 +118,20 @@ class Segments(Sequence[Segment]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageRegions(Sequence[StorageRegion]):
-    """Many whole storages.
+    """Bytes of many storages.
 
     Attributes:
         offsets: Where in the file the bytes of each belong.
         lengths: How many bytes each has.
         storages: The storages.
+        starts: From which of its bytes on.
         devices: All devices that they are on.
     """
 
     offsets: np.ndarray[Any, np.dtype[np.int64]]
     lengths: np.ndarray[Any, np.dtype[np.int64]]
     storages: Sequence[torch.UntypedStorage]
+    starts: np.ndarray[Any, np.dtype[np.int64]]
     devices: set[torch.device]
 
     def __len__(self) -> int:
@@ -138,7 +140,8 @@ class StorageRegions(Sequence[StorageRegion]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        return StorageRegion(int(self.offsets[index]), int(self.lengths[index]), self.storages[index])
+        offset, nbytes, start = (int(each[index]) for each in (self.offsets, self.lengths, self.starts))
+        return StorageRegion(offset, nbytes, self.storages[index], start)
 
 
 class Sliced(Protocol):
@@ -211,8 +214,7 @@ class Filling:
         """Notes at which addresses the bytes of each stretch of the file lie."""
         segments = Segments.of(self._segments)
         if isinstance(regions, StorageRegions):
-            storages, lengths, offsets = regions.storages, regions.lengths, regions.offsets
-            starts = np.zeros(len(storages), np.int64)
+            storages, lengths, offsets, starts = regions.storages, regions.lengths, regions.offsets, regions.starts
         else:
             storages = [region.storage for region in regions]
             starts = _integers([region.start for region in regions])

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from operator import itemgetter
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from tiered_checkpoint_io.formats.assembly import Assembly, Template
@@ -118,7 +119,8 @@ class Layouts:
         storages = _chosen(tensors.storages, assembly.order)
         if not all(key):
             storages = tuple(itertools.compress(storages, key))
-        regions = StorageRegions(records.offsets + move, records.lengths, storages, set(tensors.devices))
+        starts = np.zeros(len(storages), np.int64)
+        regions = StorageRegions(records.offsets + move, records.lengths, storages, starts, set(tensors.devices))
         self._keep(assembly, key, records)
         return Image(size, segments, regions, layout=records)
 

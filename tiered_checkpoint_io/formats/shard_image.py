@@ -15,9 +15,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from tiered_checkpoint_io.formats.filling import Region, Segment, StorageRegion, TensorRegion
+from tiered_checkpoint_io.formats.filling import (
+    Region,
+    Segment,
+    Segments,
+    StorageRegion,
+    StorageRegions,
+    TensorRegion,
+    devices_of,
+)
 from tiered_checkpoint_io.formats.image import Image, plan
 
 ALIGNMENT = 64
@@ -87,6 +96,43 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
         placed.append(Placed(position, skeleton.length))
         position = _aligned(position + skeleton.length)
     return Image(position, tuple(segments), tuple(regions)), placed
+
+
+class TensorRow:
+    """Where tensors lie in a file, one behind the other, kept for later ones that are alike; none of the tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Plans them.
+
+        Raises:
+            ValueError: Some of them are not copied as they lie in their storages.
+        """
+        image, self.placed = plan_shard(tensors)
+        self._filled = [index for index, tensor in enumerate(tensors) if tensor.nbytes]
+        are_plain = not any(_is_awkward(tensor.detach()) for tensor in tensors)
+        if not are_plain or any(isinstance(region, TensorRegion) for region in image.regions):
+            raise ValueError("some tensors are not copied as they lie in their storages")
+        self._size, self._segments = image.size, Segments.of(image.segments)
+        self._offsets = np.array([region.offset for region in image.regions], np.int64)
+        self._lengths = np.array([region.nbytes for region in image.regions], np.int64)
+        self._sizes = np.array([tensors[index].element_size() for index in self._filled], np.int64)
+        self._devices = devices_of(image.regions)
+
+    def plan(self, objects: Iterable[bytes], tensors: Sequence[torch.Tensor]) -> tuple[Image, list[Placed]]:
+        """As :func:`plan_shard`, of objects and of tensors behind them, which are alike to those that it knows."""
+        head, placed = plan_shard(objects)
+        before, after, base = Segments.of(head.segments), self._segments, head.size
+        segments = Segments(
+            memoryview(b"".join((before.data, after.data))),
+            np.concatenate((before.offsets, after.offsets + base)),
+            np.concatenate((before.cuts[:-1], after.cuts + len(before.data))),
+        )
+        filled = [tensors[index] for index in self._filled]
+        starts = np.fromiter(map(torch.Tensor.storage_offset, filled), np.int64) * self._sizes
+        storages = list(map(torch.Tensor.untyped_storage, filled))
+        regions = StorageRegions(self._offsets + base, self._lengths, storages, starts, self._devices)
+        placed += [Placed(offset + base, length) for offset, length in self.placed] if base else self.placed
+        return Image(base + self._size, segments, regions), placed
 
 
 def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Skeleton:

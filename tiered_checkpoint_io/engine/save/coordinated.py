@@ -11,22 +11,22 @@ failure.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.sameness import stretches_of
+from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
 from tiered_checkpoint_io.formats.filling import Segment
 from tiered_checkpoint_io.formats.image import Image
-from tiered_checkpoint_io.formats.shard_image import Item, Placed, plan_shard
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Metric
 
@@ -38,12 +38,12 @@ class _Captured:
     Attributes:
         part: The part.
         background: Whether it is sealed in the background.
-        small: Its other files; None for the coordinator's, until the other ranks have reported.
+        small: Makes its other files; None for the coordinator's, until the other ranks have reported.
     """
 
     part: PartSave
     background: bool
-    small: dict[str, bytes] | None
+    small: Callable[[], dict[str, bytes]] | None
 
 
 class CoordinatedSaver:
@@ -182,7 +182,7 @@ class CoordinatedSaver:
     def finish(
         self,
         save_id: str,
-        metadata: bytes,
+        metadata: Callable[[], bytes],
         *,
         wait: bool,
         extra: tuple[str, bytes] | None = None,
@@ -194,7 +194,7 @@ class CoordinatedSaver:
 
         Args:
             save_id: Which save.
-            metadata: The content of ``.metadata``.
+            metadata: Makes the content of ``.metadata``; in the background, where the part is sealed there.
             wait: Whether to return only when a durable save is committed there; not with ``background``.
             extra: The name and content of a small file that goes with it; it gets another name where the
                 checkpoint's own is taken.
@@ -217,13 +217,12 @@ class CoordinatedSaver:
             # The rank that has no room for it has said so.
             part.give_back()
             return
-        captured.small = {METADATA: metadata}
-        if extra is not None:
-            captured.small[facts.name_beside(extra[0])] = extra[1]
+        beside = {facts.name_beside(extra[0]): extra[1]} if extra is not None else {}
+        captured.small = functools.cache(lambda: {METADATA: metadata(), **beside})
         if captured.background:
             if part.streams:
                 # The other ranks seal behind the save: to wait for their parts here would be for ever.
-                part.send(captured.small, commits=False)
+                part.send(captured.small(), commits=False)
             with self._lock:
                 self._captured = captured
             self._finished = facts if in_memory else None
@@ -252,13 +251,13 @@ class CoordinatedSaver:
         self,
         facts: SaveFacts,
         rank: int,
-        items: Sequence[Item],
+        image: Image | None,
         *,
-        kinds: Sequence[str | None] = (),
+        stretches: Stretches | None = None,
         threads: int | None = None,
         background: bool = False,
         overlapped: Overlapped | None = None,
-    ) -> tuple[list[Placed], bool]:
+    ) -> bool:
         """Captures this rank's items. When it returns, later changes of them are not in the checkpoint.
 
         The part is sealed as well, but for the coordinator's, which :meth:`finish` seals, and for those that
@@ -267,27 +266,25 @@ class CoordinatedSaver:
         Args:
             facts: From the coordinator.
             rank: This rank, in the group that saves.
-            items: What it contributes; it has no file where there is nothing.
-            kinds: What each of them is, by :func:`kind_of`.
+            image: The file that it contributes, planned; None where there is nothing.
+            stretches: Where that holds the model's tensors, and the optimizer's.
             threads: How many threads copy.
             background: Whether the part is hashed and sealed by :meth:`seal_in_background`.
             overlapped: Where this is on a background task, beside training: how.
 
         Returns:
-            Where each item lies in the rank's file; and whether this node has it. Without room for a save of memory
-            alone, that is skipped, with one warning.
+            Whether this node has it. Without room for a save of memory alone, that is skipped, with one warning.
         """
         self.give_up()
         self.op_id = None
-        image, placed = plan_shard(items)
-        if placed and not image.size:
+        if image is not None and not image.size:
             image = _one_byte()
-        part = PartSave(self._session, facts, rank, image if placed else None, threads, overlapped=overlapped)
-        ends = [(each.offset, each.offset + each.length) for each in placed]
-        part.stretches = stretches_of((kind, *end) for kind, end in zip(kinds, ends, strict=False))
+        part = PartSave(self._session, facts, rank, image, threads, overlapped=overlapped)
+        part.stretches = stretches or {}
         keep = max(1, self._session.config.memory_keep_last - 1)
         # This save makes it one more; memory keeps two at least, because it may fail.
-        part.retain(self._session.open().tier.parts(), keep, Evidence(facts.completed), size=image.size)
+        size = image.size if image is not None else 0
+        part.retain(self._session.open().tier.parts(), keep, Evidence(facts.completed), size=size)
         try:
             part.reserve(retained=facts.completed[-1:])
             if overlapped is None:
@@ -297,7 +294,7 @@ class CoordinatedSaver:
                 overlapped.check()
             else:
                 part.fill_beside(overlapped)
-            small: dict[str, bytes] | None = None if rank == facts.coordinator else {}
+            small = None if rank == facts.coordinator else dict[str, bytes]
             # What streams is sent before the save returns; at most the coordinator's wait for the others is left.
             later = background and (not part.streams or (small is None and facts.world_size > 1))
             captured = _Captured(part, later, small)
@@ -311,8 +308,8 @@ class CoordinatedSaver:
             skip(self._session, facts.name, facts.step, error)
             with self._lock:
                 self._captured = _Captured(part, False, None) if rank == facts.coordinator else None
-            return placed, False
-        return placed, not part.streams
+            return False
+        return not part.streams
 
     def seal_in_background(self) -> None:
         """Hashes and seals, in the background, what was captured for that: see :attr:`sealing`.
@@ -346,7 +343,7 @@ class CoordinatedSaver:
     def _seal(self, captured: _Captured) -> None:
         part, lost = captured.part, self._session.background.lost
         try:
-            part.seal(captured.small)
+            part.seal(captured.small() if captured.small is not None else None)
         except BaseException:
             lost.update([part.facts.name] if part.facts.durable else [])
             raise
@@ -358,7 +355,8 @@ class CoordinatedSaver:
         part = captured.part
         self.op_id = part.op_id
         waited = wait and part.wait()
-        small = sum(map(len, (captured.small or {}).values()))
+        # In the background, they are made later.
+        small = 0 if captured.background or captured.small is None else sum(map(len, captured.small().values()))
         part.report(small=small, waited=waited, background=captured.background)
 
 

@@ -1,0 +1,128 @@
+"""The structure of a state that is saved again and again, so that what follows from it is not planned at each save."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from tiered_checkpoint_io.formats.alike import Alike, alike
+
+_MAPPINGS = (dict, OrderedDict)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class UnknownStructureError(Exception):
+    """The state holds what DCP may plan by more than is looked at here."""
+
+
+class _Container:
+    """A mapping or list of a state: its keys, and which of its values are containers in turn."""
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value)
+        self.keys = _keys(value)
+        children = [_Container(each) if _is_container(each) else None for each in _values(value)]
+        #: None where all values are leaves.
+        self.children = children if any(children) else None
+
+    def collect(self, value: Any, leaves: list[Any]) -> bool:
+        """Adds the leaves of another container, in DCP's order; gives whether it has the same keys, as its own have."""
+        if type(value) is not self.kind or _keys(value) != self.keys:
+            return False
+        values = _values(value)
+        if self.children is None:
+            leaves.extend(values)
+            return True
+        for child, each in zip(self.children, values, strict=True):
+            if child is None:
+                leaves.append(each)
+            elif not child.collect(each, leaves):
+                return False
+        return True
+
+
+class Structure:
+    """A state's keys, the types of its values, and all of its tensors but their storages and bytes."""
+
+    def __init__(self, state: Any, flat: Mapping[str, Any], mappings: Any, plan: SavePlan) -> None:
+        """Takes a state, and what DCP makes of it.
+
+        Args:
+            state: The state.
+            flat: The same, flattened.
+            mappings: The path of each of its keys.
+            plan: What this rank would save of it.
+
+        Raises:
+            UnknownStructureError: It is not known that a state with the same would be planned alike.
+        """
+        self.mappings = mappings
+        self.plan = plan
+        #: What the writer keeps of it.
+        self.layout: Any = None
+        self._top = _Container(state)
+        leaves: list[Any] = []
+        self._top.collect(state, leaves)
+        same = len(leaves) == len(flat) and all(map(_is, leaves, flat.values())) and list(flat) == list(mappings)
+        tensors = _tensors(leaves)
+        guards = alike(tensors) if same else None
+        if guards is None or not all(map(_is_known, leaves)):
+            raise UnknownStructureError
+        self._alike: Alike = guards
+        self._kinds = list(map(type, leaves))
+        self._specs = [leaf._spec for leaf in leaves if type(leaf) is DTensor]
+
+    def flat(self, state: Any) -> dict[str, Any] | None:
+        """As DCP flattens it; None where the state's structure is another one."""
+        leaves: list[Any] = []
+        if not self._top.collect(state, leaves) or list(map(type, leaves)) != self._kinds:
+            return None
+        specs = [leaf._spec for leaf in leaves if type(leaf) is DTensor]
+        lists = [leaf for leaf in leaves if type(leaf) is list]
+        if specs != self._specs or any(map(_is_container, lists)) or not self._alike.holds(_tensors(leaves)):
+            return None
+        return dict(zip(self.mappings, leaves, strict=True))
+
+
+def local_of(value: Any) -> Any:
+    """A rank's own part of a tensor."""
+    return value._local_tensor if type(value) is DTensor else value
+
+
+def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    return [local_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _is_container(value: object) -> bool:
+    """Whether DCP goes on to what is in it."""
+    if isinstance(value, list):
+        return any(isinstance(each, torch.Tensor) or _is_container(each) for each in value)
+    return isinstance(value, Mapping)
+
+
+def _is_known(leaf: object) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return type(local_of(leaf)) in _TENSORS
+    return not hasattr(leaf, "__create_write_items__")
+
+
+def _keys(value: Any) -> Any:
+    if type(value) is list:
+        return len(value)
+    if type(value) not in _MAPPINGS:
+        raise UnknownStructureError
+    # 1 and True are equal, and have different names.
+    return tuple(value), tuple(map(type, value))
+
+
+def _values(value: Any) -> Sequence[Any]:
+    return value if type(value) is list else list(value.values())
