@@ -36,13 +36,14 @@ LIMIT_S = 100.0
 #: The state of the peers. Ours are measured with the others too; delta_upload only where little changes.
 COMMON = "64 tensors"
 OURS = [name for name in CONTENDERS if name.startswith("ours") and name != DELTA]
-#: The other benchmarks, and whether each takes sizes and rounds.
+#: The other benchmarks, with their options, and whether each takes sizes and rounds.
 SCRIPTS = {
     "restore": True,
     "clients": True,
     "sharded": True,
     "planning": False,
     "overlap": False,
+    "overlap --sharded": False,
     "loop": True,
     "replication": True,
     "recovery": True,
@@ -77,7 +78,8 @@ def script(name: str, *options: str) -> dict[str, Any]:
     """The figures (``name=value``, or JSON) in the last lines of one of the other benchmarks, or why it failed."""
     # Of these, only the one that compares clients wants a library of others.
     python = python_for("obstore") if name == "clients" else sys.executable
-    out, error = child([python, "-W", "ignore", str(HERE / f"{name}.py"), *options], 3 * LIMIT_S)
+    file, *more = name.split()
+    out, error = child([python, "-W", "ignore", str(HERE / f"{file}.py"), *more, *options], 3 * LIMIT_S)
     lines = out.strip().splitlines()
     if error or not lines:
         return {"error": error or "it wrote nothing"}

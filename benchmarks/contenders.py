@@ -11,6 +11,7 @@ from installed import (
     LightningAsync,
     Ours,
     OursDelta,
+    OursOverlapped,
     OursToS3,
     TorchCheckpointing,
     TorchSave,
@@ -20,6 +21,7 @@ from libraries import DLRover, NeMo, NvidiaResiliency, S3Connector, S3ConnectorD
 #: Ours first; then by how much of them is installed with torch and Lightning.
 CONTENDERS: dict[str, type[Contender]] = {
     "ours, memory step": Ours,
+    "ours, memory step, overlapped": OursOverlapped,
     "ours, durable step": OursToS3,
     "ours, durable step, delta_upload": OursDelta,
     "torch.save": TorchSave,

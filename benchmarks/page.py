@@ -113,13 +113,16 @@ def planning(found: dict[str, Any]) -> Iterator[list[str]]:
         yield [name, f"{found['planning'][key]:.2f}"]
 
 
-def overlapped(found: dict[str, Any]) -> Iterator[list[str]]:
-    figures = found["overlap"]
-    yield ["a step without a save, ms", f"{figures['step_ms']:.1f}"]
-    yield ["our share of the call of an overlapped save, ms", f"{figures['share_ms']:.2f}"]
-    yield ["the optimizer waits for it, ms a step", f"{figures['waited_ms']:.3f}"]
-    yield ["a step beside its capture is longer by", f"{figures['capture_inflation']:.1%}"]
-    yield ["a step beside a drain is longer by", f"{figures['drain_inflation']:.1%}"]
+def overlapped(script: str) -> Callable[[dict[str, Any]], Iterator[list[str]]]:
+    def rows(found: dict[str, Any]) -> Iterator[list[str]]:
+        figures = found[script]
+        yield ["a step without a save, ms", f"{figures['step_ms']:.1f}"]
+        yield ["our share of the call of an overlapped save, ms", f"{figures['share_ms']:.2f}"]
+        yield ["the optimizer waits for it, ms a step", f"{figures['waited_ms']:.3f}"]
+        yield ["a step beside its capture is longer by", f"{figures['capture_inflation']:.1%}"]
+        yield ["a step beside a drain is longer by", f"{figures['drain_inflation']:.1%}"]
+
+    return rows
 
 
 def beside(found: dict[str, Any]) -> Iterator[list[str]]:
@@ -180,7 +183,14 @@ SECTIONS = (
         "overlap",
         "A Lightning fit on one thread, with AdamW. Of the two steps behind a save, the slower one counts.",
         ("measure", "value"),
-        overlapped,
+        overlapped("overlap"),
+    ),
+    Section(
+        "The same, sharded",
+        "overlap --sharded",
+        "By TieredModelParallelStrategy with FSDP2 and one rank. DCP's plans and exchanges are beside the steps too.",
+        ("measure", "value"),
+        overlapped("overlap --sharded"),
     ),
     Section(
         "Restores",
