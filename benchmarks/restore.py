@@ -7,6 +7,8 @@ same cores. Prints medians of seconds, of processor seconds a GiB, and of the ra
 of the same round; a line of JSON, with the parts that each consists of; and, last,
 ``restore_memory_ratio_to_memcpy=X restore_s3_rate_to_raw=Y``, both for DCP.
 
+OpenMP's threads sleep while they wait: by default they spin, which shows as processor time of whatever copies.
+
 ``--fresh`` measures the first restore of a new process instead, whose imports and client are begun at set-up.
 ``--memory`` gives the peak of anonymous memory over what it was before, in MiB, for each way.
 """
@@ -30,6 +32,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+# Read when torch is imported, and by processes that are started here.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from parts import OF_DCP_LOAD, OF_LOAD, Parts, medians
