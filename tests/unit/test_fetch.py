@@ -1,5 +1,6 @@
 """Fetching: whole, verified as it arrives, bounded, and stopped by the first failure."""
 
+import mmap
 import os
 import tempfile
 import threading
@@ -7,7 +8,8 @@ import threading
 import pytest
 from support.restoring import CHUNK, flip, make_content
 
-from tiered_checkpoint_io.engine.chunks import fetch, temporary_file, unverified, verify
+from tiered_checkpoint_io.engine import chunks
+from tiered_checkpoint_io.engine.chunks import fetch, temporary_file, unverified, verify, writer_to
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
@@ -59,6 +61,38 @@ def test_fills_every_byte_reads_each_once_and_stays_within_the_bound(store, conc
     again = bytearray(len(DATA))
     fetch(store, unverified("d/a.ckpt", len(again)), memoryview(again), concurrency=concurrency)
     assert again == DATA
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """A file of the checkpoint's size, and a mapping of it that was never touched."""
+    with open(tmp_path / "fresh", "w+b") as file:
+        file.truncate(len(DATA))
+        # An error that is looked at keeps a piece of it.
+        yield file.fileno(), memoryview(mmap.mmap(file.fileno(), len(DATA)))
+
+
+@pytest.mark.parametrize("piece", [100, CHUNK, 512 << 10])
+def test_fresh_pages_are_written_with_the_same_bytes(store, fresh, monkeypatch, piece):
+    monkeypatch.setattr(chunks, "PIECE_SIZE", piece)
+    descriptor, view = fresh
+    fetch(store, ENTRY, view, concurrency=3, write=writer_to(descriptor))
+    assert view == DATA
+
+
+def test_what_is_written_to_fresh_pages_is_verified(store, fresh, tmp_path):
+    flip(tmp_path / "d" / "a.ckpt", 5 * CHUNK)
+    descriptor, view = fresh
+    with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
+        fetch(store, ENTRY, view, concurrency=3, write=writer_to(descriptor))
+
+
+def test_a_write_that_takes_less_than_it_was_given_is_continued(fresh, monkeypatch):
+    descriptor, view = fresh
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:7], offset))
+    writer_to(descriptor)(memoryview(DATA)[:100], 50)
+    assert view[:160] == bytes(50) + DATA[:100] + bytes(10)
 
 
 @pytest.mark.parametrize("at", [0, 5 * CHUNK, len(DATA) - 1])

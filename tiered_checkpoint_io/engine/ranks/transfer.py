@@ -244,6 +244,11 @@ class SlotPlace:
                 views[entry.basename] = held.enter_context(slot.view)
             yield views
 
+    def fresh(self, basename: str) -> int | None:
+        """A descriptor of a file, where none of its pages was touched yet."""
+        slot = self._slots.get(basename)
+        return slot.descriptor if slot is not None and not slot.touched else None
+
     def keep(self) -> StoredPart:
         try:
             return self._tier.commit(self._part, self._slots, drained=self._drained, saved=False)

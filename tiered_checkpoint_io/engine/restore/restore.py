@@ -137,7 +137,9 @@ class NodeFetcher:
         try:
             with place.open() as views:
                 concurrency = self.tiers.config.read_concurrency()
-                chunks.fetch(store, entry, views[entry.basename], concurrency=concurrency)
+                fresh = place.fresh(entry.basename)
+                write = chunks.writer_to(fresh) if fresh is not None else None
+                chunks.fetch(store, entry, views[entry.basename], concurrency=concurrency, write=write)
             fetched = place.keep()
         except BaseException:
             place.drop()
@@ -231,6 +233,10 @@ class SlotOrFile:
                 self._path, view = held.enter_context(chunks.temporary_file(entry.size))
                 views = {entry.basename: view}
             yield views
+
+    def fresh(self, basename: str) -> int | None:
+        """See :meth:`SlotPlace.fresh`; of a temporary file, none."""
+        return self._slot.fresh(basename)
 
     def keep(self) -> FetchedPart:
         if self._path is not None:

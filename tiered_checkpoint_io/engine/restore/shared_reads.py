@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk
+from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk, writer_to
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, copy_chunk, fetch_targets
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -132,6 +132,7 @@ class FetchedFile:
             os.close(self._descriptor)
             raise
         self.view = memoryview(self._mapping)
+        self._write = writer_to(self._descriptor)
 
     def ensure(self, spans: Iterable[Span]) -> None:
         """Has the chunks that ``(offset, length)`` spans lie in on this node, verified.
@@ -208,7 +209,7 @@ class FetchedFile:
             return
         try:
             if not self._is_here(index):
-                fetch_chunk(self._store(), self.entry, index, self._room(index))
+                fetch_chunk(self._store(), self.entry, index, self._room(index), write=self._write)
                 self._mapping[self._table + index] = _VERIFIED
         finally:
             _lock(self._descriptor, fcntl.F_UNLCK, self._table + index)
