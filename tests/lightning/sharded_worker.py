@@ -70,6 +70,21 @@ class Late:
         self.wanted.wait(10)
 
 
+class FSDP2(TieredModelParallelStrategy):
+    # Notes whether the call of each save that overlaps training has told of it.
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.told = []
+
+    def save_checkpoint(self, *args, **options):
+        session = self._tiered_io.checkpointer.session
+        before = session.last_save
+        super().save_checkpoint(*args, **options)
+        made = session.last_save
+        if made is not None and made.overlapped:
+            self.told.append(made is not before and made.size > 0)
+
+
 class FSDP1(TieredFSDPStrategy):
     # Lightning's own takes GPUs alone.
     def _setup_model(self, model):
@@ -81,7 +96,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
     if told["strategy"] == "fsdp2":
-        strategy = TieredModelParallelStrategy(told["ranks"], 1, save_distributed_checkpoint=not told.get("full"))
+        strategy = FSDP2(told["ranks"], 1, save_distributed_checkpoint=not told.get("full"))
     else:
         strategy = FSDP1(state_dict_type="sharded")
     block = {
@@ -135,6 +150,7 @@ if __name__ == "__main__":
         "losses": model.seen,
         "asked": io.checkpointer.asked,
         "overlapped": Late.begun,
+        "told": getattr(strategy, "told", None),
         "prepared": prepared,
     }
     if told.get("average"):

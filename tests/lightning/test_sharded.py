@@ -75,6 +75,7 @@ def test_a_sharded_save_that_overlaps_training_is_the_state_at_its_moment(fit, m
     wipe(memory_dir)
     begun, _ = fit(5, staging="overlapped")
     assert begun["overlapped"] >= 2, "steps 2 and 4"
+    assert begun["told"] == [True] * begun["overlapped"], "each call tells that it has saved"
     first, second = fit(7, staging="overlapped")
     assert first["from"] in (["step=4.ckpt", 4, "memory"], ["last.ckpt", 5, "memory"])
     wipe(memory_dir)

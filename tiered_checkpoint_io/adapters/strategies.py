@@ -27,6 +27,7 @@ from tiered_checkpoint_io.adapters.read_already import read_already
 from tiered_checkpoint_io.adapters.state import SHARDED, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
 from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, REST, StrategyPlanner, StrategyReader, StrategyWriter
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.overlap import ChangedError
@@ -173,7 +174,12 @@ class TieredSharding(_Base):
             return
         state, writer.overlapped = begun
         writer.seals_in_background = False
-        writer.overlapped.stall_s = session.clock.monotonic() - started
+        overlapped = writer.overlapped
+        overlapped.stall_s = stall_s = session.clock.monotonic() - started
+        # Whoever asks when this returns whether it was saved is told so, as of any save with a background task.
+        places = (frozenset(tiers), "durable" in tiers)
+        overlapped.made = SaveReport(name, step, "", overlapped.size, stall_s, *places, overlapped=True)
+        session.last_save = overlapped.made
         self._saving = session.background.run(name, lambda: self._save_beside(state, writer))
 
     def _save(self, state: dict[str, Any], writer: StrategyWriter) -> None:

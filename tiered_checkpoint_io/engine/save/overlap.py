@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_map
 
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.filling import Region, StorageRegion, StorageRegions
@@ -52,13 +53,17 @@ class Overlapped:
         tensors: What only the optimizers change; all else is copied already.
         copied: Set once nothing of the live state is needed any more.
         wanted: Set once training waits for that.
+        size: Bytes of the state, as far as it was told.
         stall_s: How long the save's caller waited, seconds.
+        made: What the caller was told of the save, where it is planned in the background.
     """
 
     tensors: Sequence[torch.Tensor]
     copied: threading.Event = field(default_factory=threading.Event)
     wanted: threading.Event = field(default_factory=threading.Event)
+    size: int = 0
     stall_s: float = 0.0
+    made: SaveReport | None = None
     _seen: list[tuple[int, int]] = field(default_factory=list)
     _samples: list[bytes] = field(default_factory=list)
     _expected: list[torch.Tensor] = field(default_factory=list)
@@ -172,7 +177,9 @@ class Overlap:
         if sizes[False] > _MOST_EAGER * sum(sizes.values()):
             self._say_too_much()
             return None
-        return state, self._begin(tensors)
+        overlapped = self._begin(tensors)
+        overlapped.size = sum(sizes.values())
+        return state, overlapped
 
     def _begin(self, tensors: Sequence[torch.Tensor]) -> Overlapped:
         overlapped = Overlapped(tensors)

@@ -384,7 +384,8 @@ class PartSave:
             *(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s),
             overlapped=self.overlapped is not None,
         )
-        session.last_save = self.made
+        if self.overlapped is None or self.overlapped.made is None:
+            session.last_save = self.made
         return self.made
 
     @property
