@@ -345,6 +345,8 @@ class CoordinatedSaver:
         try:
             part.seal(captured.small() if captured.small is not None else None)
         except BaseException:
+            # Its other files may not be there.
+            part.give_back()
             lost.update([part.facts.name] if part.facts.durable else [])
             raise
         if part.facts.durable:
