@@ -180,7 +180,11 @@ class TieredSharding(_Base):
         places = (frozenset(tiers), "durable" in tiers)
         overlapped.made = SaveReport(name, step, "", overlapped.size, stall_s, *places, overlapped=True)
         session.last_save = overlapped.made
-        self._saving = session.background.run(name, lambda: self._save_beside(state, writer))
+        try:
+            self._saving = session.background.run(name, lambda: self._save_beside(state, writer))
+        except BaseException:
+            overlapped.copied.set()
+            raise
 
     def _save(self, state: dict[str, Any], writer: StrategyWriter) -> None:
         """Saves with all ranks; raises as :meth:`save_checkpoint`."""
@@ -194,7 +198,7 @@ class TieredSharding(_Base):
             text = f"saving {located.name} failed on ranks {ranks}: {first}"
             if writer.overlapped is not None:
                 # On all ranks alike.
-                session.background.lost.add(located.name)
+                session.background.lost.update([located.name] if writer.save_to_s3 else [])
                 if isinstance(first, ChangedError):
                     writer.saver.stop_overlapping()
             if self.is_global_zero:
