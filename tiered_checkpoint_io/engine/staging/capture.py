@@ -135,13 +135,18 @@ class Capturer:
             going = [stored for stored in going if stored not in here]
         self._remove(going)
 
-    def prepare(self, size: int) -> None:
-        """Makes a slot for the next file of this size, in the background; a save that comes meanwhile takes what is."""
+    def prepare(self, size: int, *, idly: bool = False) -> None:
+        """Makes a slot for the next file of this size, in the background; a save that comes meanwhile takes what is.
+
+        Args:
+            size: Bytes of the file.
+            idly: Whether at the lowest priority. On cores that are full that takes long: the next save may be soon.
+        """
         self._stopped.set()
         self._stopped = stopped = threading.Event()
 
         def work() -> None:
-            if sys.platform == "linux":
+            if idly and sys.platform == "linux":
                 # Training has the cores. Only there it is of this thread alone.
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
