@@ -69,6 +69,7 @@ class Capturer:
         self._tier = tier
         self._pins = pins or HostPins()
         self._preparing: threading.Thread | None = None
+        self._idly = False
         self._stopped = threading.Event()
 
     def acquire(self, size: int, scope: Scope, *, retained: Collection[str] = (), spills: bool = False) -> Slot:
@@ -86,6 +87,9 @@ class Capturer:
         Raises:
             MemoryFullError: No room even so; all that memory need not give up is still there.
         """
+        if self._preparing is not None and not self._idly:
+            # It ends soon, while pages that are not touched now cost this save and later ones more.
+            self._clock.join(self._preparing, self._clock.timing.space_wait_s)
         self._stopped.set()
         return self._acquire(size, scope, retained, spills=spills)
 
@@ -136,13 +140,14 @@ class Capturer:
         self._remove(going)
 
     def prepare(self, size: int, *, idly: bool = False) -> None:
-        """Makes a slot for the next file of this size, in the background; a save that comes meanwhile takes what is.
+        """Makes a slot for the next file of this size, in the background. The next save waits for it.
 
         Args:
             size: Bytes of the file.
-            idly: Whether at the lowest priority. On cores that are full that takes long: the next save may be soon.
+            idly: Whether at the lowest priority, which may take long: the next save takes what there is by then.
         """
         self._stopped.set()
+        self._idly = idly
         self._stopped = stopped = threading.Event()
 
         def work() -> None:
