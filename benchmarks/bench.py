@@ -1,7 +1,7 @@
 """Every contender beside the others: saves, restores, uploads, in one table, and the goals of this project.
 
-``make bench`` runs it, in 10 to 20 minutes; ``--quick`` takes small states and few rounds, ``--resume`` goes on with a
-run that was cut off. Each contender and state runs in a process of its own beside a copy into warm tensors: ratios are
+``make bench`` runs it, in 10 to 20 minutes; ``--quick`` takes small states and few rounds, ``--resume`` continues an
+interrupted run. Each contender and state runs in a process of its own beside a copy into warm tensors: ratios are
 of one process. The other benchmarks run one after another, and their figures go into the same file of JSON, and with
 ``--page`` into docs/benchmarks.md with its plot. The last line is ``goals_met=M of N``.
 """
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--no-scripts", action="store_true", help="contenders alone")
     parser.add_argument("--mebibytes", type=int)
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--resume", action="store_true", help="go on with a run that was cut off, from its file")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run, from its file")
     parser.add_argument("--json", default="build/bench.json", help="the file of figures")
     parser.add_argument("--page", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()

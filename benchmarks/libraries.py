@@ -14,10 +14,25 @@ from s3_state import BUCKET
 from states import all_tensors
 
 
-class S3Connector(Contender):
-    """AWS's connector, as Lightning's checkpoint IO."""
+class ThroughIO(Contender):
+    """Saves to S3 through a checkpoint IO of Lightning's kind."""
 
     where = "S3"
+    io: Any
+
+    def save(self, state: Any, number: int) -> None:
+        self.io.save_checkpoint(state, self.path(number))
+
+    def load(self, number: int, state: Any) -> None:
+        found = self.io.load_checkpoint(self.path(number))
+        for target, source in zip(all_tensors(state), all_tensors(found), strict=True):
+            target.copy_(source)
+
+    def clean(self, number: int) -> None: ...
+
+
+class S3Connector(ThroughIO):
+    """AWS's connector, as Lightning's checkpoint IO."""
 
     def __init__(self, folder: str, url: str) -> None:
         super().__init__(folder, url)
@@ -34,16 +49,6 @@ class S3Connector(Contender):
 
     def path(self, number: int) -> str:
         return f"s3://{BUCKET}/connector/{number}"
-
-    def save(self, state: Any, number: int) -> None:
-        self.io.save_checkpoint(state, self.path(number))
-
-    def load(self, number: int, state: Any) -> None:
-        found = self.io.load_checkpoint(self.path(number))
-        for target, source in zip(all_tensors(state), all_tensors(found), strict=True):
-            target.copy_(source)
-
-    def clean(self, number: int) -> None: ...
 
 
 class S3ConnectorDCP(DCPThread):
@@ -163,9 +168,7 @@ class NoMemory:
     def put_checkpoint(self, **_: Any) -> None: ...
 
 
-class NeMo(Contender):
-    where = "S3"
-
+class NeMo(ThroughIO):
     def __init__(self, folder: str, url: str) -> None:
         super().__init__(folder, url)
         import torch.distributed as dist
@@ -178,13 +181,3 @@ class NeMo(Contender):
 
     def path(self, number: int) -> str:
         return f"s3://{BUCKET}/nemo/model--step={number}-last.ckpt"
-
-    def save(self, state: Any, number: int) -> None:
-        self.io.save_checkpoint(state, self.path(number))
-
-    def load(self, number: int, state: Any) -> None:
-        found = self.io.load_checkpoint(self.path(number))
-        for target, source in zip(all_tensors(state), all_tensors(found), strict=True):
-            target.copy_(source)
-
-    def clean(self, number: int) -> None: ...

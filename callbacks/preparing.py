@@ -19,7 +19,7 @@ class FirstSave:
         self._began_at = 0
 
     def begin(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
-        """Takes note of a training that begins, or goes on where another has ended."""
+        """Takes note of a training that begins or resumes."""
         shards: bool | None = getattr(trainer.strategy, "_saves_shards", None)
         # Strategies that train shards, and save them as one file, do not show how large that is.
         writes = shards if shards is not None else trainer.is_global_zero

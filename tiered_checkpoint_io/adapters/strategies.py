@@ -176,7 +176,7 @@ class TieredSharding(_Base):
         writer.seals_in_background = False
         overlapped = writer.overlapped
         overlapped.stall_s = stall_s = session.clock.monotonic() - started
-        # Whoever asks when this returns whether it was saved is told so, as of any save with a background task.
+        # Callers look here for what was saved, as soon as this returns.
         places = (frozenset(tiers), "durable" in tiers)
         overlapped.made = SaveReport(name, step, "", overlapped.size, stall_s, *places, overlapped=True)
         session.last_save = overlapped.made
