@@ -58,7 +58,7 @@ EXAMPLE_TESTS = $(shell grep -lr --include='test_*.py' '"examples"' tests --excl
 # With ONCE=1, as .ci/run has it, each test is run by one target: those of test-cli and test-examples by these alone.
 LEFT_OUT = $(if $(ONCE),$(addprefix --ignore=,$(sort $(CLI_TESTS) $(EXAMPLE_TESTS))))
 
-# Each promise once, in some 7 minutes on 2 cores.
+# Each promise once, in at most 5 minutes on 2 idle cores.
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not matrix' $(LEFT_OUT) tests
 
