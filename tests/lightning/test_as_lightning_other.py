@@ -129,7 +129,7 @@ def _(side):
     return sorted(state), dict(state["hyper_parameters"])
 
 
-@OTHER.same("the callback's place is behind the others")
+@OTHER.same("the callback runs after the others")
 def _(side):
     class Another(Callback):
         pass
