@@ -21,7 +21,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: test-ray docs dist test-cli test-examples venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-beside test-peers test-first-hour
+.PHONY: test-ray docs dist test-cli test-examples venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-gpu bench-beside test-peers test-first-hour
 
 venv: $(STAMP)
 
@@ -159,6 +159,10 @@ bench-recovery: venv
 
 bench-scale: venv
 	timeout -k 10 600 $(BIN)/python benchmarks/scale.py
+
+# On a machine with a CUDA device, some ten minutes: copies to and from it, ours and others'
+bench-gpu: venv
+	$(BIN)/python -W ignore benchmarks/gpu.py
 
 # This tree beside another commit, by turns: make bench-beside COMMIT=HEAD~1
 bench-beside: venv
