@@ -104,6 +104,30 @@ def test_a_server_that_refuses_what_is_as_expected_is_written_to_without(store, 
     assert store.get("x") == b"2"
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_while_another_write_is_under_way_the_condition_stays(store, proxy, holds):
+    """AWS answers 409 then, and does not say yet whether the condition holds; a proxy's answer, for moto never does."""
+    tag = store.put_if("x", b"1", None)
+    conditions = []
+
+    def conflict(exchange):
+        conditions.append(exchange.headers.get("If-Match"))
+        if len(conditions) <= 3:
+            refuse(409, "ConditionalRequestConflict")(exchange)
+        else:
+            status, headers, body = exchange.forward()
+            exchange.answer(status, body, headers)
+
+    proxy.plan = where(conflict, operation="put", key="x")
+    if holds:
+        store.put_if("x", b"2", tag)
+    else:
+        with pytest.raises(StoreChangedError):
+            store.put_if("x", b"2", "of-another")
+    assert store.get("x") == (b"2" if holds else b"1")
+    assert len(conditions) > 3 and all(conditions), "never without its condition"
+
+
 def test_an_upload_in_parts_writes_over_nothing_that_came_meanwhile(store):
     store.put("x", b"old")
     data, tag, journal = os.urandom(20 * MIB), store.tag("x"), MemoryJournal()

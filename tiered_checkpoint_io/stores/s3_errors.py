@@ -56,11 +56,19 @@ _BAD_KEYS = {
 _CLOCK = "RequestTimeTooSkewed"
 _NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
-_BUSY = {"InternalError", "OperationAborted", "RequestTimeout", "RequestTimeoutException", "SlowDown"}
+#: AWS says the last where another write on a condition is under way: only later it is known which of them holds.
+_BUSY = {
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "RequestTimeoutException",
+    "SlowDown",
+    "ConditionalRequestConflict",
+}
 #: How servers refuse a body without a checksum. AWS says the first of many other things as well.
 _NO_CHECKSUM = {"InvalidRequest", "MissingContentMD5"}
-#: How servers say that a condition of a write is not met; 409 says that another write came at the same moment.
-_CHANGED = {"PreconditionFailed", "ConditionalRequestConflict"}
+#: How servers say that a condition of a write is not met.
+_CHANGED = {"PreconditionFailed"}
 #: How they say that they know no conditions of writes. AWS says some of it of many other things as well.
 _NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "UnsupportedHeader"}
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
