@@ -9,12 +9,13 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli.doctor import _bytes_of, rights
-from tiered_checkpoint_io.cli.doctor.facts import NetworkFacts, NodeFacts, RateFacts, Setting, State, Tmpfs
+from tiered_checkpoint_io.cli.doctor.facts import NodeFacts, RateFacts, Setting, State, Tmpfs
 from tiered_checkpoint_io.cli.doctor.judge_durable import judge_bucket, recommend_for_bucket
 from tiered_checkpoint_io.cli.doctor.judge_network import judge_network, judge_rate, recommend_for_rate
 from tiered_checkpoint_io.cli.doctor.judge_node import judge_node, recommend_for_node
 from tiered_checkpoint_io.cli.doctor.judge_settings import judge_settings
 from tiered_checkpoint_io.cli.doctor.visit import as_yaml
+from tiered_checkpoint_io.engine.replication.network import Interface
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.s3_facts import BucketFacts, Leftovers, Settings, Tried
 
@@ -226,19 +227,29 @@ def test_settings_that_may_not_be_read_and_object_lock():
 @pytest.mark.parametrize(
     ("interface", "speed", "wanted", "status"),
     [
-        ("eth0", 100_000, True, "ok"),
-        ("eth0", 100, True, "warn"),
-        ("lo", None, True, "warn"),
-        ("lo", None, False, "ok"),
-        ("docker0", 10_000, True, "warn"),
-        ("", None, True, "warn"),
+        (Interface("eth0", "10.0.0.3"), 100_000, True, "ok"),
+        (Interface("eth0", "10.0.0.3"), 0, True, "ok"),
+        (Interface("eth0", "10.0.0.3"), 100, True, "warn"),
+        (Interface("lo", "127.0.0.1"), 0, True, "warn"),
+        (Interface("lo", "127.0.0.1"), 0, False, "ok"),
+        (Interface("docker0", "172.17.0.1"), 10_000, True, "warn"),
+        (None, 0, True, "warn"),
     ],
 )
 def test_the_interface(interface, speed, wanted, status):
-    facts = NetworkFacts("the route to node-2", interface, "10.0.0.3", speed, ("lo", "docker0", "eth0"))
-    (found,) = judge_network(facts, STATE, wanted=wanted)
+    (found,) = judge_network(interface, speed, STATE, wanted=wanted)
     assert found.status == status
-    assert status == "ok" or "there are: eth0" in found.do
+    assert status == "ok" or "replication_interface" in found.do
+
+
+def test_the_interface_is_the_one_that_replication_would_use(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    command = ["doctor", str(tmp_path), "--memory-dir", str(tmp_path), "--quick"]
+    assert "replication: lo (127.0.0.1): reaches no other node" in CliRunner().invoke(app, command).stdout
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    done = CliRunner().invoke(app, command)
+    assert "fail  replication: GLOO_SOCKET_IFNAME is 'eth99'" in done.stdout
+    assert done.exit_code == 1
 
 
 def test_a_rate_is_told_as_time():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiered_checkpoint_io.engine.replication.network import Interface, choose, interfaces_here, rate_of
+from tiered_checkpoint_io.engine.replication.network import Interface, choose, interfaces_here, megabits_of, rate_text
 from tiered_checkpoint_io.errors import UsageError
 
 LO, DOCKER = Interface("lo", "127.0.0.1"), Interface("docker0", "172.17.0.1")
@@ -55,5 +55,5 @@ def test_what_this_host_has_and_what_drivers_say_of_rates(tmp_path):
     for text, rate in {"-1": "", "0": "", "100": "100 Mbit/s", "2500": "2.5 Gbit/s", "200000": "200 Gbit/s"}.items():
         (tmp_path / "eth0").mkdir(exist_ok=True)
         (tmp_path / "eth0" / "speed").write_text(f"{text}\n")
-        assert rate_of("eth0", tmp_path) == rate
-    assert rate_of("lo", tmp_path) == ""
+        assert rate_text(megabits_of("eth0", tmp_path)) == rate
+    assert rate_text(megabits_of("lo", tmp_path)) == ""

@@ -104,21 +104,3 @@ class RateFacts(NamedTuple):
     up: float
     down: float
     size: int
-
-
-class NetworkFacts(NamedTuple):
-    """What replication between nodes would use.
-
-    Attributes:
-        source: By what the interface is chosen.
-        interface: Its name; "" where none was found.
-        address: This node's address there.
-        speed_mbit: Its rate, Mbit/s; None where that is not known.
-        interfaces: All that there are.
-    """
-
-    source: str
-    interface: str
-    address: str
-    speed_mbit: int | None
-    interfaces: tuple[str, ...]

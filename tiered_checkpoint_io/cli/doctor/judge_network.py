@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tiered_checkpoint_io.cli.doctor.facts import Check, NetworkFacts, RateFacts, Setting, State
+from tiered_checkpoint_io.cli.doctor.facts import Check, RateFacts, Setting, State
+from tiered_checkpoint_io.engine.replication.network import Interface, rate_text
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-#: What containers and virtual machines have among themselves: it leads to no other node.
-_INNER = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali")
 #: A durable save that takes longer than this is rare enough to be a surprise, seconds.
 _LONG_UPLOAD_S = 1800
 _LONG_REPLICATION_S = 600
@@ -15,31 +14,26 @@ _LONG_REPLICATION_S = 600
 _PART_S = 30
 
 
-def judge_network(network: NetworkFacts, state: State, *, wanted: bool) -> list[Check]:
-    """One check: the interface, its rate, and the time that a checkpoint takes on it.
+def judge_network(interface: Interface | None, megabits: int, state: State, *, wanted: bool) -> list[Check]:
+    """One check: the interface that replication would use, its rate, and the time that a checkpoint takes on it.
 
     Args:
-        network: What was measured.
+        interface: None where none was found. One that reaches no other node is taken only where there is no other.
+        megabits: Its rate, Mbit/s; 0 where that is not known.
         state: The size of a checkpoint.
         wanted: Whether it is known that there are other nodes.
     """
-    where = f"{network.interface or 'none'} ({network.address or 'no address'}), by {network.source}"
-    others = ", ".join(each for each in network.interfaces if each != "lo" and not each.startswith(_INNER))
-    name_one = f"set GLOO_SOCKET_IFNAME to one that reaches the other nodes (there are: {others or 'none but lo'})"
-    if not network.interface:
-        return [Check("network", "fail" if "GLOO" in network.source else "warn", "replication", where, name_one)]
-    if network.interface == "lo" or network.interface.startswith(_INNER):
-        where += ": reaches no other node"
-        do = name_one if wanted else f"for jobs of several nodes, {name_one}"
-        return [Check("network", "warn" if wanted else "ok", "replication", where, do)]
-    if network.speed_mbit is None:
-        return [Check("network", "ok", "replication", f"{where}, rate unknown")]
-    where += f", {network.speed_mbit / 1000:g} Gbit/s"
-    if state.size is not None:
-        seconds = state.size / (network.speed_mbit * 125_000)
+    if interface is None or interface.is_inner:
+        where = f"{interface or 'no interface'}: reaches no other node"
+        do = "give this node a network to the others; if it has one, name it by replication_interface"
+        return [Check("network", "warn" if wanted else "ok", "replication", where, do if wanted else "")]
+    where = f"{interface}, {rate_text(megabits) or 'rate unknown'}"
+    if megabits and state.size is not None:
+        seconds = state.size / (megabits * 125_000)
         where += f": {size_text(state.size)} take at least {_duration(seconds)}"
         if seconds > _LONG_REPLICATION_S:
-            return [Check("network", "warn", "replication", where, f"if there is a faster one, {name_one}")]
+            do = "if there is a faster one, name it by replication_interface"
+            return [Check("network", "warn", "replication", where, do)]
     return [Check("network", "ok", "replication", where)]
 
 

@@ -21,11 +21,11 @@ from tiered_checkpoint_io.cli.doctor.judge_durable import (
 )
 from tiered_checkpoint_io.cli.doctor.judge_network import judge_network, judge_rate, recommend_for_rate
 from tiered_checkpoint_io.cli.doctor.judge_node import judge_node, recommend_for_node
-from tiered_checkpoint_io.cli.doctor.probe_network import probe_network
 from tiered_checkpoint_io.cli.doctor.probe_node import probe_node
 from tiered_checkpoint_io.cli.doctor.rights import policy
 from tiered_checkpoint_io.cli.output import printable, say, write_json
-from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.engine.replication.network import interface_towards, megabits_of
+from tiered_checkpoint_io.errors import TieredCheckpointError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
 
@@ -51,7 +51,13 @@ class Visit:
 
     def network(self, peer: str | None) -> None:
         wanted = peer is not None or self._config.replication_factor > 1
-        self.checks += judge_network(probe_network(peer), self._state, wanted=wanted)
+        try:
+            found = interface_towards(peer or "", self._config.replication_interface)
+        except UsageError as error:
+            self.checks.append(Check("network", "fail", "replication", error.message, error.hint or ""))
+            return
+        megabits = megabits_of(found.name) if found is not None else 0
+        self.checks += judge_network(found, megabits, self._state, wanted=wanted)
 
     def unnamed(self, known: Sequence[str]) -> None:
         """No durable tier is named; ``known`` are those of runs on this node."""

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, To
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.replication.fates import Fates, Line, newest_of, newest_replicated
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
-from tiered_checkpoint_io.engine.replication.network import Interface, interface_for, rate_of
+from tiered_checkpoint_io.engine.replication.network import Interface, interface_for, megabits_of, rate_text
 from tiered_checkpoint_io.engine.replication.peer_link import Member
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
 from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaReceiver
@@ -181,7 +181,7 @@ class Peering:
         chosen = interface_for(store, self._config.replication_interface)
         if chosen is not None and chosen != self._interface_in_use:
             self._interface_in_use = chosen
-            speed = rate_of(chosen.name)
+            speed = rate_text(megabits_of(chosen.name))
             logger.info("replicas travel over %s%s", chosen, f", {speed}" if speed else "")
         return chosen
 

@@ -92,7 +92,11 @@ def _is_this_host(host: str) -> bool:
 
 def interface_for(store: Any, configured: str | None) -> Interface | None:
     """Which interface this process is to use in a job with this store of torch.distributed; see :func:`choose`."""
-    host = _host_of(store)
+    return interface_towards(_host_of(store), configured)
+
+
+def interface_towards(host: str, configured: str | None) -> Interface | None:
+    """The same in a job whose store is on this host; "" where that is not known."""
     interfaces: list[Interface] = []
     # Where a sandbox does not say, gloo chooses; a name that was given is refused all the same.
     with contextlib.suppress(OSError):
@@ -147,12 +151,15 @@ def interfaces_here() -> list[Interface]:
     return found
 
 
-def rate_of(name: str, root: Path = Path("/sys/class/net")) -> str:
-    """The rate of an interface as its driver has it, such as "25 Gbit/s"; "" where it does not know."""
-    try:
-        megabits = int((root / name / "speed").read_text())
-    except (OSError, ValueError):
-        return ""
-    if megabits <= 0:
+def megabits_of(name: str, root: Path = Path("/sys/class/net")) -> int:
+    """The rate of an interface as its driver has it, Mbit/s; 0 where it does not know."""
+    with contextlib.suppress(OSError, ValueError):
+        return max(0, int((root / name / "speed").read_text()))
+    return 0
+
+
+def rate_text(megabits: int) -> str:
+    """A rate, such as "25 Gbit/s"; "" where it is not known."""
+    if not megabits:
         return ""
     return f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits} Mbit/s"
