@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -43,19 +42,11 @@ def probe_bucket(config: TieredCheckpointConfig, folder: str) -> BucketFacts:
     Raises:
         StoreConfigError: There can be no client: a profile is missing, for one.
     """
-    bound = float(config.durable_timeout_s)
-    timing = SYSTEM.timing
-    once = replace(
-        timing,
-        s3_connect_s=min(bound, timing.s3_connect_s),
-        s3_read_s=min(bound, timing.s3_read_s),
-        # Over before the first attempt is.
-        retry_deadline_s=-1.0,
-    )
+    timing = SYSTEM.timing.without_repeats(float(config.durable_timeout_s))
     client = S3Client(
         config.dirpath,
         connections=2,
-        clock=Clock(once, SYSTEM.rng),
+        clock=Clock(timing, SYSTEM.rng),
         endpoint_url=config.endpoint_url,
         region=config.region,
         profile=config.profile,
