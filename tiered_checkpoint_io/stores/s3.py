@@ -146,10 +146,7 @@ class S3Store:
 
     # ------------------------------------------------------------------------- conditional writes
     def tag(self, key: str) -> str | None:
-        try:
-            return str(self._client.ask("head_object", key)["ETag"])
-        except StoreNotFoundError:
-            return None
+        return self._client.tag(key)
 
     def get_tagged(self, key: str) -> tuple[bytes, str]:
         data, tag = self._client.ask(
@@ -309,6 +306,6 @@ def _as_changed(key: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        if not is_changed(error.__cause__):
+        if not is_changed(error):
             raise
         raise StoreUnavailableError("it was replaced while it was copied", operation="copy", key=key) from error

@@ -163,11 +163,11 @@ class S3Client:
             try:
                 return once(with_md5=with_md5)
             except StoreUnavailableError as error:
-                if doubt is not None and not is_just_busy(error.__cause__):
+                if doubt is not None and not is_just_busy(error):
                     doubt()
                 raise
             except StoreError as error:
-                if with_md5 or has_checksum or not may_want_checksum(error.__cause__):
+                if with_md5 or has_checksum or not may_want_checksum(error):
                     raise
             answer = once(with_md5=True)
             self._needs_md5 = True
@@ -201,7 +201,7 @@ class S3Client:
             try:
                 return self.ask(method, key, {**given, **condition}, body=body, doubt=doubt)
             except StoreChangedError:
-                if self._tag(key) != expected:
+                if self.tag(key) != expected:
                     raise
             except StoreNotFoundError as error:
                 # Of an upload in parts that is gone as well, which its caller knows.
@@ -209,14 +209,15 @@ class S3Client:
                     raise
                 raise changed(_name_of(method), key) from error
             except StoreError as error:
-                if not may_refuse_conditions(error.__cause__):
+                if not may_refuse_conditions(error):
                     raise
                 break
         answer = self.ask(method, key, given, body=body, doubt=doubt)
         self._has_conditions = False
         return answer
 
-    def _tag(self, key: str) -> str | None:
+    def tag(self, key: str) -> str | None:
+        """The ETag of an object; None where there is none."""
         try:
             return str(self.ask("head_object", key)["ETag"])
         except StoreNotFoundError:

@@ -108,57 +108,53 @@ def _error(meaning: _Meaning, request: str, label: str, url: str, key: str | Non
     return kind(f"S3 {request} failed ({label})", operation=request, key=where, hint=hint)
 
 
-def is_just_busy(error: BaseException | None) -> bool:
-    """Whether the server did answer, and not with 500, which may mean anything."""
-    if not isinstance(error, botocore.exceptions.ClientError):
-        return False
-    answer: Any = error.response
-    return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") != 500)
-
-
-def is_changed(error: BaseException | None) -> bool:
-    """Whether the server refused because an object is not the one that the request was about."""
-    answer: Any = getattr(error, "response", None) or {}
-    return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412)
-
-
 def answer_of(error: StoreError) -> Mapping[str, Any]:
     """The server's answer for which one of our errors was raised, as boto3 has it; empty where there was none."""
-    return getattr(error.__cause__, "response", None) or {}
+    cause = error.__cause__
+    return cause.response if isinstance(cause, botocore.exceptions.ClientError) else {}
+
+
+def _code_of(error: StoreError) -> str:
+    return str(answer_of(error).get("Error", {}).get("Code"))
+
+
+def _status_of(error: StoreError) -> int | None:
+    status: int | None = answer_of(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status
+
+
+def is_just_busy(error: StoreError) -> bool:
+    """Whether the server did answer, and not with 500, which may mean anything."""
+    return bool(answer_of(error)) and _status_of(error) != 500
+
+
+def is_changed(error: StoreError) -> bool:
+    """Whether the server refused because an object is not the one that the request was about."""
+    return _status_of(error) == 412
 
 
 def is_just_denied(error: StoreError) -> bool:
     """Whether credentials that are good lack a right."""
-    answer = answer_of(error)
-    code = str(answer.get("Error", {}).get("Code"))
-    is_other = code in _BAD_KEYS or code == _CLOCK or code.startswith("ExpiredToken")
-    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") in (401, 403) and not is_other
+    code = _code_of(error)
+    return _status_of(error) in (401, 403) and not (
+        code in _BAD_KEYS or code == _CLOCK or code.startswith("ExpiredToken")
+    )
 
 
 def may_be_credentials(error: StoreError) -> bool:
     """Whether one of our errors may be for credentials that others have taken the place of."""
-    answer: Any = getattr(error.__cause__, "response", None)
     # So is a HEAD with a token that has expired.
-    is_bare_400 = answer is not None and answer.get("Error", {}).get("Code") in _NO_REASON
-    return isinstance(error, StoreAccessError) or is_bare_400
+    return isinstance(error, StoreAccessError) or _code_of(error) in _NO_REASON
 
 
-def may_want_checksum(error: BaseException | None) -> bool:
+def may_want_checksum(error: StoreError) -> bool:
     """Whether the server may have refused a body for want of a checksum: buckets with Object Lock do."""
-    if not isinstance(error, botocore.exceptions.ClientError):
-        return False
-    return error.response.get("Error", {}).get("Code") in _NO_CHECKSUM
+    return _code_of(error) in _NO_CHECKSUM
 
 
-def may_refuse_conditions(error: BaseException | None) -> bool:
+def may_refuse_conditions(error: StoreError) -> bool:
     """Whether the server may have refused a write for its condition, because it knows no such thing."""
-    if not isinstance(error, botocore.exceptions.ClientError):
-        return False
-    answer: Any = error.response
-    return (
-        answer.get("Error", {}).get("Code") in _NO_CONDITIONS
-        or answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 501
-    )
+    return _code_of(error) in _NO_CONDITIONS or _status_of(error) == 501
 
 
 def _meaning(request: str, code: str, status: int, bucket: str, region: str | None) -> _Meaning:

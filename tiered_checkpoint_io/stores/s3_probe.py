@@ -226,7 +226,7 @@ class _Probe:
                 if is_met:
                     return "misjudged"
             except StoreError as error:
-                return "refused" if may_refuse_conditions(error.__cause__) else None
+                return "refused" if may_refuse_conditions(error) else None
             else:
                 if not is_met:
                     return "ignored"

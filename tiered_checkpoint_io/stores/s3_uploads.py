@@ -250,10 +250,7 @@ class MultipartUploads:
             self._client.ask("complete_multipart_upload", key, given, doubt=doubt)
             return
         # Ceph takes no notice of the condition here: this leaves a moment, in place of the time of the upload.
-        with contextlib.suppress(StoreNotFoundError):
-            found = None
-            found = str(self._client.ask("head_object", key)["ETag"])
-        if found != condition.expected:
+        if self._client.tag(key) != condition.expected:
             raise changed("complete", key)
         if condition.look is not None:
             condition.look()
