@@ -12,8 +12,7 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.durable import metrics, pins
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
-from tiered_checkpoint_io.inventory.durable import latest, read_all
+from tiered_checkpoint_io.inventory.durable import find_latest
 from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Pin
@@ -52,7 +51,7 @@ def pin(
     wanted = name_of(config, name)
 
     def work(store: Store) -> Pin:
-        meant = _meant(store, wanted)
+        meant = _meant(store, wanted, "pin")
         with wrong_use():
             return pins.pin(store, meant, reason=reason, expires_s=expires_s)
 
@@ -75,7 +74,7 @@ def unpin(
     wanted = name_of(config, name)
 
     def work(store: Store) -> list[Pin]:
-        return pins.unpin(store, _meant(store, wanted))
+        return pins.unpin(store, _meant(store, wanted, "unpin"))
 
     gone = ask(config, work)
     if json:
@@ -101,7 +100,7 @@ def metric(
     wanted, given = name_of(config, name), dict(map(_value_of, values))
 
     def work(store: Store) -> tuple[str, str]:
-        meant = _meant(store, wanted)
+        meant = _meant(store, wanted, "metric")
         with wrong_use():
             return meant, metrics.add_metrics(store, meant, given)
 
@@ -128,11 +127,6 @@ def _value_of(text: str) -> tuple[str, float]:
     return key, number
 
 
-def _meant(store: Store, wanted: str) -> str:
+def _meant(store: Store, wanted: str, operation: str) -> str:
     """The name that is meant: of tiered:latest, what a restart would take from the durable tier."""
-    if wanted != ids.LATEST:
-        return wanted
-    found = latest(read_all(store))
-    if found is None:
-        raise CheckpointNotFoundError("there is no checkpoint to resume from", tier="durable", key=store.url)
-    return found.name
+    return find_latest(store, operation).name if wanted == ids.LATEST else wanted

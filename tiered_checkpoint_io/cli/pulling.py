@@ -16,15 +16,13 @@ from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.chunks import fetch_chunk
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.inventory.durable import checkpoints, latest, read
+from tiered_checkpoint_io.inventory.durable import find
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores import Store, place_of
@@ -76,24 +74,12 @@ def bring(
 
 
 def _find(store: Store, wanted: str) -> Manifest:
-    """The manifest of a checkpoint, or of the target of an alias.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        ManifestError: It is damaged.
-    """
-    if wanted == ids.LATEST:
-        meant = latest(checkpoints(store))
-        wanted = meant.name if meant is not None else wanted
-    found = read(store, wanted) if wanted != ids.LATEST else None
-    if found is not None and found.error is not None:
-        raise found.error
-    manifest = found.manifest if found is not None else None
-    if manifest is None:
+    found = find(store, wanted, operation="pull")
+    if found is None:
         text = f"no such checkpoint: {wanted}"
         hint = "see what is there: tiered-ckpt ls; what others wrote is brought in by tiered-ckpt import"
         raise CheckpointNotFoundError(text, operation="pull", tier="durable", key=store.url, hint=hint)
-    return (read_manifest(store, manifest.alias_of) if manifest.alias_of else None) or manifest
+    return found
 
 
 def _parts(config: TieredCheckpointConfig, store: Store, manifest: Manifest, ranks: Sequence[int]) -> list[Part]:

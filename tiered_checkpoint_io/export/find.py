@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tiered_checkpoint_io.engine.chunks import fetch, fetch_chunk, unverified
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -19,9 +18,9 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.export.folder import Folder
-from tiered_checkpoint_io.inventory.durable import latest, read_all
+from tiered_checkpoint_io.inventory import durable
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry
 from tiered_checkpoint_io.stores import Store
 
 _log = logging.getLogger("tiered_checkpoint_io.export")
@@ -52,9 +51,10 @@ def find(store: Store, name: str, *, operation: str) -> Found:
         CorruptCheckpointError: Its description is damaged.
         StoreError: The durable tier could not be read.
     """
-    manifest = _latest(store, operation) if name == ids.LATEST else read_manifest(store, ids.validate_name(name))
-    if manifest is not None and manifest.alias_of is not None:
-        manifest = read_manifest(store, manifest.alias_of) or manifest
+    if name != ids.LATEST:
+        name = ids.validate_name(name)
+    # Local checkpoints are loaded by other means.
+    manifest = durable.find(store, name, operation=operation, accepts="sharded")
     if manifest is None:
         return _plain(store, name, operation)
     # While an overwrite is under way, its objects may still be those of the content before.
@@ -131,22 +131,4 @@ def _plain(store: Store, name: str, operation: str) -> Found:
                 f"no checkpoint {name!r}", operation=operation, key=store.url, hint="see `tiered-ckpt ls`"
             ) from error
     _log.warning("%s has no manifest: nothing verifies it", folder.where)
-    return found
-
-
-def _latest(store: Store, operation: str) -> Manifest:
-    """What a restart would take of this tier; local checkpoints are loaded by other means."""
-    listed = read_all(store)
-    meant = latest(listed, accepts="sharded")
-    for each in listed:
-        if each.error is not None:
-            _log.warning("skipping this checkpoint: %s", each.error)
-    found = next((each.manifest for each in listed if meant is not None and each.name == meant.name), None)
-    if found is None:
-        raise CheckpointNotFoundError(
-            "no checkpoint that training can resume from",
-            operation=operation,
-            key=store.url,
-            hint="name another one: see `tiered-ckpt ls`",
-        )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest, Part
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.fallbacks import folders_of
+
+_log = logging.getLogger("tiered_checkpoint_io.inventory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,33 @@ def latest(
     ]
     catalog = Catalog({"here": parts}, manifests, aliases or {})
     return next(iter(choose(catalog, Selector("latest"), accepts, replicas=True)), None)
+
+
+def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None) -> Manifest | None:
+    """The checkpoint that a user means: by its name, that of an alias, or ``tiered:latest``; None where there is none.
+
+    Raises:
+        CheckpointNotFoundError: It is ``tiered:latest``, and there is none to resume from.
+        ManifestError: It can't be understood; or a newer release wrote what may be the latest.
+        StoreError: The tier could not be asked.
+    """
+    manifest = find_latest(store, operation, accepts) if name == ids.LATEST else read_manifest(store, name)
+    target = read_manifest(store, manifest.alias_of) if manifest is not None and manifest.alias_of else None
+    return target or manifest
+
+
+def find_latest(store: Store, operation: str, accepts: Kind | None = None) -> Manifest:
+    """What a restart would take of this tier; raises as :func:`find`, and logs what it passes over."""
+    listed = read_all(store)
+    meant = latest(listed, accepts=accepts)
+    for each in listed:
+        if each.error is not None:
+            _log.warning("skipping this checkpoint: %s", each.error)
+    found = next((each.manifest for each in listed if meant is not None and each.name == meant.name), None)
+    if found is None:
+        text, hint = "there is no checkpoint to resume from", "name another one: see `tiered-ckpt ls`"
+        raise CheckpointNotFoundError(text, operation=operation, tier="durable", key=store.url, hint=hint)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
