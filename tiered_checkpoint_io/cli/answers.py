@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.engine.drain.ending import GRACE_S
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
 from tiered_checkpoint_io.stores.silence import answer_within, current_question
@@ -27,6 +28,19 @@ def moving() -> Callable[[], None]:
     """Within :func:`ask`: what to call where work gets on without the server, which then does not count as silent."""
     question = current_question()
     return question.heard if question is not None else lambda: None
+
+
+def counter(operation: str, key: str, stop: threading.Event, shown: Callable[[int], None]) -> Callable[[int], None]:
+    """Within :func:`ask`, what long work calls with the bytes that it has done; ends it where ``stop`` is set."""
+    heard = moving()
+
+    def count(amount: int) -> None:
+        if stop.is_set():
+            raise StoreError("interrupted", operation=operation, tier="durable", key=key)
+        heard()
+        shown(amount)
+
+    return count
 
 
 def ask(

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import ask, moving
+from tiered_checkpoint_io.cli.answers import ask, counter
 from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import progress
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreNotFoundError
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -58,10 +58,6 @@ def import_(
         if not json:
             say(_line(row))
 
-    def look() -> None:
-        if stop.is_set():
-            raise StoreError("interrupted", operation="import", tier="durable", key=target)
-
     # Before the server is asked: torch takes its time.
     from tiered_checkpoint_io.imports import import_checkpoints
 
@@ -71,17 +67,10 @@ def import_(
             return _found(others, file, wanted)
 
     def work(store: Store) -> None:
-        heard = moving()
         others, _ = _opened(config, origin)
         # Read to be hashed, and sent.
         with contextlib.closing(others), progress("import", 2 * size, silent=json) as meter:
-
-            def count(amount: int) -> None:
-                look()
-                heard()
-                meter.add(amount)
-
-            place = place_of(config, target)
+            place, count = place_of(config, target), counter("import", target, stop, meter.add)
             import_checkpoints(others, found, store, place, force=force, progress=count, done=done)
 
     found, size = ask(config, find, target)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import moving
+from tiered_checkpoint_io.cli.answers import counter, moving
 from tiered_checkpoint_io.cli.checking import check_part, held_in
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.chunks import fetch_chunk
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.inventory.durable import find
@@ -69,7 +69,8 @@ def bring(
         entries = [entry for part in fetched for entry in part.content.files]
         jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
         meter = held.enter_context(progress("pull", sum(entry.size for entry in entries), silent=silent))
-        in_parallel(lambda job: _fetch(store, views, *job, meter=meter, stop=stop), jobs, config.read_concurrency())
+        count = counter("pull", store.url, stop, meter.add)
+        in_parallel(lambda job: _fetch(store, views, *job, count), jobs, config.read_concurrency())
     return parts, fetched
 
 
@@ -163,10 +164,9 @@ def _files(folder: Path, parts: Sequence[Part]) -> Iterator[_Views]:
         yield views
 
 
-def _fetch(store: Store, views: _Views, entry: FileEntry, index: int, *, meter: Meter, stop: threading.Event) -> None:
-    if stop.is_set():
-        raise StoreError("interrupted", operation="pull", tier="durable", key=entry.path)
+def _fetch(store: Store, views: _Views, entry: FileEntry, index: int, count: Callable[[int], None]) -> None:
+    count(0)
     offset, length = entry.chunks[index]
     with views[entry.path][offset : offset + length] as chunk:
         fetch_chunk(store, entry, index, chunk)
-    meter.add(length)
+    count(length)

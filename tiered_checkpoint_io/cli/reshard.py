@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import answer, moving
+from tiered_checkpoint_io.cli.answers import answer, counter
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
-from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 
@@ -49,23 +48,15 @@ def reshard(
         raise typer.BadParameter("give either --ranks or --full")
     stop = threading.Event()
 
-    def look() -> None:
-        if stop.is_set():
-            raise StoreError("interrupted", operation="reshard", tier="durable", key=config.dirpath)
-
     # Before the server is asked: torch takes its time.
     from tiered_checkpoint_io.resharding import reshard_checkpoint
 
     def work() -> Resharded:
-        heard = moving()
         with contextlib.ExitStack() as held:
             meters: list[Meter] = []
 
-            def count(amount: int) -> None:
-                look()
-                heard()
-                for meter in meters:
-                    meter.add(amount)
+            def add(amount: int) -> None:
+                meters[0].add(amount)
 
             return reshard_checkpoint(
                 config.dirpath,
@@ -74,7 +65,7 @@ def reshard(
                 parts=ranks,
                 weights_only=not trust,
                 scratch=scratch,
-                progress=count,
+                progress=counter("reshard", config.dirpath, stop, add),
                 begin=lambda total: meters.append(held.enter_context(progress("reshard", total, silent=json))),
                 **server.keys,
             )
