@@ -33,20 +33,9 @@ class Added:
 
 
 def add_metrics(store: Store, name: str, metrics: Mapping[str, float]) -> str:
-    """Adds values to a committed checkpoint; one of the same metric replaces the earlier.
+    """Adds values to a checkpoint, or what an alias or copy is of; gives the id of the save that has them now.
 
-    Args:
-        store: The durable tier.
-        name: The checkpoint, or an alias or copy of it.
-        metrics: Finite numbers, by the names of their metrics.
-
-    Returns:
-        The id of the save that has them now.
-
-    Raises:
-        CheckpointNotFoundError: There is no such checkpoint. Nothing was added.
-        ConfigError: A name or value is not allowed. Nothing was added.
-        StoreError: The tier could not be asked. Repeat the call to finish.
+    What it takes and raises is that of :func:`tiered_checkpoint_io.retention.add_metrics`.
     """
     if not metrics:
         raise ConfigError("no metric is given", hint="give at least one, such as val_loss=0.31")

@@ -26,20 +26,7 @@ _MAX_REASON = 500
 
 
 def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = None) -> Pin:
-    """Pins a checkpoint: neither retention, prune, save_top_k nor another delete removes it while the pin holds.
-
-    Args:
-        store: The durable tier.
-        name: The checkpoint; for an alias, what that stands for now.
-        reason: Why, for people.
-        expires_s: For how long, seconds; None until it is removed.
-
-    Raises:
-        CheckpointNotFoundError: There is none, or it was deleted meanwhile. Nothing is pinned.
-        UsageError: It is a copy, as ``last.ckpt``, which the next save replaces.
-        ConfigError: The time is not above 0, or the reason too long.
-        StoreError: The tier could not be asked.
-    """
+    """Pins a checkpoint; what it takes and raises is that of :func:`tiered_checkpoint_io.retention.pin`."""
     if expires_s is not None and not 0 < expires_s < float("inf"):
         raise ConfigError(f"expires_s is {expires_s!r}", hint="allowed: seconds above 0, or None for no end")
     if len(reason) > _MAX_REASON:
