@@ -57,20 +57,6 @@ class Tried(NamedTuple):
         return bool(self.code)
 
 
-class Leftovers(NamedTuple):
-    """Unfinished uploads below the prefix that are older than a day.
-
-    Attributes:
-        number: How many.
-        size: Bytes of the parts of those that were looked at.
-        looked_at: How many these are.
-    """
-
-    number: int
-    size: int
-    looked_at: int
-
-
 class Settings(NamedTuple):
     """What the bucket's owner has set.
 
@@ -100,7 +86,7 @@ class BucketFacts(NamedTuple):
         tries: All requests that were tried; where the first was not answered as from a bucket, that one alone.
         conditions: What becomes of the conditions of writes, by request.
         kms_key: The KMS key by which an object was encrypted; "" for none.
-        leftovers: None where they could not be listed.
+        leftovers: How many unfinished uploads below the prefix are older than a day; None where it refuses to tell.
         settings: What the owner has set.
         left_behind: Keys of this probe that could not be removed.
     """
@@ -114,7 +100,7 @@ class BucketFacts(NamedTuple):
     tries: tuple[Tried, ...]
     conditions: Mapping[str, Condition] = {}
     kms_key: str = ""
-    leftovers: Leftovers | None = None
+    leftovers: int | None = None
     settings: Settings = Settings()
     left_behind: tuple[str, ...] = ()
 

@@ -21,11 +21,10 @@ from tiered_checkpoint_io.redaction import without_secrets
 from tiered_checkpoint_io.stores.s3 import write_options_of
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import answer_of, is_just_denied, may_refuse_conditions, translated
-from tiered_checkpoint_io.stores.s3_facts import BucketFacts, Condition, Leftovers, Settings, Tried
+from tiered_checkpoint_io.stores.s3_facts import BucketFacts, Condition, Settings, Tried
 from tiered_checkpoint_io.stores.s3_parts import MARK
+from tiered_checkpoint_io.stores.s3_uploads import stale_uploads
 
-#: Of so many unfinished uploads the parts are counted: one request each.
-_LOOKED_AT = 20
 #: What a probe left that was killed is removed by the next one after so many seconds.
 _ABANDONED_S = 3600.0
 _BODY = b"tiered-ckpt doctor"
@@ -265,27 +264,11 @@ class _Probe:
         return tuple(sorted({key for key in left if key in mine}))
 
     # ---------------------------------------------------------------------- what others left and set
-    def _leftovers(self) -> Leftovers | None:
-        count = size = looked_at = 0
-        old = SYSTEM.wall() - (self._skew_s or 0) - SYSTEM.timing.abandoned_s
+    def _leftovers(self) -> int | None:
         try:
-            for page in self._client.pages("list_multipart_uploads", None, {"Prefix": self._below("")}):
-                for upload in page.get("Uploads", ()):
-                    if upload["Initiated"].timestamp() > old or upload["Key"] == self._below(self._parts):
-                        continue
-                    count += 1
-                    if looked_at < _LOOKED_AT:
-                        looked_at += 1
-                        with contextlib.suppress(StoreError):
-                            key = upload["Key"][len(self._client.prefix) :]
-                            parts = self._ask("list_parts", key, {"UploadId": upload["UploadId"]})
-                            size += sum(part["Size"] for part in parts.get("Parts", ()))
-        except StoreNotFoundError:
-            # How rclone says that there are none.
-            return Leftovers(0, 0, 0)
+            return sum(1 for _ in stale_uploads(self._client, SYSTEM.timing.abandoned_s))
         except StoreError:
             return None
-        return Leftovers(count, size, looked_at)
 
     def _settings(self) -> Settings:
         unread: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -128,17 +128,12 @@ class MultipartUploads:
     def stale(self, older_than_s: float, *, aborts: bool) -> int:
         """The number of uploads below the prefix that are older than this; ``aborts`` them, or counts alone."""
         count = 0
-        prefix = self._client.prefix
-        # That there is nothing is how rclone says that there are none; what is no key of ours is not ours to abort.
-        with contextlib.suppress(StoreNotFoundError):
-            for page in self._client.pages("list_multipart_uploads", None, {"Prefix": prefix}):
-                now = _server_time(page)
-                for upload in page.get("Uploads", ()):
-                    if (now - upload["Initiated"]).total_seconds() > older_than_s:
-                        with contextlib.suppress(InvalidNameError):
-                            if aborts:
-                                self._abort(upload["Key"][len(prefix) :], upload["UploadId"])
-                            count += 1
+        for key, upload_id in stale_uploads(self._client, older_than_s):
+            # What is no key of ours is not ours to abort.
+            with contextlib.suppress(InvalidNameError):
+                if aborts:
+                    self._abort(key, upload_id)
+                count += 1
         return count
 
     def _send(
@@ -343,6 +338,17 @@ class MultipartUploads:
             self._abort(key, upload_id, once)
         except StoreError as error:
             _log.warning("parts of an upload stay on the server (%s) after: %s", error, failure)
+
+
+def stale_uploads(client: S3Client, older_than_s: float) -> Iterator[tuple[str, str]]:
+    """Key and id of each upload below the prefix that began longer ago than this, by the server's clock."""
+    # That there is nothing is how rclone says that there are none.
+    with contextlib.suppress(StoreNotFoundError):
+        for page in client.pages("list_multipart_uploads", None, {"Prefix": client.prefix}):
+            now = _server_time(page)
+            for upload in page.get("Uploads", ()):
+                if (now - upload["Initiated"]).total_seconds() > older_than_s:
+                    yield upload["Key"][len(client.prefix) :], upload["UploadId"]
 
 
 def _server_time(answer: Mapping[str, Any]) -> datetime:

@@ -9,7 +9,6 @@ from tiered_checkpoint_io.cli.doctor import rights
 from tiered_checkpoint_io.cli.doctor.facts import Check, Setting, Status
 from tiered_checkpoint_io.cli.doctor.judge_settings import judge_settings
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.s3_facts import NEEDS, BucketFacts, Tried
@@ -198,11 +197,9 @@ def _leftovers(facts: BucketFacts) -> list[Check]:
     left = facts.leftovers
     if left is None:
         return []
-    if not left.number:
+    if not left:
         return [Check("durable", "ok", "unfinished uploads", "none older than a day")]
-    beyond = "" if left.looked_at == left.number else f" in the first {left.looked_at}"
-    measured = f"{left.number} older than a day, {size_text(left.size)}{beyond}"
     do = "a lifecycle rule with AbortIncompleteMultipartUpload aborts them"
     # A whole bucket is not the drain's alone.
     do = f"the next drain aborts them; {do}, too" if ids.parse_s3_url(facts.url)[1] else do
-    return [Check("durable", "warn", "unfinished uploads", measured, do)]
+    return [Check("durable", "warn", "unfinished uploads", f"{left} older than a day", do)]
