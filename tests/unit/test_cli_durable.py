@@ -94,13 +94,13 @@ def test_what_is_overwritten_while_it_is_read_is_not_damaged(node):
     """A save of another run commits between two reads."""
 
     class Overwritten(DirectoryStore):
-        def read_into(self, key, offset, buffer):
+        def read_pieces(self, key, offset, pieces, filled):
             if key == "z.ckpt":
                 manifest = read_manifest(self, "z.ckpt")
                 other = part_of("z.ckpt", b"other", 9, node.dirpath)
                 self.put("z.ckpt", b"?")
                 self.put(manifest_key("z.ckpt"), replace(manifest, content=other.content).to_json())
-            super().read_into(key, offset, buffer)
+            super().read_pieces(key, offset, pieces, filled)
 
     store, rows = Overwritten(node.dirpath), []
     _check_durable(store, _look(store, None, []), rows.append, silent=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from tiered_checkpoint_io.cli.answers import moving
 from tiered_checkpoint_io.cli.progress import Meter
+from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, fetch_pieces
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -24,9 +25,7 @@ from tiered_checkpoint_io.stores import Store
 
 State = Literal["intact", "damaged", "newer", "changed"]
 
-#: Bytes that are asked for at once: so many arrive within the timeout also over a slow line.
-_PIECE = 4 << 20
-#: Chunks of a file that are read at once, each into a buffer of its own (16 MiB).
+#: Chunks of a file that are read at once.
 _READS = 8
 #: xxh3 at full speed saturates memory with few threads.
 _HASH_THREADS = 4
@@ -149,7 +148,7 @@ def damage_of(store: Store, manifest: Manifest, meter: Meter) -> Damage | None:
 
 
 def _first_damage(store: Store, entries: Collection[FileEntry], owners: dict[str, int], meter: Meter) -> Damage | None:
-    buffers, damaged = threading.local(), set[str]()
+    heard, damaged = moving(), set[str]()
 
     def one(job: tuple[FileEntry, int]) -> str:
         entry, index = job
@@ -158,7 +157,7 @@ def _first_damage(store: Store, entries: Collection[FileEntry], owners: dict[str
         try:
             if index == 0 and (size := store.size(entry.path)) != entry.size:
                 return f"{size} bytes in place of {entry.size}"
-            _check_chunk(store, entry, index, buffers, meter)
+            _check_chunk(store, entry, index, heard, meter)
         except (CorruptCheckpointError, StoreNotFoundError) as error:
             damaged.add(entry.path)
             return error.message
@@ -171,18 +170,15 @@ def _first_damage(store: Store, entries: Collection[FileEntry], owners: dict[str
     return None
 
 
-def _check_chunk(store: Store, entry: FileEntry, index: int, buffers: Any, meter: Meter) -> None:
-    offset, length = entry.chunks[index]
-    buffer: bytearray = getattr(buffers, "buffer", bytearray())
-    if len(buffer) < length:
-        buffer = buffers.buffer = bytearray(length)
-    with memoryview(buffer) as whole:
-        for start in range(0, length, _PIECE):
-            with whole[start : min(start + _PIECE, length)] as piece:
-                store.read_into(entry.path, offset + start, piece)
-                meter.add(len(piece))
-        with whole[:length] as chunk:
-            entry.check_chunk(index, chunk, tier="durable", where=entry.path)
+def _check_chunk(store: Store, entry: FileEntry, index: int, heard: Callable[[], None], meter: Meter) -> None:
+    length = entry.chunks[index][1]
+    # It is read to be compared alone, each piece over the one before.
+    aside = memoryview(bytearray(min(length, PIECE_SIZE)))
+    pieces = [aside[: length - at] for at in range(0, length, PIECE_SIZE)]
+    if length:
+        # A slow line takes longer for a chunk than a silence may last.
+        fetch_pieces(store, entry, index, pieces, lambda _: heard())
+    meter.add(length)
 
 
 def _jobs(entries: Iterable[FileEntry]) -> list[tuple[FileEntry, int]]:
