@@ -22,8 +22,8 @@ from tiered_checkpoint_io.formats.writing import Untouched, Written
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
 
 #: Copied and then hashed at once: small enough that what was just written is still in a cache near the core that hashes
-#: it. Copies of less are left to an instruction (rep movsb) that is slower than the vector instructions on some cores.
-_PIECE = 1 << 20
+#: it, large enough that threads seldom wait for the interpreter lock.
+_PIECE = 512 << 10
 _MAX_THREADS = 8
 _ASKED_AT_ONCE = 256
 _CPU = torch.device("cpu")
@@ -248,7 +248,8 @@ class Filling:
             for target, source, nbytes in copies.long(piece // size):
                 # Lets go of the interpreter lock, unlike a copy between memoryviews.
                 ctypes.memmove(target + away, source, nbytes)
-            self._await(piece, end)
+            if self._arrivals:
+                self._await(piece, end)
             if self._hashed:
                 hasher.update(self._view[piece:end] if written is None else written.content(end - piece))
             if written is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -17,17 +18,51 @@ _REQUESTS = 8
 def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int = _REQUESTS) -> list[_R]:
     """Does ``work`` on each item, a few at a time; what it gave, in order.
 
-    The first failure, or an interrupt, stops what has not begun; nothing runs any more when it is raised.
+    The caller's thread is one of those that work: on two cores, a third thread that hands out the work and waits for it
+    would take turns with them. The first failure, or an interrupt, stops what has not begun; nothing runs any more when
+    it is raised.
     """
     todo = list(items)
     if min(len(todo), concurrency) < 2:
         return [work(item) for item in todo]
-    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="tiered-parallel")
+    left = deque(enumerate(todo))
+    done: dict[int, _R] = {}
+    failed: dict[int, BaseException] = {}
+
+    def take() -> None:
+        while left:
+            try:
+                index, item = left.popleft()
+            except IndexError:
+                # Another thread was faster.
+                return
+            try:
+                done[index] = work(item)
+            except BaseException as error:
+                left.clear()
+                failed[index] = error
+
+    # What the caller waits for, and how long, holds for its threads.
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(take,), name=f"tiered-parallel-{number}")
+        for number in range(1, min(len(todo), concurrency))
+    ]
+    begun: list[threading.Thread] = []
     try:
-        # What the caller waits for, and how long, holds for its threads.
-        jobs = [pool.submit(contextvars.copy_context().run, work, item) for item in todo]
-        wait(jobs, return_when=FIRST_EXCEPTION)
+        for thread in threads:
+            thread.start()
+            begun.append(thread)
+        contextvars.copy_context().run(take)
     finally:
-        pool.shutdown(cancel_futures=True)
-    # What was cancelled had not begun, so it comes after what has failed.
-    return [job.result() for job in jobs]
+        left.clear()
+        for thread in begun:
+            thread.join()
+    if failed:
+        error = failed[min(failed)]
+        # Or else it would keep what it was raised over, through its traceback, until the garbage collector comes.
+        failed.clear()
+        try:
+            raise error
+        finally:
+            del error
+    return [done[index] for index in range(len(todo))]

@@ -1,0 +1,122 @@
+"""The same work on many things: in order, by as many threads as are asked for, and over when it returns."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import threading
+import weakref
+
+import pytest
+
+from tiered_checkpoint_io.formats.parallel import in_parallel
+
+_BOUND_S = 30
+
+
+def test_what_it_gives_is_in_order_whoever_ends_first() -> None:
+    last = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 0:
+            assert last.wait(_BOUND_S)
+        elif item == 9:
+            last.set()
+        return item * item
+
+    assert in_parallel(work, iter(range(10)), 2) == [item * item for item in range(10)]
+
+
+@pytest.mark.parametrize("concurrency", [2, 3, 5])
+def test_the_caller_is_one_of_the_threads(concurrency: int) -> None:
+    # Passed only by as many threads as there are items, all at once.
+    together = threading.Barrier(concurrency, timeout=_BOUND_S)
+
+    def work(_: int) -> str:
+        together.wait()
+        return threading.current_thread().name
+
+    names = in_parallel(work, range(concurrency), concurrency)
+    assert len(set(names)) == concurrency
+    assert threading.current_thread().name in names
+
+
+def test_one_thread_or_one_item_needs_no_other() -> None:
+    here = threading.current_thread()
+    assert in_parallel(lambda _: threading.current_thread(), range(3), 1) == [here] * 3
+    assert in_parallel(lambda _: threading.current_thread(), [0], 8) == [here]
+    assert in_parallel(lambda _: 0, [], 8) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("fails_here", [True, False], ids=["caller", "other"])
+def test_a_failure_stops_what_has_not_begun_and_waits_for_the_rest(
+    error: type[BaseException], fails_here: bool
+) -> None:
+    both, failed = threading.Barrier(2, timeout=_BOUND_S), threading.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+    here = threading.current_thread()
+
+    def work(item: int) -> None:
+        begun.append(item)
+        both.wait()
+        if (threading.current_thread() is here) == fails_here:
+            failed.set()
+            raise error(f"of {item}")
+        assert failed.wait(_BOUND_S)
+        # It goes on for a while behind the failure.
+        threading.Event().wait(0.05)
+        ended.append(item)
+
+    with pytest.raises(error):
+        in_parallel(work, range(100), 2)
+    assert sorted(begun) == [0, 1]
+    assert len(ended) == 1
+
+
+def test_of_two_failures_the_first_in_order_is_raised() -> None:
+    both = threading.Barrier(2, timeout=_BOUND_S)
+
+    def work(item: int) -> None:
+        both.wait()
+        raise ValueError(item)
+
+    with pytest.raises(ValueError, match="^0$"):
+        in_parallel(work, range(2), 2)
+
+
+def test_a_failure_keeps_nothing_alive() -> None:
+    class Thing:
+        pass
+
+    def fail(thing: Thing) -> None:
+        raise ValueError
+
+    gc.disable()
+    try:
+        things = [Thing() for _ in range(4)]
+        kept = [weakref.ref(thing) for thing in things]
+        try:
+            in_parallel(fail, things, 2)
+        except ValueError:
+            pass
+        del things
+        assert [each() for each in kept] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_threads_have_the_callers_context_and_do_not_change_it() -> None:
+    bound: contextvars.ContextVar[int] = contextvars.ContextVar("bound", default=0)
+    both = threading.Barrier(2, timeout=_BOUND_S)
+
+    def work(item: int) -> int:
+        both.wait()
+        found = bound.get()
+        bound.set(100 + item)
+        return found
+
+    bound.set(7)
+    assert in_parallel(work, range(2), 2) == [7, 7]
+    assert bound.get() == 7
