@@ -11,6 +11,7 @@ import torch
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.save import sameness
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.image import plan
@@ -196,6 +197,26 @@ def test_weights_and_optimizers_that_nothing_changes_are_warned_of_once(opened, 
     (line,) = said(50, trains=[moments[0]])
     assert "the model's state has not changed by a bit since step 40: is the learning rate 0" in line
     assert [said(60), said(70)] == [[], []], "once"
+
+
+def test_what_trains_is_not_hashed_again_to_see_whether_it_does(opened, caplog, monkeypatch):
+    _, engine = opened()
+    weight = torch.zeros(64 * MIB // 4)
+    hashed = []
+    of_ends = sameness._digest_of_ends
+    monkeypatch.setattr(sameness, "_digest_of_ends", lambda *args: hashed.append(step) or of_ends(*args))
+    warned = []
+    for step in range(1, 9):
+        if step <= 4:
+            weight += 1
+        elif step <= 6:
+            # A change at the very end, of no whole chunk.
+            weight[-1] += 1
+        caplog.clear()
+        engine.save({"state_dict": {"w": weight}, "global_step": step}, f"step={step}.ckpt", tiers={"memory"})
+        warned += [step for record in caplog.records if "not changed by a bit since step" in record.getMessage()]
+    assert hashed == [1, 5, 6, 7], "without an earlier save, and where all whole chunks are as they were"
+    assert warned == [7], "once"
 
 
 def test_another_thread_may_wait_at_the_moment_that_the_end_of_a_save_begins(monkeypatch):

@@ -1,8 +1,8 @@
 """Weights, or an optimizer's state, that no step changes any more: frozen by accident, and mostly found out at the end.
 
 A part's file is hashed in chunks. The tensors of the model lie in one stretch of it, and so do those of the optimizers:
-the chunks' hashes tell whether they are those of the save before. Just the chunks at the two ends of a stretch, which
-hold other bytes too, are hashed once more, without these.
+the chunks' hashes tell whether they are those of the save before. Where all of them are, the chunks at the two ends of a
+stretch, which hold other bytes too, are hashed once more, without these.
 
 A rank may hold nothing but what is frozen on purpose, so a checkpoint of several parts is warned of where all of its
 ranks find theirs unchanged. They count themselves in the key-value store of torch.distributed, which a rank asks only
@@ -26,7 +26,6 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.formats.filling import Sliced
 from tiered_checkpoint_io.formats.image import Image
-from tiered_checkpoint_io.model.hashing import chunk_ranges
 
 MODEL, OPTIMIZER = "model's state", "optimizer's state"
 #: Other tensors that training may change: adapters, averages. They count with the model, where that is there.
@@ -174,10 +173,15 @@ def warn_of_sameness(
         hashes: Of its chunks.
         content: Its bytes.
     """
-    digests = {what: _digest(each, image, hashes, content) for what, each in stretches.items()}
-    for what, since in list(session.last_tensors.unchanged(step, digests)):
-        if what in session.warned:
-            continue
+    found = {
+        what: (
+            _digest_of_chunks(each, image, hashes),
+            functools.partial(_digest_of_ends, each, image.chunk_size, content),
+        )
+        for what, each in stretches.items()
+        if what not in session.warned
+    }
+    for what, since in session.last_tensors.unchanged(step, found):
         try:
             key = f"unchanged/{session.config.namespace}/{what}"
             is_last = current_run().completes(key, save_id, parts, session.clock)
@@ -191,15 +195,25 @@ def warn_of_sameness(
             session.log.at_step(step).warning(text, what, since, _ADVICE[what])
 
 
-def _digest(stretches: Sequence[tuple[int, int]], image: Image, hashes: Sequence[str], content: Sliced) -> str:
+def _digest_of_chunks(stretches: Sequence[tuple[int, int]], image: Image, hashes: Sequence[str]) -> str:
     hasher = xxhash.xxh3_128()
-    chunks = list(zip(chunk_ranges(image.size, image.chunk_size), hashes, strict=True))
     for start, end in stretches:
-        for (offset, length), digest in chunks[start // image.chunk_size : -(-end // image.chunk_size)]:
-            low, high = max(start, offset), min(end, offset + length)
-            if high - low == length:
-                hasher.update(digest.encode())
-            elif low < high:
-                with content[low:high] as piece:
-                    hasher.update(piece)
+        for digest in hashes[slice(*_whole_chunks(start, end, image.chunk_size))]:
+            hasher.update(digest.encode())
     return hasher.hexdigest()
+
+
+def _digest_of_ends(stretches: Sequence[tuple[int, int]], chunk_size: int, content: Sliced) -> str:
+    hasher = xxhash.xxh3_128()
+    for start, end in stretches:
+        first, last = (number * chunk_size for number in _whole_chunks(start, end, chunk_size))
+        for low, high in ((start, first), (last, end)) if first < last else ((start, end),):
+            with content[low:high] as piece:
+                hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _whole_chunks(start: int, end: int, chunk_size: int) -> tuple[int, int]:
+    """The first of the chunks that lie in a stretch, and the one behind the last; no chunk where these are one."""
+    first = -(-start // chunk_size)
+    return first, max(first, end // chunk_size)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
+
+
+class Digest(NamedTuple):
+    """Of some bytes of a file.
+
+    Attributes:
+        chunks: Of the chunks that hold nothing else: they have been hashed anyway.
+        ends: Of the bytes before and behind these, which are hashed for this alone; None where they were not.
+    """
+
+    chunks: str
+    ends: str | None
 
 
 class _Held(NamedTuple):
     """What saves held: the last one, and the last one of an earlier step."""
 
     step: int
-    digest: str
+    digest: Digest
     earlier_step: int = -1
-    earlier_digest: str = ""
+    earlier_digest: Digest | None = None
 
 
 class LastTensors:
@@ -21,17 +33,22 @@ class LastTensors:
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
 
-    def unchanged(self, step: int, digests: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-        """Takes note of a save; what of it is the same as at an earlier step, and at which."""
-        for what, digest in digests.items():
+    def unchanged(self, step: int, found: Mapping[str, tuple[str, Callable[[], str]]]) -> Iterator[tuple[str, int]]:
+        """Takes note of a save; what of it is the same as at an earlier step, and at which.
+
+        Args:
+            step: The training step.
+            found: By what it is, the digest of its whole chunks, and what gives that of the bytes around them: asked
+                only where the chunks are those of the earlier step, or there is none.
+        """
+        for what, (chunks, ends) in found.items():
             last = self._held.get(what)
-            if last is None or step < last.step:
-                now = _Held(step, digest)
-            elif step == last.step:
-                # A second save of one step, such as that of the weights behind that of their averages.
-                now = last._replace(digest=digest)
-            else:
-                now = _Held(step, digest, last.step, last.digest)
-            self._held[what] = now
-            if now.earlier_step >= 0 and now.earlier_digest == digest:
-                yield what, now.earlier_step
+            earlier: tuple[int, Digest | None] = (-1, None)
+            if last is not None and step >= last.step:
+                # A second save of one step is such as that of the weights behind that of their averages.
+                earlier = last[2:] if step == last.step else last[:2]
+            before = earlier[1]
+            digest = Digest(chunks, ends() if before is None or before.chunks == chunks else None)
+            self._held[what] = _Held(step, digest, *earlier)
+            if digest.ends is not None and digest == before:
+                yield what, earlier[0]
