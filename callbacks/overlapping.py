@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections import deque
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from tiered_checkpoint_io.formats.filling import default_threads
 
 #: Steps without a capture beside them, to compare the others with.
 _STEPS = 33
+#: Tensors that are whole on each rank.
+_WHOLE = {torch.Tensor, torch.nn.Parameter}
 
 
 class OverlappedCapture(Callback):
@@ -130,10 +133,10 @@ class OverlappedCapture(Callback):
         if self._choice is not None and not self._choice.overlaps:
             return []
         held = list(tensors_of_optimizers(trainer.optimizers))
-        if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in held):
+        if any(map(attrgetter("_post_accumulate_grad_hooks"), held)):
             say_eager(self._session, "a parameter's optimizer steps during the backward pass")
             return []
-        tensors = list(map(local, held))
+        tensors = held if set(map(type, held)) <= _WHOLE else list(map(local, held))
         # Whatever shares memory with a buffer may change in the forward pass.
         buffers = {local(each).untyped_storage()._cdata for each in trainer.lightning_module.buffers()}
         return [each for each in tensors if each.untyped_storage()._cdata not in buffers] if buffers else tensors

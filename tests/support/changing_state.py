@@ -50,7 +50,12 @@ class World:
             "global_step": self.step,
             "state_dict": weights,
             "loops": {"step": self.step, "device": "cpu", "storage": "0"},
-            "callbacks": {"best": {"path": "p" * (self.step % 90), "score": torch.tensor(self.step * 0.5)}},
+            "callbacks": {
+                "best": {
+                    "path": f"{self.step:05}" + "p" * (self.step // 8 % 90),
+                    "score": torch.tensor(self.step * 0.5),
+                }
+            },
             "optimizer_states": [{"state": self.moments, "param_groups": groups}],
             "ema": self.ema,
             **self.more,

@@ -17,6 +17,7 @@ from support.changing_state import CHANGES, World, nth, swap
 from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.formats import alike as alike_module
 from tiered_checkpoint_io.formats import layouts as layouts_module
+from tiered_checkpoint_io.formats.assembly import Assembly
 from tiered_checkpoint_io.formats.image import Image, plan
 from tiered_checkpoint_io.formats.layouts import Layouts
 
@@ -130,6 +131,52 @@ def test_what_is_kept_is_used_from_the_third_save_on(count):
     for _ in range(3):
         check(layouts, world.state())
     assert layouts.reused == 4
+
+
+def test_where_values_alone_have_changed_they_are_put_into_the_pickle_of_the_save_before(monkeypatch):
+    made = []
+
+    def assembled(*arguments, **options):
+        made.append(arguments)
+        return Assembly(*arguments, **options)
+
+    monkeypatch.setattr(layouts_module, "Assembly", assembled)
+    layouts, weights = Layouts(), {f"w{n}": torch.zeros(3) for n in range(40)}
+    text = "shared"
+    values = {
+        "step": 3,
+        "large": 1 << 40,
+        "rate": 0.5,
+        "path": "step=3",
+        "flag": True,
+        "of": [text, "rate"],
+        "end": "7",
+    }
+    state = {"one": torch.zeros(2), **values, "weights": weights}
+    for _ in range(3):
+        check(layouts, state)
+    made.clear()
+    alike = [
+        {"step": 4},
+        {"step": 255, "large": (1 << 40) + 5},
+        {"rate": 1e-9, "path": "step=9"},
+        {"end": "8"},
+        {"end": "x"},
+    ]
+    for change in alike:
+        state |= change
+        check(layouts, state)
+    assert not made
+    # As long as before, but of another kind, or another object that was met before.
+    for change in ({"flag": False}, {"of": [text, "step"]}, {"of": [text, 11]}, {"of": [text, text]}):
+        state |= change
+        check(layouts, state)
+    assert len(made) == 4
+    # The pickle of the rest is the same, and tensors are others.
+    for one in (torch.zeros(2, 1), torch.zeros(2, requires_grad=True), weights["w1"].view(3, 1)[:2, 0]):
+        state["one"] = one
+        for _ in range(2):
+            check(layouts, state)
 
 
 def test_tensors_that_share_other_storages_than_before():

@@ -28,7 +28,11 @@ def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterat
         for state in optimizer.state.values():
             values = state.values() if isinstance(state, dict) else []
             for value in values:
-                # LBFGS has lists of them.
-                for each in value if isinstance(value, list) else [value]:
-                    if isinstance(each, torch.Tensor) and each.layout == torch.strided:
-                        yield each
+                if isinstance(value, torch.Tensor):
+                    if value.layout == torch.strided:
+                        yield value
+                elif isinstance(value, list):
+                    # LBFGS has them.
+                    yield from (
+                        each for each in value if isinstance(each, torch.Tensor) and each.layout == torch.strided
+                    )

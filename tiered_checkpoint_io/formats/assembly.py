@@ -114,6 +114,14 @@ class _Stretch:
     numbered: list[int] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
     external: dict[int, int] = field(default_factory=dict)
+    copied: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def copy(self, data: bytes, begin: int, end: int) -> None:
+        """Writes a stretch of a piece as it is, and notes where."""
+        if begin < end:
+            self.copied.append((begin, end, self.length))
+            self.out.append(data[begin:end])
+            self.length += end - begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +139,7 @@ class Assembly:
         data: The pickle.
         order: The number of the first tensor of each storage, in the order of the file's records.
         templates: Those of all units, by the units' bytes.
+        copied: Which stretches ``[begin, end)`` of the rest were copied to where, behind what begins a pickle.
     """
 
     def __init__(
@@ -161,6 +170,7 @@ class Assembly:
         self._rest = rest
         self._write(skeleton.rest, rest)
         self.data = b"".join((b"\x80\x02", *rest.out, b"."))
+        self.copied = rest.copied
         if len(self._placed) != len(self._units):
             raise DoubtError("a unit is not part of the rest")
 
@@ -175,15 +185,15 @@ class Assembly:
                 token = int.from_bytes(data[begin + 1 : at], "little")
                 number = self._early.get(token)
                 if number is None:
-                    self._copy(to, data[done:begin])
+                    to.copy(data, done, begin)
                     self._number(token, to)
                 else:
                     # It has been written already, where another piece refers to it.
-                    self._copy(to, data[done:before])
+                    to.copy(data, done, before)
                     self._refer(number, token, to)
                 done = at
             elif code in (BINGET, LONG_BINGET):
-                self._copy(to, data[done:begin])
+                to.copy(data, done, begin)
                 token = int.from_bytes(data[begin + 1 : at], "little")
                 if token == TENSOR:
                     self._write_tensor(next(tensors), to)
@@ -192,7 +202,7 @@ class Assembly:
                     self._use(token, to)
                 done = at
             before = begin
-        self._copy(to, data[done:end])
+        to.copy(data, done, end)
 
     def _copy(self, to: _Stretch, data: bytes) -> None:
         if data:

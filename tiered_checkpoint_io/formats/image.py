@@ -25,6 +25,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, cast
 
@@ -57,7 +58,8 @@ class Image:
     """
 
     size: int
-    segments: Sequence[Segment]
+    #: What is no tensor's, or what makes that when it is first asked for.
+    around: Sequence[Segment] | Callable[[], Sequence[Segment]]
     regions: Sequence[Region]
     _: KW_ONLY
     #: Whether tensors' bytes are copied straight from their storages; False where ``torch.save`` had to write the whole
@@ -66,6 +68,11 @@ class Image:
     #: The same object for files with tensors of the same sizes in the same order, which all lie as many bytes further
     #: back; None where that is not known.
     layout: object = None
+
+    @cached_property
+    def segments(self) -> Sequence[Segment]:
+        """The bytes of the file that are no tensor's."""
+        return self.around() if callable(self.around) else self.around
 
     @property
     def chunk_size(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import itertools
+import functools
 from collections import OrderedDict
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from tiered_checkpoint_io.formats.assembly import Assembly, Template
 from tiered_checkpoint_io.formats.filling import StorageRegions
 from tiered_checkpoint_io.formats.image import Image, collecting_later, plan
 from tiered_checkpoint_io.formats.records import Records
+from tiered_checkpoint_io.formats.repeat import Repeat
 from tiered_checkpoint_io.formats.skeleton import DoubtError, Tensors, scan
 
 _T = TypeVar("_T")
@@ -41,6 +42,7 @@ class Layouts:
         self._templates: OrderedDict[bytes, Template] = OrderedDict()
         self._records: OrderedDict[Any, Records] = OrderedDict()
         self._forms: set[Any] = set()
+        self._last: Repeat | None = None
         #: Files of earlier saves, as far as one is known by a number.
         self._met: OrderedDict[int, None] = OrderedDict()
         self._environment: Any = None
@@ -89,6 +91,7 @@ class Layouts:
             self._environment = environment
             for kept in (self._templates, self._records, self._forms, self._met):
                 kept.clear()
+            self._last = None
             self._misses = self._pause = 0
 
     def _missed(self) -> None:
@@ -110,19 +113,23 @@ class Layouts:
         tensors = Tensors(skeleton.tensors, [(unit.tensors, self._templates.get(unit.data)) for unit in units])
         if not tensors.forms <= self._forms:
             raise DoubtError("a tensor is of a kind that was not met before")
-        assembly = Assembly(skeleton, tensors, self._templates)
-        key = _sizes(assembly, tensors)
-        records = self._records.get(key)
-        if records is None:
-            raise DoubtError("the storages are of other sizes")
-        size, segments, move = records.around(assembly.data)
-        storages = _chosen(tensors.storages, assembly.order)
-        if not all(key):
-            storages = tuple(itertools.compress(storages, key))
+        last = self._last
+        pickled = last.pickle_of(skeleton, tensors) if last is not None else None
+        if last is None or pickled is None:
+            assembly = Assembly(skeleton, tensors, self._templates)
+            key = _sizes(assembly, tensors)
+            records = self._records.get(key)
+            if records is None:
+                raise DoubtError("the storages are of other sizes")
+            self._keep(assembly, key, records)
+            last, pickled = Repeat(skeleton, tensors, assembly, records), assembly.data
+        records, move, self._last = last.records, last.move, last
+        storages = _chosen(tensors.storages, last.order)
+        if len(storages) != len(records.lengths):
+            storages = tuple([each for each in storages if each.nbytes()])
         starts = np.zeros(len(storages), np.int64)
         regions = StorageRegions(records.offsets + move, records.lengths, storages, starts, set(tensors.devices))
-        self._keep(assembly, key, records)
-        return Image(size, segments, regions, layout=records)
+        return Image(records.size + move, functools.partial(records.around, pickled), regions, layout=records)
 
     def _learn(self, state: object, image: Image) -> None:
         """Keeps what makes a file from its structure, where that has turned out to be what ``torch.save`` makes.

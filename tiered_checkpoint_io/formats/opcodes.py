@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tiered_checkpoint_io.formats.skeleton import DoubtError
 
 #: Bytes of the arguments of each operation that a pickle of protocol 2 may have, and whose length is fixed.
@@ -15,6 +17,8 @@ _FIXED = {
 #: Those with a length in front, of so many bytes.
 _COUNTED = {ord("X"): 4, ord("T"): 4, ord("U"): 1, 0x8A: 1, 0x8B: 4}
 BINPUT, LONG_BINPUT, BINGET, LONG_BINGET, BINUNICODE, GLOBAL = b"qrhjXc"
+#: Numbers of a fixed length.
+_NUMBERS = frozenset(b"KMJG")
 #: Behind a function: it is called without arguments.
 CALLED = b")R"
 
@@ -55,6 +59,18 @@ def after(data: bytes, at: int) -> int:
     if code == GLOBAL:
         return data.index(b"\n", data.index(b"\n", at) + 1) + 1
     raise DoubtError(f"operation {code} of a pickle")
+
+
+def values_in(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where the bytes of numbers and texts begin and end: no operation behind them depends on these."""
+    at = 0
+    while at < len(data):
+        begin, at = at, after(data, at)
+        code = data[begin]
+        if code in _NUMBERS:
+            yield begin + 1, at
+        elif code in _COUNTED:
+            yield begin + 1 + _COUNTED[code], at
 
 
 def string_of(data: bytes, token: int) -> bytes:

@@ -37,6 +37,7 @@ class Records:
     Attributes:
         offsets: Where in the file tensors' bytes belong.
         lengths: How many there are.
+        size: Of the file that was read, bytes.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Records:
             DoubtError: It is laid out in another way than is assumed here.
         """
         self.offsets, self.lengths = np.array(offsets, np.int64), np.array(lengths, np.int64)
-        self._size, self._alignment = size, alignment
+        self.size, self._alignment = size, alignment
         head = segments[0].data
         begin, name_end = _contents(head, 0)
         if not bytes(head[_HEADER.size : name_end]).endswith(b"/data.pkl"):
@@ -78,22 +79,25 @@ class Records:
         # Of one segment, its begin is the pickle's.
         self._tail_from = 0 if len(segments) > 1 else -self._fixed_from
         self._note_places(entries, directory, end_64)
-        again, made = self._file_of(self.pickle_in(segments))
-        if (again, list(made)) != (size, list(segments)):
+        pickled = self.pickle_in(segments)
+        if self.moved_by(pickled) or list(self.around(pickled)) != list(segments):
             raise DoubtError("the file is laid out in another way")
 
     def pickle_in(self, segments: Sequence[Segment]) -> bytes:
         """The pickle of the file."""
         return bytes(segments[0].data[len(self._head) : len(self._head) + self._pickle_size])
 
-    def around(self, pickled: bytes) -> tuple[int, Segments, int]:
-        """The file of another pickle: its size, all but tensors' bytes, and by how much the latter have moved.
+    def moved_by(self, pickled: bytes) -> int:
+        """By how many bytes all that is behind another pickle moves.
 
         Raises:
-            DoubtError: It would be laid out in another way.
+            DoubtError: The file would be laid out in another way.
         """
-        size, segments = self._file_of(pickled)
-        return size, segments, size - self._size
+        second = len(self._head) + len(pickled) + _DESCRIPTOR.size
+        move = second + len(self._second) + 4 + self._padding(second) - self._fixed_from
+        if np.any((self._limits < _ELSEWHERE) != (self._limits + move < _ELSEWHERE)):
+            raise DoubtError("a record moves over the limit of 4 GiB")
+        return move
 
     # ------------------------------------------------------------------------------------- reading
     def _note_places(self, entries: list[tuple[int, int, int, int]], directory: int, end_64: int) -> None:
@@ -116,7 +120,7 @@ class Records:
                 name = int.from_bytes(self._fixed[header + 26 : header + 28], "little")
                 wide += [place + tail, header + _HEADER.size + name + (place - at - _ENTRY.size - name)]
         if directory < _ELSEWHERE:
-            narrow.append(self._size - 6 + at_offset)
+            narrow.append(self.size - 6 + at_offset)
         wide += [end_64 + _END_64.size - 8 + at_offset, end_64 + _END_64.size + 8 + at_offset]
         self._narrow, self._wide = np.array(narrow, np.int64), np.array(wide, np.int64)
         self._id_entry = entries[-1][0] + tail
@@ -131,16 +135,18 @@ class Records:
         return moved
 
     # ------------------------------------------------------------------------------------- writing
-    def _file_of(self, pickled: bytes) -> tuple[int, Segments]:
+    def _padding(self, second: int) -> int:
+        return -(second + len(self._second) + 4) % self._alignment
+
+    def around(self, pickled: bytes) -> Segments:
+        """All but tensors' bytes of the file of another pickle, where :meth:`moved_by` has none against it."""
         crc, length = zlib.crc32(pickled), len(pickled)
         second = len(self._head) + length + _DESCRIPTOR.size
-        padding = -(second + len(self._second) + 4) % self._alignment
+        padding = self._padding(second)
         header = bytearray(self._second)
         struct.pack_into("<H", header, _HEADER.size - 2, 4 + padding)
         filler = _FILLER + struct.pack("<H", padding) + b"Z" * padding
         move = second + len(header) + len(filler) - self._fixed_from
-        if np.any((self._limits < _ELSEWHERE) != (self._limits + move < _ELSEWHERE)):
-            raise DoubtError("a record moves over the limit of 4 GiB")
         fixed = bytearray(self._fixed)
         _add(fixed, self._narrow, move, "<u4")
         _add(fixed, self._wide, move, "<u8")
@@ -153,7 +159,7 @@ class Records:
         # The pickle's segment goes on with the first one of what is kept.
         cuts, offsets = self._cuts + len(front), self._starts + move
         cuts[0] = offsets[0] = 0
-        return self._size + move, Segments(memoryview(front + fixed), offsets, cuts)
+        return Segments(memoryview(front + fixed), offsets, cuts)
 
     def _identify(self, fixed: bytearray, crc: int) -> None:
         """Writes torch's id of the file, and its checksum."""

@@ -13,17 +13,17 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, islice
+from operator import attrgetter, eq
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 
 #: Tensors that are looked at together.
 _AT_ONCE = 256
 #: A collection of at least so many items is a unit.
 _LARGE = 32
+_COLLECTIONS = frozenset({dict, OrderedDict, list, tuple})
 _PLAIN = frozenset({int, float, str, bool, bytes, complex})
 
 _STORAGE_CLASSES: dict[torch.dtype, Any] = {
@@ -140,10 +140,12 @@ def scan(state: object) -> Skeleton:
         return int.from_bytes(dumped(markers[-1])[2:], "little")
 
     pieces = []
+    end = position()
     for value in (*_units(state, [], set()), state):
-        first, begin = len(tensors), position() + 1
+        first, begin = len(tensors), end + 1
         data = dumped(value)
-        pieces.append(Piece(data, begin, position(), range(first, len(tensors))))
+        end = position()
+        pieces.append(Piece(data, begin, end, range(first, len(tensors))))
     *units, rest = pieces
     return Skeleton(tuple(units), rest, tuple(tensors))
 
@@ -151,7 +153,7 @@ def scan(state: object) -> Skeleton:
 def _units(value: Any, found: list[object], seen: set[int]) -> list[object]:
     """Adds the large collections within plain collections, in the order in which a pickler meets them."""
     kind = type(value)
-    if kind not in (dict, OrderedDict, list, tuple) or id(value) in seen:
+    if kind not in _COLLECTIONS or id(value) in seen:
         return found
     seen.add(id(value))
     children = list(value.values()) if kind in (dict, OrderedDict) else value
@@ -159,7 +161,8 @@ def _units(value: Any, found: list[object], seen: set[int]) -> list[object]:
         found.append(value)
         return found
     for child in children:
-        _units(child, found, seen)
+        if type(child) in _COLLECTIONS:
+            _units(child, found, seen)
     return found
 
 
@@ -297,8 +300,9 @@ class Tensors:
             raise DoubtError("a tensor is of an uncommon kind")
         if set(map(type, self.storages)) - {torch.UntypedStorage}:
             raise DoubtError("a storage is of an uncommon kind")
-        # Sets of addresses, which end in the same bits, take twenty times as long.
-        self.separate = len(np.unique(np.array(self.addresses, np.uint64))) == len(self.addresses)
+        # Sets of addresses, which end in the same bits, take many times as long.
+        ordered = sorted(self.addresses)
+        self.separate = not any(map(eq, ordered, islice(ordered, 1, None)))
         if self.separate:
             return
         addresses = set(self.addresses)

@@ -36,7 +36,7 @@ CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 #: Where more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
 #: So many tensors, so many bytes of each, are compared with what was captured.
-_SAMPLES, _SAMPLE_BYTES = 64, 64
+_SAMPLES, _SAMPLE_BYTES = 16, 64
 #: So long the copy waits, seconds, so that the save's caller returns before another thread needs the interpreter.
 _HEAD_START_S = 0.005
 
@@ -72,7 +72,7 @@ class Overlapped:
     def begin(self) -> None:
         """Notes the witnesses; the copy may begin on another thread."""
         self._seen, self._samples = _witnesses(self.tensors), list(_samples(self.tensors))
-        for device in {tensor.device for tensor in self.tensors}:
+        for device in set(map(attrgetter("device"), self.tensors)):
             if device.type == "cuda":
                 # Whatever computes the state has been queued by now.
                 self._ready.append(torch.cuda.current_stream(device).record_event())
@@ -258,10 +258,11 @@ def _witnesses(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 def _samples(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
     """A few bytes from the middle of some tensors' storages."""
     for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             storage = tensor.untyped_storage()
-            length = min(_SAMPLE_BYTES, storage.nbytes())
-            yield ctypes.string_at(storage.data_ptr() + (storage.nbytes() - length) // 2, length)
+            nbytes = storage.nbytes()
+            length = min(_SAMPLE_BYTES, nbytes)
+            yield ctypes.string_at(storage.data_ptr() + (nbytes - length) // 2, length)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
