@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from support.draining import Node, names, readable
@@ -58,6 +59,11 @@ def test_a_trainer_starts_it_waits_for_it_and_leaves_it(node, store, handle_of):
     pid = handle.progress().pid
     assert pid != os.getpid()
     assert os.getsid(pid) == pid
+    # Training has the cores; sessions may be weighed before processes are.
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.nice(0) + 10)
+    autogroup = Path(f"/proc/{pid}/autogroup")
+    if autogroup.exists():
+        assert autogroup.read_text().split()[-1] == str(min(19, os.nice(0) + 10))
     handle.close(timeout_s=30)
     until(lambda: not is_locked(node.root / LOCK_FILE), "the drain leaves with its trainer")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +15,8 @@ from tiered_checkpoint_io.logs import Logger, get_logger
 
 #: How often a drain that stands by looks whether it is needed, seconds.
 _STAND_BY_S = 1.0
+#: How much lower than the trainer's its priority is. Where training fills all cores, it still gets a tenth of one.
+_NICENESS = 10
 
 
 def run(
@@ -35,8 +39,18 @@ def run(
     return worked
 
 
+def give_way(niceness: int) -> None:
+    """Lowers this process' priority: what else runs on the node is to have the cores."""
+    with contextlib.suppress(OSError):
+        niceness = os.nice(niceness)
+        if os.getsid(0) == os.getpid():
+            # Linux may share the cores out among sessions first, by this, and go by niceness only within each.
+            Path("/proc/self/autogroup").write_text(str(niceness))
+
+
 def main() -> None:
     """The drain of a trainer, over the root that is the last argument; an error is one line on stderr, and status 1."""
+    give_way(_NICENESS)
     root = Path(sys.argv[-1])
     log = get_logger(root.name)
     try:
