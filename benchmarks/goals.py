@@ -131,7 +131,10 @@ def _loop(found: Mapping[str, Any]) -> Judged:
 def _inflation(found: Mapping[str, Any]) -> Judged:
     figures = found["overlap"]
     capture, drain = figures["capture_inflation"], figures["drain_inflation"]
-    why = f"beside a capture {capture:+.1%}, beside a drain {drain:+.1%}; {figures['cores']} cores, training on 1"
+    why = f"beside a capture {capture:+.1%}, beside a drain {drain:+.1%}"
+    if "copy_inflation" in figures:
+        why += f", beside one copy of as many bytes by another process {figures['copy_inflation']:+.1%}"
+    why += f"; {figures['cores']} cores, training on 1"
     return max(capture, drain), why
 
 

@@ -1,12 +1,14 @@
 """What an overlapped capture costs training, beside none and an eager one, in a real Lightning fit on the CPU.
 
 One fit, one torch thread by default, so that a core is free; AdamW on linear layers. By turns, steps without a save,
-with an eager one before them, with an overlapped one, and with an eager one that the drain then uploads, to a server
-on this machine. Prints, as medians over the run: forward and backward divided by the copy of the state; our share of
-the save's call (all but Lightning's own dump of the state), by the clock and by the thread's processor time; how long
-the optimizer waited; and the steps behind a save divided by those without one. Last comes a line of JSON: of an
-overlapped save ``share_ms`` and its parts, and by how much the slower one of the two steps behind it is longer,
-``capture_inflation``; the same beside a drain, ``drain_inflation``.
+with an eager one before them, with an overlapped one, with an eager one that the drain then uploads, and with an eager
+one behind which another process copies as many bytes from memory to memory: less than any upload does. The server is
+on this machine, where a real one is not: so it has the lowest priority, as has that process. Prints, as medians over
+the run: forward and backward divided by the copy of the state; our share of the save's call (all but Lightning's own
+dump of the state), by the clock and by the thread's processor time; how long the optimizer waited; and the steps behind
+a save divided by those without one. Last comes a line of JSON: of an overlapped save ``share_ms`` and its parts, and by
+how much the slower one of the two steps behind it is longer, ``capture_inflation``; the same behind an eager save,
+``eager_inflation``, and beside a drain, ``drain_inflation``, and beside that copy, ``copy_inflation``.
 
 The steps behind a capture count too: their bytes are hashed there. ``--threads`` fills more cores. ``--sharded``: by
 TieredModelParallelStrategy, with FSDP2 and one rank.
@@ -21,6 +23,8 @@ import logging
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -35,10 +39,11 @@ from s3_state import BUCKET
 from torch.distributed.fsdp import fully_shard
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io.engine.drain.standalone import give_way
 from tiered_checkpoint_io.engine.save.overlap import Overlap, local
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 
-NONE, EAGER, OVERLAPPED, DRAINED = "none", "eager", "overlapped", "drained"
+NONE, EAGER, OVERLAPPED, DRAINED, COPIED = MODES = ("none", "eager", "overlapped", "drained", "copied")
 _BEGIN = [f"tiered_checkpoint_io.engine.save.overlap:Overlap.{name}" for name in ("begin", "begin_state")]
 OF_CALL = {**OF_SAVE, "finding what may be copied later": _BEGIN}
 #: A save every so many steps: the second step behind it may still be beside its hashing.
@@ -66,12 +71,12 @@ class Layers(LightningModule):
 class Measuring(Callback):
     """The last callback: saves by turns, and takes the times."""
 
-    def __init__(self, io: TieredCheckpointIO) -> None:
-        self.io, self.mode = io, NONE
+    def __init__(self, io: TieredCheckpointIO, copier: Copier) -> None:
+        self.io, self.copier, self.mode = io, copier, NONE
         self.began = self.fed = 0.0
         self.steps: dict[tuple[str, int], list[float]] = {}
-        self.calls: dict[str, list[float]] = {EAGER: [], OVERLAPPED: [], DRAINED: []}
-        self.processor: dict[str, list[float]] = {EAGER: [], OVERLAPPED: [], DRAINED: []}
+        self.calls: dict[str, list[float]] = {mode: [] for mode in MODES}
+        self.processor: dict[str, list[float]] = {mode: [] for mode in MODES}
         self.parts: list[dict[str, float]] = []
         self.compute: list[float] = []
         self.overlap: Any = None
@@ -89,9 +94,12 @@ class Measuring(Callback):
             if self.mode == NONE:
                 self.compute.append(self.fed)
         if index % PERIOD == PERIOD - 1:
-            self.mode = (NONE, EAGER, NONE, OVERLAPPED, NONE, DRAINED)[(turn + 1) % 6]
+            turns = [mode for each in MODES[1:] for mode in (NONE, each)]
+            self.mode = turns[(turn + 1) % len(turns)]
             if self.mode != NONE:
                 self.save(trainer, counts=turn > WARM_UP)
+            if self.mode == COPIED:
+                self.copier.begin()
 
     def save(self, trainer: Trainer, *, counts: bool) -> None:
         sharded = isinstance(trainer.strategy, TieredModelParallelStrategy)
@@ -110,6 +118,33 @@ class Measuring(Callback):
             self.calls[self.mode].append(took)
             if self.mode == OVERLAPPED:
                 self.parts.append({**parts.seconds, "the rest": took - sum(parts.seconds.values())})
+
+
+class Copier:
+    """A process of the lowest priority that copies so many bytes whenever it is told to."""
+
+    def __init__(self, nbytes: int) -> None:
+        command = [sys.executable, __file__, "--copier", str(nbytes)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+    def begin(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"copy\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        self.process.communicate(timeout=30)
+
+    @staticmethod
+    def serve(nbytes: int) -> None:
+        give_way(19)
+        torch.set_num_threads(1)
+        source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+        print(flush=True)
+        for _ in sys.stdin:
+            target.copy_(source)
 
 
 class Times:
@@ -151,10 +186,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=96)
-    parser.add_argument("--turns", type=int, default=48, help="of four steps each, beyond the first nine")
+    parser.add_argument("--turns", type=int, default=64, help="of four steps each, beyond the first nine")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--copier", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.copier:
+        Copier.serve(arguments.copier)
+        return
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(arguments.threads)
@@ -162,7 +201,7 @@ def main() -> None:
         folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
-        url = stack.enter_context(StoringServer()).url
+        url = stack.enter_context(StoringServer(elsewhere=True)).url
         io = TieredCheckpointIO(
             f"s3://{BUCKET}/run",
             endpoint_url=url,
@@ -171,7 +210,9 @@ def main() -> None:
             staging="overlapped",
             on_save_error="raise",
         )
-        measuring, model = Measuring(io), Layers(arguments.width, arguments.layers)
+        # Weights, and two moments of each.
+        copier = stack.enter_context(contextlib.closing(Copier(arguments.layers * arguments.width**2 * 12)))
+        measuring, model = Measuring(io, copier), Layers(arguments.width, arguments.layers)
         steps = (WARM_UP + 1 + arguments.turns) * PERIOD
         trainer = Trainer(
             max_steps=steps,
@@ -201,7 +242,7 @@ def show(measured: Measuring, copy: float, waited: float) -> None:
     print(f"load {os.getloadavg()[0]:.1f}; step {base * 1e3:.1f} ms, copy of the state {copy * 1e3:.1f} ms")
     print(f"forward_backward_to_copy={middle(measured.compute) / copy:.2f}")
     inflation = {}
-    for mode in (EAGER, OVERLAPPED, DRAINED):
+    for mode in MODES[1:]:
         behind = [middle(measured.steps[mode, place]) for place in range(PERIOD)]
         share, worked = middle(measured.calls[mode]) * 1e3, middle(measured.processor[mode]) * 1e3
         print(f"{mode}: our share of the call {share:.2f} ms, of it on the processor {worked:.2f} ms")
@@ -215,6 +256,8 @@ def show(measured: Measuring, copy: float, waited: float) -> None:
         "parts_ms": {part: seconds * 1e3 for part, seconds in medians(measured.parts).items()},
         "capture_inflation": inflation[OVERLAPPED],
         "drain_inflation": inflation[DRAINED],
+        "copy_inflation": inflation[COPIED],
+        "eager_inflation": inflation[EAGER],
         "step_ms": base * 1e3,
         "waited_ms": waited * 1e3,
         "cores": os.cpu_count(),

@@ -31,7 +31,9 @@ class StoringServer:
 
     credentials: ClassVar = {"aws_access_key_id": "bench", "aws_secret_access_key": "bench", "region_name": "us-east-1"}
 
-    def __init__(self, *, tls: bool = False) -> None:
+    def __init__(self, *, tls: bool = False, elsewhere: bool = False) -> None:
+        """Takes whether it is reached by TLS, and whether it has the lowest priority, as if on another machine."""
+        self._elsewhere = elsewhere
         self.url, self.certificate = "", ""
         self._tls, self._folder = tls, tempfile.TemporaryDirectory(prefix="tiered-bench-")
         self._process: subprocess.Popen[str] | None = None
@@ -41,7 +43,11 @@ class StoringServer:
         if self._tls:
             self.certificate = certificate_in(self._folder.name)
             command.append(self.certificate)
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if self._elsewhere:
+            command.append("--elsewhere")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=self._elsewhere
+        )
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
         return self

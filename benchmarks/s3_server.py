@@ -6,8 +6,9 @@ its client, not the server. Signatures are not checked, ETags are no digests, an
 
 As a program it prints its URL and serves until its standard input is closed::
 
-    python benchmarks/s3_server.py
+    python benchmarks/s3_server.py [--elsewhere] [CERTIFICATE]
 
+With ``--elsewhere`` it has the lowest priority, as if it were on another machine: it takes no core from what else runs.
 Benchmarks start it by ``s3_process.py``; what it holds is in ``s3_state.py``.
 """
 
@@ -328,9 +329,15 @@ def md5_of(spans: list[Span]) -> str:
 def main() -> None:
     state = State()
     context: ssl.SSLContext | None = None
-    if len(sys.argv) > 1:
+    options = sys.argv[1:]
+    if "--elsewhere" in options:
+        from tiered_checkpoint_io.engine.drain.standalone import give_way
+
+        options.remove("--elsewhere")
+        give_way(19)
+    if options:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(sys.argv[1])
+        context.load_cert_chain(options[0])
     scheme = "https" if context else "http"
     with socket.create_server(("127.0.0.1", 0), backlog=256) as server:
         print(f"{scheme}://127.0.0.1:{server.getsockname()[1]}", flush=True)
