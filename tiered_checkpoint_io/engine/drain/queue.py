@@ -87,7 +87,7 @@ class Queue:
         self.version = self._log.poll
         self._outcomes: tuple[bytes, list[Outcome]] = b"", []
         self._notes: dict[str, Note] = {}
-        self._last = DrainProgress()
+        self._said, self._last = b"", DrainProgress()
 
     def ring(self) -> None:
         """Has those who wait look again: something has changed that is not in the log.
@@ -203,9 +203,11 @@ class Queue:
     def progress(self) -> DrainProgress:
         """What the drain last said of itself."""
         said = self._log.heartbeat()
-        with contextlib.suppress(ValueError, TypeError):
-            # Nothing is said where a drain is just writing it, or is of another release.
-            self._last = DrainProgress(**json.loads(said)) if said else self._last
+        if said and said != self._said:
+            self._said = said
+            with contextlib.suppress(ValueError, TypeError):
+                # Nothing is said where a drain is just writing it, or is of another release.
+                self._last = DrainProgress(**json.loads(said))
         return self._last
 
 
