@@ -258,3 +258,57 @@ def test_a_step_or_epoch_that_no_manifest_holds_leaves_a_checkpoint_all_the_same
     io.save_checkpoint({**state(1), **changes}, name)
     for other in (io, make(str(tmp_path / "durable"), namespace="another-node")):
         assert torch.equal(other.load_checkpoint("tiered:latest")["w"], state(1)["w"])
+
+
+def test_a_restore_from_memory_maps_the_file_once_and_verifies_what_it_maps(make, memory_dir, tmp_path, monkeypatch):
+    mapped = []
+    from_file = torch.UntypedStorage.from_file
+
+    def counted(*arguments, **options):
+        mapped.append(from_file(*arguments, **options))
+        return mapped[-1]
+
+    io = make(str(tmp_path / "durable"), memory_keep_last=1)
+    whole = torch.arange(300_000.0)
+    saved = {
+        "whole": whole,
+        "view": whole[1000:5000:3],
+        "again": whole,
+        "half": torch.arange(70_000).to(torch.bfloat16).reshape(7, -1).T,
+        "parameter": torch.nn.Parameter(torch.randn(5, 5)),
+        "none": torch.empty(0),
+        "global_step": 3,
+    }
+    io.save_checkpoint(saved, "step=3.ckpt", storage_options={"tiers": ["memory"]})
+    (file,) = (each for each in Path(memory_dir).rglob("rank-*/*") if each.name == "step=3.ckpt")
+    before = file.read_bytes()
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", staticmethod(counted))
+    loaded = io.load_checkpoint("step=3.ckpt")
+    assert len(mapped) == 1
+    base = mapped.pop()
+    end = base.data_ptr() + base.nbytes()
+    del base
+    oracle = torch.load(file)
+    assert list(loaded) == list(oracle)
+    for name, tensor in oracle.items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(loaded[name], tensor)
+            assert (loaded[name].dtype, loaded[name].stride()) == (tensor.dtype, tensor.stride())
+            assert type(loaded[name]) is type(tensor)
+    assert end - len(before) <= loaded["whole"].data_ptr() < end
+    assert loaded["again"].data_ptr() == loaded["whole"].data_ptr() == loaded["view"].data_ptr() - 4000
+    # It is the loader's own: neither do its changes get into the checkpoint, nor what is saved later into it.
+    loaded["whole"].zero_()
+    assert file.read_bytes() == before
+    kept = loaded["half"].clone()
+    for step in (4, 5, 6):
+        io.save_checkpoint({"x": torch.randn(400_000)}, f"step={step}.ckpt", storage_options={"tiers": ["memory"]})
+    assert torch.equal(loaded["half"], kept)
+    assert not loaded["whole"].any()
+
+
+def test_where_torch_takes_no_mapping_it_maps_the_file_itself(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("tiered_checkpoint_io.engine.trust._TAKES_MAPPED", False)
+    io = make(str(tmp_path / "durable"))
+    io.save_checkpoint(state(3), "step=3.ckpt", storage_options={"tiers": ["memory"]})
+    assert torch.equal(io.load_checkpoint("step=3.ckpt")["w"], state(3)["w"])

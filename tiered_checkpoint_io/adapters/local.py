@@ -88,7 +88,8 @@ def load_local_state(
     peers = None if alone else session.local_peers()
     with LocalRestorer(tiers_of(session, config), place, peers).restore(reader.selector) as found:
         where = {"tier": found.tier, "key": found.name, "rank": place.shard, "step": found.step}
-        loaded = Trust.of(config).read(found.path, found.name, where, map_location="cpu", mmap=True)
+        mapped = found.mapped
+        loaded = Trust.of(config).read(found.path, found.name, where, map_location="cpu", mmap=True, mapped=mapped)
         held, wanted = paths(loaded), paths(local_part(state_dict))
         warn_of_left_out(session, found.name, held, wanted, says=place.shard == 0 and place.writes)
         fill(state_dict, loaded, where=f"{found.name}, shard {place.shard}")

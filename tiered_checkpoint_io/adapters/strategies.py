@@ -302,7 +302,7 @@ class TieredSharding(_Base):
         def read(file: Path, found: Restored) -> Any:
             # What others wrote may be in torch's old format, which can't be mapped.
             mmap, where = found.content is not None, {"tier": found.tier, "key": found.name, "step": found.step}
-            state = trust.read(file, found.name, where, map_location="cpu", mmap=mmap)
+            state = trust.read(file, found.name, where, map_location="cpu", mmap=mmap, mapped=found.mapped)
             self._local_file = file
             try:
                 with read_already(file, state):

@@ -304,7 +304,8 @@ class Checkpointer:
         # What others wrote may be in torch's old format, which can't be mapped.
         mmap = restored.content is not None
         trust = Trust.of(self.config, weights_only)
-        return trust.read(file, restored.name, where, map_location=map_location, mmap=mmap)
+        mapped = restored.mapped
+        return trust.read(file, restored.name, where, map_location=map_location, mmap=mmap, mapped=mapped)
 
     # ------------------------------------------------------------------------------- background
     def poll(self) -> list[Outcome]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import os
 import weakref
@@ -21,6 +22,9 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _TRUST_ALL = "if you trust all who can write there, set weights_only to false"
 _YES = ("1", "y", "yes", "true")
+#: What torch.load maps, it hands on to a function of its own by this argument; without it, torch maps the file itself.
+_load: Any = torch.serialization._load
+_TAKES_MAPPED = "overall_storage" in inspect.signature(_load).parameters
 _ZIP = b"PK\x03\x04"
 #: Within a record's header in a zip file: where the lengths of its name and of the field behind that stand.
 _LENGTHS_AT, _HEADER_LENGTH = 26, 30
@@ -49,8 +53,13 @@ class Trust:
         forced = self.weights_only is None and _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
         return (self.weights_only is False or forced) and not _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
 
-    def load(self, file: Any, **options: Any) -> Any:
+    def load(self, file: Any, *, mapped: torch.UntypedStorage | None = None, **options: Any) -> Any:
         """As ``torch.load``.
+
+        Args:
+            file: A path, or an open file.
+            mapped: The bytes of a path's file, where they are mapped already: ``torch.load`` would map them once more.
+            options: As ``torch.load`` takes them.
 
         Raises:
             ConfigError: A name is of nothing that can be imported.
@@ -62,7 +71,11 @@ class Trust:
             # An unpickler of ours can't be had, or torch would do more with the file than unpickle it.
             with self.allowing():
                 return torch.load(file, weights_only=True, **options)
-        return torch.load(file, weights_only=False, pickle_module=pickle_module(self.allowed()), **options)
+        module = pickle_module(self.allowed())
+        if mapped is not None and _TAKES_MAPPED:
+            reader, place = torch._C.PyTorchFileReader(os.fspath(file)), options.get("map_location")
+            return _load(reader, place, module, overall_storage=mapped, encoding="utf-8")
+        return torch.load(file, weights_only=False, pickle_module=module, **options)
 
     def read(self, file: Any, what: str, where: Mapping[str, Any], **options: Any) -> Any:
         """As :meth:`load`, for bytes that are intact.

@@ -175,8 +175,8 @@ def mark_durable(stored: StoredPart) -> StoredPart:
 
 
 @contextlib.contextmanager
-def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, memoryview]]:
-    """Maps a part's files for reading; while the block runs, they are not reused.
+def opened(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, int]]:
+    """Opens a part's files for reading; while the block runs, they are not reused.
 
     Args:
         stored: The part.
@@ -184,13 +184,13 @@ def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, mem
             ``mmap=True``): the files are then never reused, only unlinked.
 
     Yields:
-        The bytes of each file, by its basename.
+        A descriptor of each file, by its basename.
 
     Raises:
         CheckpointNotFoundError: The part was removed in the meantime.
         CorruptCheckpointError: A file is missing, or not as long as its manifest says.
     """
-    views: dict[str, memoryview] = {}
+    descriptors: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
         for entry in stored.part.content.files:
             path = stored.file(entry.basename)
@@ -218,9 +218,7 @@ def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, mem
                     key=str(path),
                     rank=stored.part.rank,
                 )
-            # An empty file cannot be mapped.
-            mapping = mmap.mmap(descriptor, entry.size, prot=mmap.PROT_READ) if entry.size else b""
-            views[entry.basename] = memoryview(mapping)
+            descriptors[entry.basename] = descriptor
         # The owner renames the folder away before it looks for locks and this marker, so a
         # folder that is still in place now will not be reused while we read it.
         try:
@@ -230,7 +228,21 @@ def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, mem
                 raise gone(stored)
         except FileNotFoundError as error:
             raise gone(stored) from error
-        yield views
+        yield descriptors
+
+
+@contextlib.contextmanager
+def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, memoryview]]:
+    """Maps a part's files for reading: as :func:`opened`, with the bytes of each in place of a descriptor."""
+    with opened(stored, keep=keep) as descriptors:
+        yield {name: mapped(descriptor) for name, descriptor in descriptors.items()}
+
+
+def mapped(descriptor: int) -> memoryview:
+    """All bytes of a file."""
+    size = os.fstat(descriptor).st_size
+    # An empty file cannot be mapped.
+    return memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b"")
 
 
 def clear_half_made(folder: Path, clock: Clock) -> None:

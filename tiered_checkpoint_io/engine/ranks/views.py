@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,3 +27,19 @@ def tensor_of(view: bytearray | memoryview) -> torch.Tensor:
     import torch
 
     return torch.frombuffer(at(view, 0, len(view)), dtype=torch.uint8)
+
+
+def privately_mapped(descriptor: int, size: int) -> torch.UntypedStorage:
+    """A file's bytes as ``torch.load`` maps them: what is written there never gets into the file."""
+    import torch
+
+    # The open file itself: another may have its name by now. An empty one can't be mapped.
+    path = f"/proc/self/fd/{descriptor}"
+    storage: Any = torch.UntypedStorage
+    mapped: torch.UntypedStorage = storage.from_file(path, shared=False, nbytes=size) if size else storage(0)
+    return mapped
+
+
+def bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """All bytes of a storage on the CPU; the view does not keep them alive."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

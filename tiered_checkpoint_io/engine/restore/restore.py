@@ -8,14 +8,17 @@ A bad copy leads to the next source, then to the next candidate; it is quarantin
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace, find_part
+from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.part_moves import carry, spread
@@ -23,10 +26,13 @@ from tiered_checkpoint_io.engine.restore.search import Found, Outcome, Search
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
 from tiered_checkpoint_io.logs import rate, size_text
-from tiered_checkpoint_io.memory.parts import StoredPart, reading
+from tiered_checkpoint_io.memory.parts import StoredPart, opened
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,12 +44,15 @@ class Restored(Found):
         path: The local file.
         seconds: How long it took to find, fetch and verify.
         bytes_read: Bytes that this process read from the durable tier.
+        mapped: The file's bytes, where this process verified them in node memory: as tensors may be made of them, which
+            changes to these never leave. Each page is then touched once.
     """
 
     tier: Tier
     path: Path
     seconds: float = 0.0
     bytes_read: int = 0
+    mapped: torch.UntypedStorage | None = field(default=None, repr=False)
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     def __enter__(self) -> Restored:  # noqa: PYI034 - typing.Self is newer than Python 3.10
@@ -54,6 +63,7 @@ class Restored(Found):
 
     def release(self) -> None:
         """Lets the file go. What was mapped from it meanwhile lives on, unchanged."""
+        self.mapped = None
         self._held.close()
 
 
@@ -81,6 +91,8 @@ class NodeFetcher:
         self.tiers = tiers
         self._rank = part_rank
         self._started = tiers.clock.monotonic()
+        #: What was verified last in node memory, as it is mapped, and which file that is.
+        self._mapped: tuple[torch.UntypedStorage, os.stat_result] | None = None
 
     def fetch(self, candidate: Candidate, tier: Tier, search: Search) -> Outcome[FetchedPart]:
         """The file from this node's memory, or from the durable tier."""
@@ -101,8 +113,11 @@ class NodeFetcher:
         stored = self.find(save_id)
         (entry,) = stored.part.content.files
         try:
-            with reading(stored) as views:
-                chunks.verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
+            with opened(stored) as descriptors:
+                descriptor = descriptors[entry.basename]
+                storage = privately_mapped(descriptor, entry.size)
+                chunks.verify(entry, bytes_of(storage), where=str(stored.file(entry.basename)))
+                self._mapped = storage, os.fstat(descriptor)
         except CorruptCheckpointError as error:
             self.tiers.quarantine(stored, error)
             raise
@@ -166,7 +181,10 @@ class NodeFetcher:
             seconds=self.tiers.clock.monotonic() - self._started,
         )
         if part.save_id and not fetched.temporary:
-            restored._held.enter_context(reading(self.find(part.save_id), keep=keep))
+            descriptors = restored._held.enter_context(opened(self.find(part.save_id), keep=keep))
+            mapped, self._mapped = self._mapped, None
+            if mapped is not None and os.path.samestat(mapped[1], os.fstat(descriptors[fetched.path.name])):
+                restored.mapped = mapped[0]
         restored._held.callback(fetched.drop)
         return restored
 
