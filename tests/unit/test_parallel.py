@@ -9,7 +9,8 @@ import weakref
 
 import pytest
 
-from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.formats import parallel
+from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
 
 _BOUND_S = 30
 
@@ -120,3 +121,61 @@ def test_threads_have_the_callers_context_and_do_not_change_it() -> None:
     bound.set(7)
     assert in_parallel(work, range(2), 2) == [7, 7]
     assert bound.get() == 7
+
+
+class Work:
+    """Work that notes how many do it at once; it waits for ``held`` where that is given."""
+
+    def __init__(self, held=None):
+        self.most = self.now = 0
+        self._lock = threading.Lock()
+        self._held = held
+
+    def __call__(self, item):
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        if self._held is not None:
+            self._held(self)
+        with self._lock:
+            self.now -= 1
+        return -item
+
+
+def test_few_threads_do_what_is_quickly_done_and_all_is_given_in_order():
+    work = Work()
+    assert in_parallel_as_needed(work, range(100), 16) == [-item for item in range(100)]
+    assert work.most <= parallel._FEW
+
+
+def test_more_threads_come_where_none_gets_done(monkeypatch):
+    monkeypatch.setattr(parallel, "_SLOW_S", 0.01)
+    full = threading.Event()
+
+    def held(work):
+        if work.now == 13:
+            full.set()
+        assert full.wait(60)
+
+    work = Work(held)
+    assert in_parallel_as_needed(work, range(40), 13) == [-item for item in range(40)]
+    assert work.most == 13
+
+
+def test_a_failure_stops_what_was_not_handed_out():
+    begun = []
+
+    def work(item):
+        begun.append(item)
+        if item == 5:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        in_parallel_as_needed(work, range(1000), 16)
+    assert len(begun) < 1000
+
+
+def test_what_is_little_is_not_handed_out():
+    here = threading.get_ident()
+    assert in_parallel_as_needed(lambda _: threading.get_ident(), [1], 16) == [here]
+    assert in_parallel_as_needed(lambda item: item, [], 16) == []

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import tempfile
 
 import pytest
 from hypothesis import given, settings
@@ -35,8 +36,11 @@ class Durable:
 
 
 def from_memory(data, wanted):
-    for index, parts in targets.by_chunk(ENTRY, wanted).items():
-        targets.copy_chunk(ENTRY, index, memoryview(data), parts, where="here")
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for index, parts in targets.by_chunk(ENTRY, wanted).items():
+            targets.read_chunk(ENTRY, index, file.fileno(), parts, where="here")
 
 
 def from_store(data, wanted):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, TieredCheckpointError
-from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes, new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Content, Store
@@ -20,8 +20,9 @@ from tiered_checkpoint_io.stores.fallbacks import read_pieces
 #: xxh3 at full speed saturates memory with few threads.
 _HASH_THREADS = 4
 
-#: Bytes that are read at once: still in the processor's cache when they are hashed.
-PIECE_SIZE = 512 << 10
+#: Bytes that are read at once: still in the processor's cache when they are hashed, and enough for threads not to wait
+#: for the interpreter instead.
+PIECE_SIZE = 2 << 20
 
 Span = tuple[int, int]
 #: Writes bytes to a place of a file.
@@ -54,7 +55,7 @@ def fetch(store: Store, entry: FileEntry, view: memoryview, *, concurrency: int,
         store: Where from.
         entry: Which file; see :func:`unverified` for one without hashes.
         view: Where to: ``entry.size`` writable bytes.
-        concurrency: Requests in flight at once.
+        concurrency: Requests in flight at once, at most.
         write: See :func:`fetch_chunk`.
 
     Raises:
@@ -67,7 +68,7 @@ def fetch(store: Store, entry: FileEntry, view: memoryview, *, concurrency: int,
         offset, length = ranges[index]
         fetch_chunk(store, entry, index, view[offset : offset + length], write=write)
 
-    in_parallel(one, range(len(ranges)), concurrency)
+    in_parallel_as_needed(one, range(len(ranges)), concurrency)
 
 
 def fetch_chunk(store: Store, entry: FileEntry, index: int, chunk: memoryview, *, write: Write | None = None) -> None:

@@ -6,6 +6,8 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -13,6 +15,8 @@ _R = TypeVar("_R")
 
 #: Small requests to the durable tier in flight at once.
 _REQUESTS = 8
+#: Large reads in flight at once while the network is fast, and how long one may take without more being worth it.
+_FEW, _SLOW_S = 4, 0.1
 
 
 def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int = _REQUESTS) -> list[_R]:
@@ -66,3 +70,31 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
         finally:
             del error
     return [done[index] for index in range(len(todo))]
+
+
+def in_parallel_as_needed(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> list[_R]:
+    """As :func:`in_parallel`, for large reads: by few threads at first, and by more as long as none of them gets done.
+
+    A server far away sends little on one connection. One nearby fills the network by a few, and more of them only wait
+    for the interpreter.
+    """
+    todo = list(items)
+    if min(len(todo), concurrency) <= _FEW:
+        return in_parallel(work, todo, concurrency)
+    left, allowed = iter(todo), _FEW
+    jobs: list[Future[_R]] = []
+    running: set[Future[_R]] = set()
+    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="tiered-parallel")
+    try:
+        while len(jobs) < len(todo) or running:
+            for item in islice(left, allowed - len(running)):
+                jobs.append(pool.submit(contextvars.copy_context().run, work, item))
+                running.add(jobs[-1])
+            done, running = wait(running, timeout=_SLOW_S, return_when=FIRST_COMPLETED)
+            if any(job.exception() is not None for job in done):
+                break
+            if not done:
+                allowed = min(2 * allowed, concurrency)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [job.result() for job in jobs]

@@ -20,15 +20,15 @@ from tiered_checkpoint_io.engine.durable.files import Files, files_of
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
-from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, copy_chunk
+from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, read_chunk
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.memory.parts import StoredPart, reading
+from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 
 #: Two fill the memory's bus.
-_COPY_THREADS = 4
+_READ_THREADS = 4
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class _HeldFile:
 
     stored: StoredPart
     entry: FileEntry
+    descriptor: int
     view: memoryview
     verified: set[int] = field(default_factory=set)
 
@@ -76,14 +77,15 @@ class ShardFiles:
 
     def _hold(self, stored: StoredPart) -> None:
         try:
-            views = self._exits.enter_context(reading(stored))
+            descriptors = self._exits.enter_context(opened(stored))
         except CorruptCheckpointError as error:
             self._tiers.quarantine(stored, error)
         except CheckpointNotFoundError as error:
             self._tiers.log.warning("%s: %s", stored.part.name, error)
         else:
             for entry in stored.part.content.files:
-                self._held[entry.basename] = _HeldFile(stored, entry, views[entry.basename])
+                descriptor = descriptors[entry.basename]
+                self._held[entry.basename] = _HeldFile(stored, entry, descriptor, mapped(descriptor))
 
     @property
     def held(self) -> dict[str, FileEntry]:
@@ -154,7 +156,7 @@ class ShardFiles:
         """
         if basename in self._held:
             try:
-                self._copy_held(basename, targets)
+                self._read_held(basename, targets)
                 return
             except CorruptCheckpointError:
                 if self._entry(basename) is None:
@@ -177,16 +179,16 @@ class ShardFiles:
             return self._alone
         return index not in self._also_read.get(basename, ())
 
-    def _copy_held(self, basename: str, targets: Sequence[Target]) -> None:
+    def _read_held(self, basename: str, targets: Sequence[Target]) -> None:
         file = self._held[basename]
         where, wanted = str(file.stored.file(basename)), by_chunk(file.entry, targets)
 
         def one(index: int) -> None:
             known = index in file.verified
-            copy_chunk(file.entry, index, file.view, wanted[index], where=None if known else where)
+            read_chunk(file.entry, index, file.descriptor, wanted[index], where=None if known else where)
 
         try:
-            in_parallel(one, wanted, _COPY_THREADS)
+            in_parallel(one, wanted, _READ_THREADS)
         except CorruptCheckpointError as error:
             self._tiers.quarantine(self._held.pop(basename).stored, error)
             raise

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk, writer_to
-from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, copy_chunk, fetch_targets
+from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, fetch_targets, read_chunk
 from tiered_checkpoint_io.errors import RestoreError
-from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.formats.parallel import in_parallel_as_needed
 from tiered_checkpoint_io.memory.space import needs_space
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store
@@ -107,7 +107,7 @@ class FetchedFile:
             entry: Which file; without hashes, nothing can be verified.
             store: Opens the durable tier.
             folder: A :class:`SharedFolder`'s path.
-            concurrency: Requests in flight at once.
+            concurrency: Requests in flight at once, at most.
             timeout_s: Bound of the wait for a chunk that another rank fetches, seconds.
             clock: For waits.
 
@@ -146,7 +146,7 @@ class FetchedFile:
         missing = self._missing(chunks_of(self.entry, spans))
         deadline = self._clock.monotonic() + self._timeout_s
         while missing:
-            in_parallel(self._fetch, missing, self._concurrency)
+            in_parallel_as_needed(self._fetch, missing, self._concurrency)
             # What others were fetching is here by now, or theirs to finish, or ours if they died.
             missing = self._missing(missing)
             if missing and self._clock.monotonic() > deadline:
@@ -170,11 +170,11 @@ class FetchedFile:
 
         def one(index: int) -> None:
             if self._is_here(index):
-                copy_chunk(self.entry, index, self.view, wanted[index], where=None)
+                read_chunk(self.entry, index, self._descriptor, wanted[index], where=None)
             else:
                 fetch_targets(self._store(), self.entry, index, wanted[index])
 
-        in_parallel(one, wanted, self._concurrency)
+        in_parallel_as_needed(one, wanted, self._concurrency)
 
     def put(self, index: int, data: bytes | memoryview) -> None:
         """Takes a chunk that did not come from the durable tier; raises as :meth:`ensure`."""
