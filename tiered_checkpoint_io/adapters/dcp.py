@@ -10,6 +10,7 @@ import os
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
+import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -295,7 +296,7 @@ def load(
             reader.reject()
             continue
         for key in sorted(state_dict):
-            if isinstance(state_dict[key], Stateful):
+            if _is_stateful(state_dict[key]):
                 state_dict[key].load_state_dict(loaded[key])
             else:
                 state_dict[key] = loaded[key]
@@ -371,7 +372,12 @@ def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]
 def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
     # In the same order on all ranks, which may meet in it.
     values = {key: state_dict[key] for key in sorted(state_dict)}
-    return {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in values.items()}
+    return {key: each.state_dict() if _is_stateful(each) else each for key, each in values.items()}
+
+
+def _is_stateful(value: Any) -> bool:
+    # Whether a tensor fits the protocol takes longer to find out than to plan its load.
+    return type(value) not in (torch.Tensor, torch.nn.Parameter) and isinstance(value, Stateful)
 
 
 def _is_local(kind: str, planner: Any, replication_group: Any) -> bool:

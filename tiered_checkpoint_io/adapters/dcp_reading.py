@@ -77,10 +77,9 @@ class _Direct:
 
     @classmethod
     def of(cls, wanted: _Wanted, planner: LoadPlanner) -> _Direct | None:
-        """None where the bytes have to be converted, or the planner may do something of its own with them."""
+        """None where the bytes have to be converted; for a planner that resolves tensors as DCP's own does."""
         item, info, layout = wanted
-        own = DefaultLoadPlanner
-        if layout is None or any(getattr(type(planner), name, None) is not getattr(own, name) for name in _RESOLVING):
+        if layout is None:
             return None
         _, length = layout.span(item.storage_offsets, item.lengths)
         if not length or length != math.prod(item.lengths) * layout.dtype.itemsize:
@@ -209,6 +208,10 @@ def _split(wanted: Sequence[_Wanted], planner: LoadPlanner) -> tuple[list[_Direc
         wanted: Items of one file, in the order in which they lie there.
         planner: Whose tensors they are.
     """
+    own = DefaultLoadPlanner
+    if any(getattr(type(planner), name, None) is not getattr(own, name) for name in _RESOLVING):
+        # It may do something of its own with the bytes.
+        return [], list(wanted)
     direct: list[_Direct] = []
     rest: list[_Wanted] = []
     end = 0

@@ -113,13 +113,15 @@ def _check(found: metadata.Metadata) -> None:
         known = isinstance(entry, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata)
         if not isinstance(fqn, str) or not known:
             raise TypeError(f"{fqn!r} is neither a tensor nor bytes")
+    known_names: set[str] = set()
     for index, info in (found.storage_data or {}).items():
         if not isinstance(index, metadata.MetadataIndex) or not isinstance(info, filesystem._StorageInfo):
             raise TypeError(f"{index!r} has no place in a file")
-        try:
-            ids.validate_name(info.relative_path)
-        except InvalidNameError:
-            raise ValueError(f"{info.relative_path!r} is not a file of its folder") from None
+        if info.relative_path not in known_names:
+            try:
+                known_names.add(ids.validate_name(info.relative_path))
+            except InvalidNameError:
+                raise ValueError(f"{info.relative_path!r} is not a file of its folder") from None
         for value in (info.offset, info.length):
             if type(value) is not int or value < 0:
                 raise ValueError(f"{index!r} lies at {info.offset!r}, length {info.length!r}")
