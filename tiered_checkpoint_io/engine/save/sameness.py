@@ -1,8 +1,8 @@
 """Weights, or an optimizer's state, that no step changes any more: frozen by accident, and mostly found out at the end.
 
 A part's file is hashed in chunks. The tensors of the model lie in one stretch of it, and so do those of the optimizers:
-the chunks' hashes tell whether they are those of the save before. Where all of them are, the chunks at the two ends of a
-stretch, which hold other bytes too, are hashed once more, without these.
+the chunks' hashes tell whether they are those of the save before. Where all of them are, the chunks at the two ends of
+a stretch, which hold other bytes too, are hashed once more, without these.
 
 A rank may hold nothing but what is frozen on purpose, so a checkpoint of several parts is warned of where all of its
 ranks find theirs unchanged. They count themselves in the key-value store of torch.distributed, which a rank asks only
