@@ -11,7 +11,7 @@ how much the slower one of the two steps behind it is longer, ``capture_inflatio
 ``eager_inflation``, and beside a drain, ``drain_inflation``, and beside that copy, ``copy_inflation``.
 
 The steps behind a capture count too: their bytes are hashed there. ``--threads`` fills more cores. ``--sharded``: by
-TieredModelParallelStrategy, with FSDP2 and one rank.
+TieredModelParallelStrategy, with FSDP2 and one rank. ``--accelerator gpu``: on a GPU; each step is waited for.
 """
 
 from __future__ import annotations
@@ -85,9 +85,11 @@ class Measuring(Callback):
         self.began = time.perf_counter()
 
     def on_after_backward(self, *_: Any) -> None:
+        wait_for_gpu()
         self.fed = time.perf_counter() - self.began
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:  # noqa: ARG002
+        wait_for_gpu()
         took, turn = time.perf_counter() - self.began, index // PERIOD
         if turn > WARM_UP:
             self.steps.setdefault((self.mode, index % PERIOD), []).append(took)
@@ -169,9 +171,16 @@ class Times:
         setattr(self.kind, self.name, self.original)
 
 
+def wait_for_gpu() -> None:
+    """Until a GPU that is in use has done what was asked of it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def copy_s(tensors: list[torch.Tensor]) -> float:
     """The copy of the same bytes into warm memory by one thread, seconds: the median of five."""
-    targets = [each.clone() for each in tensors]
+    is_gpu = any(each.is_cuda for each in tensors)
+    targets = [torch.zeros_like(each, device="cpu", pin_memory=is_gpu) for each in tensors]
     took = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -188,6 +197,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--turns", type=int, default=64, help="of four steps each, beyond the first nine")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--copier", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -220,7 +230,7 @@ def main() -> None:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            accelerator="cpu",
+            accelerator=arguments.accelerator,
             devices=1,
             strategy=TieredModelParallelStrategy(1, 1) if arguments.sharded else "auto",
             plugins=[AsyncCheckpointIO(io)],
