@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +147,6 @@ class Timing:
     reap_s: float = 2.0
     #: A save that waited in node memory for longer is no newer than what another run has put under its name since.
     left_over_s: float = 60.0
-
-    def without_repeats(self, seconds: float) -> Timing:
-        """The same, but that each request is sent once, and one to S3 is silent no longer than so many seconds."""
-        return replace(
-            self,
-            s3_connect_s=min(seconds, self.s3_connect_s),
-            s3_read_s=min(seconds, self.s3_read_s),
-            # Over before the first attempt is.
-            retry_deadline_s=-1.0,
-        )
 
 
 @dataclass(frozen=True)

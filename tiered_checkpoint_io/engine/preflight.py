@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.progress import told_as
 from tiered_checkpoint_io.engine.ranks.coordination import node_of
 from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, discover, look, tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Selector, choose
@@ -31,7 +30,6 @@ from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
-from tiered_checkpoint_io.stores.silence import answer_within
 from tiered_checkpoint_io.stores.tries import try_requests
 
 _T = TypeVar("_T")
@@ -202,24 +200,41 @@ def _asked(session: Session, ask: Callable[[Store], _T]) -> _T:
     """What ``ask`` makes of the durable tier, each request sent once.
 
     Raises:
-        StoreUnavailableError: It was silent for ``preflight_s`` seconds; what was asked ends by itself, later.
+        StoreUnavailableError: It is not done within ``preflight_s`` seconds; it ends by itself, later.
         StoreError, ConfigError: Of ``ask``, or the store can't be opened.
     """
     seconds = session.clock.timing.preflight_s
-    clock = Clock(session.clock.timing.without_repeats(seconds), session.clock.rng)
+    bounds = replace(
+        session.clock.timing,
+        s3_connect_s=min(seconds, session.clock.timing.s3_connect_s),
+        s3_read_s=min(seconds, session.clock.timing.s3_read_s),
+        # Over before the first attempt is.
+        retry_deadline_s=-1.0,
+    )
+    store = open_store(session.config, session.dirpath, clock=Clock(bounds, session.clock.rng))
+    ended: list[tuple[_T | None, Exception | None]] = []
 
-    def open_and_ask() -> _T:
-        with contextlib.closing(open_store(session.config, session.dirpath, clock=clock)) as store:
-            try:
-                return ask(store)
-            except TieredCheckpointError:
-                raise
-            except Exception as error:
-                # Of a store that others have made, whatever it is: no reason not to train.
-                text = f"{type(error).__name__}: {error}"
-                raise StoreUnavailableError(text, operation="preflight", key=store.url) from error
+    def run() -> None:
+        try:
+            ended.append((ask(store), None))
+        except Exception as error:
+            ended.append((None, error))
+        finally:
+            store.close()
 
-    return answer_within(seconds, open_and_ask, what=told_as(session.dirpath), clock=session.clock)
+    thread = session.clock.start(run, "tiered-preflight")
+    session.clock.join(thread, seconds)
+    if not ended:
+        raise StoreUnavailableError(
+            f"no answer within {seconds:.0f} s", operation="preflight", key=store.url, hint="check the network"
+        )
+    answer, failed = ended[0]
+    if isinstance(failed, TieredCheckpointError):
+        raise failed
+    if failed is not None:
+        text = f"{type(failed).__name__}: {failed}"
+        raise StoreUnavailableError(text, operation="preflight", key=store.url) from failed
+    return answer  # type: ignore[return-value]
 
 
 def _room(session: Session) -> Room:

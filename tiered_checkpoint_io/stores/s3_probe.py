@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -41,11 +42,19 @@ def probe_bucket(config: TieredCheckpointConfig, folder: str) -> BucketFacts:
     Raises:
         StoreConfigError: There can be no client: a profile is missing, for one.
     """
-    timing = SYSTEM.timing.without_repeats(float(config.durable_timeout_s))
+    bound = float(config.durable_timeout_s)
+    timing = SYSTEM.timing
+    once = replace(
+        timing,
+        s3_connect_s=min(bound, timing.s3_connect_s),
+        s3_read_s=min(bound, timing.s3_read_s),
+        # Over before the first attempt is.
+        retry_deadline_s=-1.0,
+    )
     client = S3Client(
         config.dirpath,
         connections=2,
-        clock=Clock(timing, SYSTEM.rng),
+        clock=Clock(once, SYSTEM.rng),
         endpoint_url=config.endpoint_url,
         region=config.region,
         profile=config.profile,
