@@ -16,6 +16,7 @@ import threading
 import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from greenlet import GreenletExit
 from sim.world import MemoryStore, Process
@@ -302,6 +303,19 @@ class FileLocks:
             self._flock(file, fcntl.LOCK_UN)
 
 
+class Idle:
+    """A thread that takes no work, so that the caller's does it all."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def start(self):
+        pass
+
+    def join(self):
+        pass
+
+
 class AtOnce:
     """A pool of threads that does all in the caller's."""
 
@@ -344,6 +358,7 @@ def operating_system(world, logger):
         (session, "open_store", lambda *_, **__: Store(world)),
         (client, "start_process", lambda root, _: Child(start_drain(here().machine, root, logger))),
         (parallel, "ThreadPoolExecutor", AtOnce),
+        (parallel, "threading", SimpleNamespace(Thread=Idle)),
         # Small states need neither.
         (slots, "_ROUND", 1 << 12),
         (log, "_HALF", 1 << 16),
