@@ -123,7 +123,7 @@ class Measuring(Callback):
 
 
 class Copier:
-    """A process of the lowest priority that copies so many bytes whenever it is told to."""
+    """A process of the lowest priority that copies so many bytes whenever it is asked."""
 
     def __init__(self, nbytes: int) -> None:
         command = [sys.executable, __file__, "--copier", str(nbytes)]
