@@ -19,7 +19,7 @@ FULL = [
     (2, "engine.restore.restore:NodeFetcher.hold", 1),
 ]
 SHARDED = [
-    (1, "engine.restore.shard_files:reading", 1),
+    (1, "engine.restore.shard_files:opened", 1),
     (0, "model.manifest:FileEntry.check_chunk", 2),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
