@@ -84,11 +84,11 @@ class Shelf:
     def __init__(self, folder: Path) -> None:
         """Takes ``<root>/saves`` or ``<root>/replicas``."""
         self._folder = folder
-        self._known: dict[Path, tuple[tuple[int, int], Part]] = {}
+        self._known: dict[str, tuple[tuple[int, int], Part]] = {}
 
     def scan(self) -> Iterator[StoredPart | tuple[Path, Exception]]:
         """All parts in the order of their saves; of what cannot be read, the folder and why."""
-        known: dict[Path, tuple[tuple[int, int], Part]] = {}
+        known: dict[str, tuple[tuple[int, int], Part]] = {}
         for save_id in sorted(os.listdir(self._folder)):
             try:
                 ranks = sorted(os.listdir(self._folder / save_id))
@@ -98,14 +98,15 @@ class Shelf:
                 folder = self._folder / save_id / rank
                 if rank.endswith(NEW):
                     continue
+                description, at = f"{folder}/{PART_FILE}", f"{folder}/"
                 try:
-                    part = self._read_part(folder / PART_FILE, known)
+                    part = self._read_part(description, known)
                     if part.save_id != save_id:
                         raise ManifestError(f"part of save {part.save_id} in the folder of {save_id}", key=str(folder))
-                    drained, replicated = ((folder / name).exists() for name in (DRAINED, REPLICATED))
+                    drained, replicated = os.path.exists(at + DRAINED), os.path.exists(at + REPLICATED)
                     if not drained:
                         # Or else it was taken away, marker and all, since its description was read.
-                        (folder / PART_FILE).stat()
+                        os.stat(description)
                     yield StoredPart(part, folder, drained, replicated)
                 except FileNotFoundError as error:
                     # Removed while we looked; only a folder that is still there is damaged.
@@ -115,12 +116,12 @@ class Shelf:
                     yield folder, error
         self._known = known
 
-    def _read_part(self, path: Path, known: dict[Path, tuple[tuple[int, int], Part]]) -> Part:
+    def _read_part(self, path: str, known: dict[str, tuple[tuple[int, int], Part]]) -> Part:
         """Reads what changed since the last look: the drain looks often, and descriptions hold many hashes."""
-        facts = path.stat()
+        facts = os.stat(path)
         stamp = (facts.st_ino, facts.st_mtime_ns)
         last = self._known.get(path)
-        part = last[1] if last and last[0] == stamp else Part.from_json(path.read_bytes(), where=str(path))
+        part = last[1] if last and last[0] == stamp else Part.from_json(Path(path).read_bytes(), where=path)
         known[path] = (stamp, part)
         return part
 

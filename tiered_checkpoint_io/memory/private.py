@@ -82,8 +82,11 @@ def sync_folder(folder: Path) -> None:
 def write_private(path: Path, data: bytes, *, synced: bool = False) -> None:
     with needs_space("no space for a small file", operation="write", key=str(path)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(descriptor, left) :]
             if synced:
-                file.flush()
                 os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -161,14 +161,15 @@ class SlotPool:
             self._lent[slot.inode] = slot
             return slot
 
+    def is_prepared(self, size: int) -> bool:
+        """Whether there is a free slot of which :meth:`prepare` would have nothing left to do."""
+        with self._lock:
+            return any(min(slot.reserved, slot.touched) >= size for slot in self._free)
+
     def prepare(self, size: int, stopped: Callable[[], bool]) -> None:
-        """Makes a free slot of ``size`` bytes and touches its pages, where there is room and need.
+        """Makes a free slot of ``size`` bytes and touches its pages, where there is room and need, until ``stopped``.
 
         Piece by piece, and the slot can be acquired as far as it is: that waits for one piece at most.
-
-        Args:
-            size: Of the next file.
-            stopped: Whether no more is to be prepared.
         """
         slot = self._to_prepare(size, stopped)
         while slot is not None and self._prepare_piece(slot, size, stopped):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from tiered_checkpoint_io.errors import MemoryFullError
 
@@ -37,3 +39,13 @@ def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -
 def is_scarcity(error: BaseException) -> bool:
     """Whether it is for want of something that others of this node may give back: space, or descriptors."""
     return any(isinstance(each, OSError) and each.errno in _SCARCE for each in (error, error.__cause__))
+
+
+def used(folder: Path) -> int:
+    """Bytes of space that all files below a folder take."""
+    total = 0
+    for base, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(base, name)).st_blocks * 512
+    return total

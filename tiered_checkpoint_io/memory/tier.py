@@ -46,7 +46,7 @@ from tiered_checkpoint_io.memory.parts import (
 )
 from tiered_checkpoint_io.memory.private import make_folders, sync_folder, write_private
 from tiered_checkpoint_io.memory.slots import Slot, SlotPool, clean_dead
-from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE
+from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, used
 from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
@@ -215,12 +215,7 @@ class MemoryTier:
 
     def usage(self) -> int:
         """Bytes in use by this namespace on this node, free slots included."""
-        total = 0
-        for base, _, files in os.walk(self.root):
-            for name in files:
-                with contextlib.suppress(FileNotFoundError):
-                    total += os.lstat(os.path.join(base, name)).st_blocks * 512
-        return total
+        return used(self.root)
 
     def room(self) -> int:
         """Bytes that the budget, the file system, and what others leave of the node's memory still allow."""
@@ -236,6 +231,10 @@ class MemoryTier:
     def acquire(self, size: int) -> Slot:
         """A slot of ``size`` bytes; raises as :meth:`SlotPool.acquire` does."""
         return self._pool.acquire(size)
+
+    def is_prepared(self, size: int) -> bool:
+        """See :meth:`SlotPool.is_prepared`."""
+        return self._pool.is_prepared(size)
 
     def prepare(self, size: int, stopped: Callable[[], bool]) -> None:
         """See :meth:`SlotPool.prepare`."""

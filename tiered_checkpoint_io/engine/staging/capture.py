@@ -147,6 +147,9 @@ class Capturer:
             idly: Whether at the lowest priority, which may take long: the next save takes what there is by then.
         """
         self._stopped.set()
+        if self._tier.is_prepared(size):
+            # Retention has freed the slot of an earlier save, as it mostly has.
+            return
         self._idly = idly
         self._stopped = stopped = threading.Event()
 

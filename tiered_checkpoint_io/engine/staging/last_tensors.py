@@ -48,7 +48,10 @@ class LastTensors:
                 # A second save of one step is such as that of the weights behind that of their averages.
                 earlier = last[2:] if step == last.step else last[:2]
             before = earlier[1]
-            digest = Digest(chunks, ends() if before is None or before.chunks == chunks else None)
+            if last is not None and (step, chunks) == (last.step, last.digest.chunks):
+                digest = last.digest
+            else:
+                digest = Digest(chunks, ends() if before is None or before.chunks == chunks else None)
             self._held[what] = _Held(step, digest, *earlier)
             if digest.ends is not None and digest == before:
                 yield what, earlier[0]
