@@ -3,7 +3,7 @@
 One process, one state on the device. Saves go to node memory: ours first, second, third and later, torch.save, and the
 blocking part of Lightning's AsyncCheckpointIO and of DCP's async_save. Restores end in tensors on the device, and each
 is compared with the state. All ways are taken in turn in each round; a ratio is to a copy of the same bytes between the
-device and pinned memory in the same round. Behind that, a Lightning fit on the device: our share of the call of an
+device and pinned memory in the same round. After that, a Lightning fit on the device: our share of the call of an
 overlapped save, and steps beside a capture and a drain (``overlap.py``).
 
 Prints a table, a line of JSON, and, last, ``gpu_stall_ratio_to_pinned_copy=X gpu_restore_ratio_to_pinned_copy=Y``.

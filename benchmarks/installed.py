@@ -1,4 +1,4 @@
-"""Ways to save a state that are installed with torch and Lightning, ours among them, behind one interface.
+"""Ways to save a state that are installed with torch and Lightning, ours among them, with one interface.
 
 Each imports its library when it is made: one that is absent is an ImportError then.
 """

@@ -126,7 +126,7 @@ class _Agreement:
         self._session = session
         self._bound = timedelta(seconds=float(session.config.wait_timeout_s))
         self._group: Any = None
-        #: What this rank told at the boundary before, and when.
+        #: What this rank sent at the boundary before, and when.
         self._told: tuple[torch.Tensor, Any, float] | None = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._bound)
@@ -193,7 +193,7 @@ def _signal(told: str | int) -> signal.Signals:
 
 
 class Preempted(SIGTERMException):
-    """Training has stopped because the job was told to end. A SystemExit: code behind ``fit`` does not run.
+    """Training has stopped because the job was told to end. A SystemExit: code after ``fit`` does not run.
 
     The exit status is 128 and the signal's number, as a shell has it: what restarts jobs must not take this one for
     finished.

@@ -48,7 +48,7 @@ def watch(
     ] = None,
     after: Annotated[
         str | None,
-        typer.Option(metavar="SAVE_ID", help="With --exec: begin behind this save; '' for all that is there."),
+        typer.Option(metavar="SAVE_ID", help="With --exec: begin after this save; '' for all that is there."),
     ] = None,
     idle_timeout: Annotated[
         float | None, typer.Option(min=0, help="End after so many seconds without a new durable checkpoint.")

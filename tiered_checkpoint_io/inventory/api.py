@@ -139,7 +139,7 @@ def new_checkpoints(
 ) -> Iterator[CheckpointInfo]:
     """Each checkpoint that becomes durable, once, in the order of the saves.
 
-    An alias or a copy, such as ``last.ckpt``, is none of its own. One that becomes durable only behind a later save is
+    An alias or a copy, such as ``last.ckpt``, is none of its own. One that becomes durable only after a later save is
     given when it does. A checkpoint may be deleted while it is worked on, by the retention of its run.
 
     Args:

@@ -88,7 +88,7 @@ def _missing(facts: BucketFacts, config: TieredCheckpointConfig) -> list[str]:
 
 
 def _unreached(facts: BucketFacts) -> list[Check]:
-    """The clock explains what it explains; all else is told as the request's error."""
+    """A wrong clock where that explains the failure, else the error of the first request."""
     failed = facts.tries[0]
     clock = [each for each in _clock(facts) if each.status == "fail"]
     if clock and not failed.is_passing:

@@ -9,7 +9,7 @@ from tiered_checkpoint_io.cli.doctor.facts import Check, NodeFacts, Setting, Sta
 from tiered_checkpoint_io.logs import GIB, size_text
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-#: What containers have for /dev/shm where nobody says otherwise.
+#: The size of /dev/shm in containers by default.
 DOCKERS_SHM = 64 << 20
 #: Connections to S3, mapped files and logs of a few ranks.
 _DESCRIPTORS = 1024

@@ -9,7 +9,7 @@ from tiered_checkpoint_io.cli.doctor.facts import Check
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.s3_facts import Settings
 
-#: Objects of these classes can't be read before somebody has them restored, which takes hours.
+#: Objects of these classes have to be restored before they can be read, which takes hours.
 _UNREADABLE = ("GLACIER", "DEEP_ARCHIVE")
 _RULE = "set a lifecycle rule below dirpath with {}, such as the project's deploy/lifecycle.json"
 

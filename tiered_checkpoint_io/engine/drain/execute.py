@@ -139,10 +139,10 @@ class Executor:
         if stored is not None:
             part = stored.part
             self.deltas.uploaded(part)
-            # Before it leaves the queue: who waits for all that is queued must not find just those that failed.
+            # Before it leaves the queue: else a caller that waits for the queue would find only failed saves there.
             for old in superseded(operations, self._lost(part), operation):
                 self._give_up(old, f"superseded by {part.name}")
-            # Behind the outcome: a drain that dies in between finds it committed, and says so again.
+            # After the outcome: a drain that dies in between finds it committed, and reports it again.
             self._mark_drained(stored)
             what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
             took = rate(part.content.size, seconds)

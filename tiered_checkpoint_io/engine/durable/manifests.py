@@ -2,9 +2,9 @@
 
 Two drains may work on one name: of two runs, or of one job on two nodes. So an operation changes a manifest only while
 it is as the operation has read it (:class:`Manifests`), and an object that several saves write in turn, the switch,
-only behind such a change, and while that is as it was. Who meets a change begins anew (:func:`repeated`). The tag of
-an object that is a digest is the same again once the same bytes are there again, so the manifest is looked at once
-more right before such an object is written to (:meth:`Manifests.look`).
+only after such a change, and while that is as it was. An operation that meets a change begins anew
+(:func:`repeated`). A tag that is a digest is the same again once the same bytes are there again, so the manifest is
+read once more right before such an object is written to (:meth:`Manifests.look`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pins: small objects that keep checkpoints of the durable tier from being deleted, until they are removed or expire.
 
-Who deletes looks for pins before the manifest goes, and once more behind that, before any file does; who pins looks for
-the manifest behind its own write. So of two that meet, the delete puts the manifest back, or the pin is refused.
+A delete looks for pins before it removes the manifest, and again before it removes any file; a pin looks for the
+manifest after its own write. So where the two meet, the delete puts the manifest back, or the pin is refused.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _sorted_out(
     now = clock.wall()
     for key, value in read.items():
         name, _, last = key.removeprefix(ids.PINS_PREFIX).rpartition("/")
-        # What an object is about is told by its key; of one that can't be read, only that.
+        # The key names the checkpoint; of a pin that can't be read, that is all that is known.
         unread = Pin(name, last.removesuffix(".json"), "", "a pin that can't be read", "?", 0.0)
         each = unread if isinstance(value, ManifestError) else replace(value, name=name, token=unread.token)
         if each.holds(now):
