@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.engine.durable.manifests import meant_by
 from tiered_checkpoint_io.engine.durable.notes import Notes
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, ManifestError, PinnedError, UsageError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump, load, located, value_of
-from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.model.retention import Pin
 from tiered_checkpoint_io.stores.base import Store
 
@@ -31,10 +30,7 @@ def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = 
         raise ConfigError(f"expires_s is {expires_s!r}", hint="allowed: seconds above 0, or None for no end")
     if len(reason) > _MAX_REASON:
         raise ConfigError(f"the reason has {len(reason)} characters", hint=f"at most {_MAX_REASON}")
-    manifest = _existing(store, name)
-    if manifest.alias_of is not None:
-        target = current(store, manifest.alias_of)
-        manifest = manifest if target is None else target
+    manifest = meant_by(store, name, operation="pin", undone="nothing is pinned")
     if manifest.content.copy_of:
         raise UsageError(
             f"{name} is a copy, which the next save replaces",
@@ -55,7 +51,7 @@ def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = 
     key = ids.pin_key(made.name, made.token)
     store.put(key, dump(asdict(made)))
     try:
-        _existing(store, made.name)
+        meant_by(store, made.name, operation="pin", undone="nothing is pinned")
     except CheckpointNotFoundError:
         store.delete(key)
         raise
@@ -108,15 +104,6 @@ def refuse_pinned(store: Store, name: str, *, clock: Clock = SYSTEM) -> None:
 def pin_notes() -> Notes[Pin]:
     """What reads all pins of a durable tier."""
     return Notes(ids.PINS_PREFIX, _parse)
-
-
-def _existing(store: Store, name: str) -> Manifest:
-    manifest = current(store, name)
-    if manifest is None:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint {name}, so nothing is pinned", operation="pin", tier="durable", key=name
-        )
-    return manifest
 
 
 def _sorted_out(
