@@ -38,7 +38,7 @@ class _Plan(NamedTuple):
     unread: Mapping[str, Exception]
     reasons: Mapping[str, tuple[str, ...]]
     left: Leftovers
-    #: Whether an earlier prune was cut off amid a delete.
+    #: Whether an earlier prune was interrupted during a delete.
     is_cut_off: bool
 
     @property
@@ -151,7 +151,7 @@ def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Pla
 
 def _remove(store: Store, going: Sequence[Checkpoint], stop: threading.Event) -> list[Checkpoint]:
     journal, gone = StoreJournal(store, ids.PRUNE_KEY), []
-    # What an earlier one was cut off amid.
+    # Finishes the delete that an earlier one was interrupted in.
     note = Section(journal, REMOVAL)
     Removal.noted("prune", note).finish(store, note)
     for each in going:
@@ -214,7 +214,7 @@ def _tell(
     else:
         say(f"removed {len(gone)}, {size}")
     if dry_run and plan.is_cut_off:
-        say("an earlier prune was cut off amid a delete; with --yes the rest of that goes as well")
+        say("an earlier prune was interrupted during a delete; --yes finishes that, too")
     for line in _leftover_lines(left):
         say(line)
 

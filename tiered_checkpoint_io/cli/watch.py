@@ -72,9 +72,9 @@ def watch(
     """
     config = server.config(dirpath)
     if after is not None and command is None:
-        raise typer.BadParameter("--after tells where --exec is to begin, and goes with it")
+        raise typer.BadParameter("--after needs --exec: it says where that begins")
     if after and not ids.is_save_id(after):
-        raise typer.BadParameter(f"--after {after!r} is no save id; --json and show have them")
+        raise typer.BadParameter(f"--after {after!r} is no save id; tiered-ckpt show prints them")
     runs = _CommandLine(command, as_json=as_json) if command is not None else None
     news, shown = News(after), _Shown(as_json=as_json)
     looker = looker_of(config, memory_dir)

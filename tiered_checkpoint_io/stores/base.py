@@ -61,7 +61,7 @@ def changed(operation: str, key: str) -> StoreChangedError:
         "it changed since it was read: another run, or another node, works on the same name",
         operation=operation,
         key=key,
-        hint="it is looked at anew, and decided again; no action needed",
+        hint="it is read again and decided anew; no action needed",
     )
 
 

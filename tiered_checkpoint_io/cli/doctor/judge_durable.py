@@ -134,7 +134,7 @@ def _rights(facts: BucketFacts, config: TieredCheckpointConfig) -> list[Check]:
         requests = [name for name, actions in NEEDS.items() if actions == (action,) and name in tried]
         denied = [tried[name] for name in requests if tried[name].is_denied]
         if action in missing and action == "s3:ListBucket" and not tried["list"].failed:
-            measured = "allowed to list, but an object that is not there is answered by 403"
+            measured = "listing is allowed, but a request for a missing object is answered by 403"
             do = "allow it without a condition on s3:prefix, which holds only for lists"
             checks.append(Check("durable", "fail", action, measured, do))
         elif action in missing:

@@ -66,7 +66,7 @@ def _tmpfs(node: NodeFacts, state: State, config: TieredCheckpointConfig) -> Che
         measured += f"; {config.memory_keep_last} checkpoints and one being written take {size_text(needed)}"
         return check("warn", measured, _shm_advice(node, needed))
     if state.size is None and node.memory.size <= DOCKERS_SHM:
-        advice = _shm_advice(node, 8 * GIB) + " (8 is an example: give --state-size to be told yours)"
+        advice = _shm_advice(node, 8 * GIB) + " (8 is an example: give --state-size to get yours)"
         return check("fail", f"{measured}; that is Docker's default, too small for any model", advice)
     if not node.is_tmpfs:
         return check("warn", f"{measured}: saves are as fast as that disk", "set memory_dir to a folder on tmpfs")

@@ -82,7 +82,7 @@ class DrainHandle:
             path, patience_s = self._root / TRAINERS_FILE, self._clock.timing.trainers_lock_s
             self._trainer_lock = try_lock(path, shared=True, patience_s=patience_s, clock=self._clock)
             if self._trainer_lock is None:
-                text = "a drain that should have left holds the trainers' lock"
+                text = "a drain that should have ended still holds the trainers' lock"
                 raise DrainError(text, operation="start", tier="memory", key=str(path))
             if self._config.drain == "process" and differs(self.queue.announced(), elsewhere()):
                 # What may still live is the drain of a trainer before us: ours waits for its end, and asks for it.

@@ -109,7 +109,7 @@ def _as_committed(where: str) -> Iterator[None]:
     except FormatVersionError:
         raise
     except StoreNotFoundError as error:
-        text = "it is missing, while the manifest that needs it is there"
+        text = "this object is missing, and a manifest needs it"
         raise CorruptCheckpointError(text, operation="read", tier="durable", key=where) from error
     except ManifestError as error:
         raise CorruptCheckpointError(error.message, operation="read", tier="durable", key=where) from error

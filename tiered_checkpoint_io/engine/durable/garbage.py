@@ -96,7 +96,7 @@ def clear_up(
         log.warning("could not remove what is left of incomplete saves: %s", error)
         return
     for save_id, name in gone:
-        log.warning("save %s of %s never became complete; what was there of it is removed", save_id, name)
+        log.warning("save %s of %s never became complete: removed its objects", save_id, name)
 
 
 def _time_of(store: Store, committed: Part) -> float:

@@ -104,7 +104,7 @@ class Claims:
             newest = newest_save_id(self._store())
         except Exception as error:
             if self._looking is look:
-                text = "could not ask which checkpoint is the newest, so those of a late clock may count as older: %s"
+                text = "could not look up the newest checkpoint; by a late clock, new ones may count as older: %s"
                 self._log.warning(text, error)
             return
         if self._looking is look:
