@@ -15,10 +15,8 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -29,6 +27,7 @@ from contenders import CONTENDERS
 from goals import DELTA, judged
 from page import console, write
 from peers import python_for
+from running import shm_folder
 from states import STATES
 
 HERE = Path(__file__).resolve().parent
@@ -63,12 +62,9 @@ def child(command: list[str], limit_s: float = LIMIT_S) -> tuple[str, str]:
 
 def contended(name: str, state: str, mebibytes: int, rounds: int) -> dict[str, Any]:
     """One contender with one state, or why it could not run."""
-    folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-    command = [python_for(name), "-W", "ignore", str(HERE / "contender.py"), name, state, folder]
-    try:
+    with shm_folder() as folder:
+        command = [python_for(name), "-W", "ignore", str(HERE / "contender.py"), name, state, folder]
         out, error = child([*command, f"--mebibytes={mebibytes}", f"--rounds={rounds}"])
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     lines = [line for line in out.splitlines() if line.startswith("{")]
     found: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": error or "it wrote nothing"}
     return {"contender": name, "state": state, **found}

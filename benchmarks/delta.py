@@ -1,7 +1,7 @@
 """What a delta upload sends of a step that trains little: bytes sent / bytes of the checkpoint, for a LoRA state.
 
 Most of the parameters are frozen; those that are trained, and AdamW's state of them, are all that changes, beside the
-step. *apart*: they lie behind the frozen ones. *between*: each layer has its own, as PEFT's models do. For each step
+step. *apart*: they lie after the frozen ones. *between*: each layer has its own, as PEFT's models do. For each step
 the file is laid out and hashed as a save does it, and the upload is planned as a drain does it, by the hashes alone.
 One step is then uploaded to a server (moto's, in this process), whose counters must say the same.
 

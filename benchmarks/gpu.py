@@ -3,7 +3,7 @@
 One process, one state on the device. Saves go to node memory: ours first, second, third and later, torch.save, and the
 blocking part of Lightning's AsyncCheckpointIO and of DCP's async_save. Restores end in tensors on the device, and each
 is compared with the state. All ways are taken in turn in each round; a ratio is to a copy of the same bytes between the
-device and pinned memory in the same round. Behind that, a Lightning fit on the device: our share of the call of an
+device and pinned memory in the same round. After that, a Lightning fit on the device: our share of the call of an
 overlapped save, and steps beside a capture and a drain (``overlap.py``).
 
 Prints a table, a line of JSON, and, last, ``gpu_stall_ratio_to_pinned_copy=X gpu_restore_ratio_to_pinned_copy=Y``.
@@ -17,11 +17,9 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 
 import torch
 from measure import GIB, measure, ratio
+from running import shm_folder, show_table
 from states import all_tensors, make_state
 
 HERE = Path(__file__).resolve().parent
@@ -166,19 +165,14 @@ def fit(device: torch.device) -> dict[str, Any]:
 
 def show(kind: str, times: dict[str, list[float]], size: float) -> dict[str, dict[str, float]]:
     """Prints a table; the ratios to its first row, and seconds."""
-    from rich.console import Console
-    from rich.table import Table
-
     limit = next(iter(times))
-    table = Table(title=f"{kind}: {size:.2f} GiB, median of {len(times[limit])} rounds")
-    for column in ("", "seconds", "GiB/s", "x " + limit):
-        table.add_column(column, justify="left" if not column else "right")
-    found = {}
+    found, rows = {}, {}
     for name, seconds in times.items():
         middle, to_limit = statistics.median(seconds), ratio(seconds, times[limit])
         found[name] = {"seconds": middle, "to_copy": to_limit}
-        table.add_row(name, f"{middle:.4f}", f"{size / middle:.1f}", f"{to_limit:.2f}")
-    Console(width=100).print(table)
+        rows[name] = (f"{middle:.4f}", f"{size / middle:.1f}", f"{to_limit:.2f}")
+    title = f"{kind}: {size:.2f} GiB, median of {len(times[limit])} rounds"
+    show_table(title, ("seconds", "GiB/s", "x " + limit), rows)
     return found
 
 
@@ -195,8 +189,7 @@ def main() -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; --device cpu only tries the script")
     with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(shm_folder())
         bench = Bench(folder, device, options.mebibytes)
         stack.callback(bench.io.teardown)
         size = sum(tensor.nbytes for tensor in bench.state.values()) / GIB

@@ -1,4 +1,4 @@
-"""Ways to save a state that are installed with torch and Lightning, ours among them, behind one interface.
+"""Ways to save a state that are installed with torch and Lightning, ours among them, with one interface.
 
 Each imports its library when it is made: one that is absent is an ImportError then.
 """
@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from parts import OF_SAVE
+from running import free_port, job_env
 from s3_state import BUCKET
 from states import all_tensors
 
@@ -248,8 +248,4 @@ class TorchCheckpointing(Contender):
 
 def alone() -> None:
     """What torch.distributed wants to know, for a job of one rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= job_env(0, 1, free_port())

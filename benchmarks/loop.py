@@ -18,11 +18,9 @@ import json
 import logging
 import mmap
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +31,7 @@ import torch
 from clients import by_boto3, by_obstore
 from measure import GIB, MIB, cpu_of, cpu_of_process
 from peers import python_for
+from running import shm_folder
 from s3_process import StoringServer
 from s3_state import BUCKET
 
@@ -159,8 +158,7 @@ def main() -> None:
     logging.getLogger("tiered_checkpoint_io").addHandler(logging.NullHandler())
     logging.getLogger("tiered_checkpoint_io").setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(shm_folder())
         os.mkdir(f"{folder}/memory")
         server = stack.enter_context(StoringServer())
         ways: dict[str, Any] = {"ours": Drain(f"{folder}/memory", server.url, options.mebibytes)}

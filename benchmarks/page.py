@@ -181,7 +181,7 @@ SECTIONS = (
     Section(
         "Training steps beside a save",
         "overlap",
-        "A Lightning fit on one thread, with AdamW. Of the two steps behind a save, the slower one counts.",
+        "A Lightning fit on one thread, with AdamW. Of the two steps after a save, the slower one counts.",
         ("measure", "value"),
         overlapped("overlap"),
     ),
@@ -202,7 +202,7 @@ SECTIONS = (
     Section(
         "After a kill",
         "restart",
-        "From the start of the process that follows to the end of its first step, behind the step that was saved.",
+        "From the start of the process that follows to the end of its first step, the one after the saved step.",
         ("way", "seconds", "of these"),
         restarts,
     ),
@@ -278,7 +278,7 @@ memory of the training process.
 
 ## Goals
 
-Behind a miss: the parts of which what was measured consists, timed in the same run.
+Beside a miss: its parts, timed in the same run.
 
 {markdown(GOALS, [goal_cells(goal) for goal in found["goals"]])}
 

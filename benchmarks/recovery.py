@@ -15,13 +15,12 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from typing import Any
+
+from measure import ratio
+from running import shm_folder, show_table, spread_of, two_ranks
 
 NAMES = ("from a peer's memory", "from S3")
 WARM_ROUNDS = 1
@@ -82,7 +81,7 @@ def rank_main(folder: str, dirpath: str, mebibytes: int, rounds: int) -> None:
     size = 4 * (mebibytes << 20)
     dcp.save(state(STEP), checkpoint_id=f"step_{STEP}", save_to_s3=True, wait=True, **config)
     deadline = time.monotonic() + PATIENCE_S
-    while session().copies_pending() and time.monotonic() < deadline:
+    while session()._peering.pending and time.monotonic() < deadline:
         time.sleep(0.05)
     dist.barrier()
     session().wait(PATIENCE_S)
@@ -123,42 +122,18 @@ def main() -> None:
     from tiered_checkpoint_io.testing.servers import RcloneServer
 
     with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(shm_folder())
         os.mkdir(f"{folder}/s3")
         server = stack.enter_context(RcloneServer(f"{folder}/s3"))
         os.environ.update(server.env())
         server.make_bucket("recovery")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        command = [sys.executable, __file__, "--rank", folder, "s3://recovery/run"]
-        command += ["--mebibytes", str(arguments.mebibytes), "--rounds", str(arguments.rounds)]
-        ranks = []
-        for rank in range(2):
-            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-            stack.callback(ranks[-1].kill)
-        told, _ = ranks[0].communicate(timeout=DEADLINE_S)
-        times: dict[str, list[float]] = json.loads(told.strip().splitlines()[-1])
-        ranks[1].communicate(timeout=PATIENCE_S)
-    ratio = statistics.median(peer / s3 for peer, s3 in zip(*times.values(), strict=True))
-    show(times, arguments.mebibytes)
+        command = ["--rank", folder, "s3://recovery/run", "--mebibytes", arguments.mebibytes]
+        times: dict[str, list[float]] = two_ranks([*command, "--rounds", arguments.rounds], nodes=2, limit_s=DEADLINE_S)
+    title = f"A lost node's part of {arguments.mebibytes} MiB: seconds, median of {arguments.rounds} rounds"
+    rows = {name: spread_of(seconds) for name, seconds in times.items()}
+    show_table(title, ("seconds", "fastest", "slowest"), rows)
     print(json.dumps({"seconds": {name: statistics.median(each) for name, each in times.items()}}))
-    print(f"recovery_ratio_to_s3={ratio:.2f}")
-
-
-def show(times: dict[str, list[float]], mebibytes: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"A lost node's part of {mebibytes} MiB: seconds, median of {len(times[NAMES[0]])} rounds")
-    for column in ("", "seconds", "fastest", "slowest"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, seconds in times.items():
-        table.add_row(name, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}")
-    Console(width=100).print(table)
+    print(f"recovery_ratio_to_s3={ratio(*times.values()):.2f}")
 
 
 if __name__ == "__main__":

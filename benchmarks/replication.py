@@ -11,16 +11,11 @@ Prints, last, a line of JSON: for each way seconds, GiB/s each way, and processo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
-import shutil
 import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -28,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from measure import GIB, MIB
+from running import shm_folder, two_ranks
 
 NAMES = ("ours", "gloo", "socket")
 WARM_ROUNDS = 2
@@ -133,23 +129,9 @@ def main() -> None:
     if options.rank:
         rank_main(options.rank, options.mebibytes, options.rounds)
         return
-    with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        command = [sys.executable, __file__, "--rank", folder]
-        command += ["--mebibytes", str(options.mebibytes), "--rounds", str(options.rounds)]
-        ranks = []
-        for rank in range(2):
-            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-            stack.callback(ranks[-1].kill)
-        told, _ = ranks[0].communicate(timeout=DEADLINE_S)
-        ranks[1].communicate(timeout=PATIENCE_S)
-    found = json.loads(told.strip().splitlines()[-1])
+    with shm_folder() as folder:
+        command = ["--rank", folder, "--mebibytes", options.mebibytes, "--rounds", options.rounds]
+        found = two_ranks(command, nodes=2, limit_s=DEADLINE_S)
     share = options.mebibytes * MIB / GIB
     ways = {
         name: {

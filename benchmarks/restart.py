@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from parts import medians
+from running import shm_folder
 
 MEMORY, S3, LIGHTNING = "from node memory", "from S3", "Lightning's own IO, tmpfs"
 PHASES = ("start and imports", "setting up the training", "restore", "first step")
@@ -143,8 +143,7 @@ def main() -> None:
     os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
     found: dict[str, list[dict[str, float]]] = {way: [] for way in (MEMORY, S3, LIGHTNING)}
     with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(shm_folder())
         url = stack.enter_context(StoringServer()).url
         try:
             for way in found:

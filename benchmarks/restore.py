@@ -19,13 +19,10 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,11 +34,12 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from measure import MIB, measure, ratio
 from parts import OF_DCP_LOAD, OF_LOAD, Parts, medians
+from running import shm_folder, show_table, spread_of
 from s3_process import StoringServer
 from s3_state import BUCKET
 
-MIB = 1 << 20
 WARM_ROUNDS = 2
 RAW_THREADS, RAW_RANGE = 8, 16 * MIB
 COPY, RAW = "memcpy into warm tensors", "raw boto3, readinto, 8 threads"
@@ -141,40 +139,7 @@ class Bench:
         self.io.teardown()
 
 
-def processor() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def anonymous() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status")
-
-
-@contextlib.contextmanager
-def peak_of(found: list[float]) -> Iterator[None]:
-    """Adds the peak of anonymous memory, over what it is now, in MiB."""
-    before = peak = anonymous()
-    ended = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not ended.wait(0.001):
-            peak = max(peak, anonymous())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-        found.append((peak - before) / MIB)
-
-
-def measure(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, list[Any]]]:
+def measure_all(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, list[Any]]]:
     """Seconds, processor seconds, peaks and parts of each way, a list of rounds."""
     runs: dict[str, tuple[Callable[[], None], bool]] = {
         COPY: (bench.copy, False),
@@ -189,33 +154,29 @@ def measure(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, l
     }
     for number in range(rounds + WARM_ROUNDS):
         for name, (run, is_remote) in runs.items():
-            peaks: list[float] = []
             with contextlib.ExitStack() as around:
                 if is_remote:
                     around.enter_context(bench.hidden())
-                if memory:
-                    around.enter_context(peak_of(peaks))
                 parts = around.enter_context(Parts(OF_DCP_LOAD if DCP in name else OF_LOAD if IO in name else {}))
-                began, used = time.perf_counter(), processor()
-                run()
-                seconds, cpu = time.perf_counter() - began, processor() - used
+                with measure(memory=memory) as taken:
+                    run()
             if name != RAW:
                 bench.check()
             if number >= WARM_ROUNDS:
-                found[name]["seconds"].append(seconds)
-                found[name]["cpu"].append(cpu)
+                found[name]["seconds"].append(taken.seconds)
+                found[name]["cpu"].append(taken.cpu_s)
+                found[name]["peak"].append(taken.peak_MiB)
                 rest = "the copy and the rest" if IO in name else "the rest"
-                found[name]["parts"].append({**parts.seconds, rest: seconds - sum(parts.seconds.values())})
-                found[name]["peak"] += peaks
+                found[name]["parts"].append({**parts.seconds, rest: taken.seconds - sum(parts.seconds.values())})
     return found
 
 
 def measure_fresh(bench: Bench, way: str) -> dict[str, float]:
     """The first restore of this process, once what set-up began has had time to end."""
     time.sleep(2.0)
-    began, used = time.perf_counter(), processor()
-    (bench.by_dcp if way == DCP else bench.by_io)()
-    return {"seconds": time.perf_counter() - began, "cpu": processor() - used}
+    with measure() as taken:
+        (bench.by_dcp if way == DCP else bench.by_io)()
+    return {"seconds": taken.seconds, "cpu": taken.cpu_s}
 
 
 def main() -> None:
@@ -240,8 +201,7 @@ def main() -> None:
         return
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(StoringServer())
-        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(shm_folder())
         os.environ |= {
             "AWS_ACCESS_KEY_ID": "bench",
             "AWS_SECRET_ACCESS_KEY": "bench",
@@ -252,7 +212,7 @@ def main() -> None:
         if options.fresh:
             measure_in_fresh_processes(bench, options)
         else:
-            show(measure(bench, options.rounds, memory=options.memory), options)
+            show(measure_all(bench, options.rounds, memory=options.memory), options)
 
 
 def measure_in_fresh_processes(bench: Bench, options: argparse.Namespace) -> None:
@@ -261,7 +221,7 @@ def measure_in_fresh_processes(bench: Bench, options: argparse.Namespace) -> Non
         seconds, cpus, ratios = [], [], []
         for _ in range(options.rounds):
             command = [sys.executable, __file__, "--mebibytes", str(options.mebibytes)]
-            with tempfile.TemporaryDirectory(prefix="tiered-bench-", dir="/dev/shm") as empty:
+            with shm_folder() as empty:
                 command += ["--tensors", str(options.tensors), "--child", empty, bench.url, way]
                 done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             figures = json.loads(done.stdout.strip().splitlines()[-1])
@@ -277,24 +237,20 @@ def measure_in_fresh_processes(bench: Bench, options: argparse.Namespace) -> Non
 
 
 def show(found: dict[str, dict[str, list[Any]]], options: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{options.mebibytes} MiB in {options.tensors} tensors, median of {options.rounds} rounds")
-    columns = ("", "seconds", "fastest", "slowest", "CPU s/GiB", "x memcpy", "rate / raw")
-    for column in (*columns, *(["peak MiB"] if options.memory else [])):
-        table.add_column(column, justify="left" if not column else "right")
+    columns = ["seconds", "fastest", "slowest", "CPU s/GiB", "x memcpy", "rate / raw"]
+    columns += ["peak MiB"] if options.memory else []
+    rows: dict[str, list[str]] = {}
     ratios: dict[str, tuple[float, float]] = {}
     for name, figures in found.items():
         seconds = figures["seconds"]
-        times = statistics.median(s / c for s, c in zip(seconds, found[COPY]["seconds"], strict=True))
-        rate = statistics.median(r / s for s, r in zip(seconds, found[RAW]["seconds"], strict=True))
+        times, rate = ratio(seconds, found[COPY]["seconds"]), ratio(found[RAW]["seconds"], seconds)
         ratios[name] = times, rate
-        row = [f"{each:.3f}" for each in (statistics.median(seconds), min(seconds), max(seconds))]
-        row += [f"{statistics.median(figures['cpu']) * 1024 / options.mebibytes:.2f}", f"{times:.2f}", f"{rate:.2f}"]
+        cpu = statistics.median(figures["cpu"]) * 1024 / options.mebibytes
+        row = [*spread_of(seconds), f"{cpu:.2f}", f"{times:.2f}", f"{rate:.2f}"]
         row += [f"{max(figures['peak']):.0f}"] if options.memory else []
-        table.add_row(name, *row)
-    Console(width=120).print(table)
+        rows[name] = row
+    title = f"{options.mebibytes} MiB in {options.tensors} tensors, median of {options.rounds} rounds"
+    show_table(title, columns, rows, width=120)
     ways = {
         key: {
             "to_copy": ratios[name][0],

@@ -33,7 +33,7 @@ from xml.sax.saxutils import escape, unescape
 from s3_state import Entry, Pages, RefusedError, Request, Span, State, Upload
 
 #: Keys of one answer to a listing.
-#: What the first version of a listing is asked with; its pages go on behind the last key.
+#: What the first version of a listing is asked with; its pages go on after the last key.
 _FIRST_LISTING = {"prefix", "delimiter", "max-keys", "marker", "encoding-type"}
 _PAGE = 1000
 #: Headers that a server keeps with an object, and gives back.
@@ -110,7 +110,7 @@ class Handler(threading.Thread):
 
     # --------------------------------------------------------------------------------------- bodies
     def _receive(self, request: dict[str, str]) -> Pages:
-        """The body of a request; also where it is sent in pieces, each behind its size, with checksums at the end."""
+        """The body of a request; also where it is sent in pieces, each after its size, with checksums at the end."""
         is_chunked = request.get("x-amz-content-sha256", "").startswith("STREAMING-")
         size = int(request.get("x-amz-decoded-content-length" if is_chunked else "content-length", 0))
         pages, file = Pages(size), self._file

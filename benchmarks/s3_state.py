@@ -47,7 +47,7 @@ Span = tuple[Pages, int, int]
 
 @dataclass
 class Entry:
-    """An object, or a part of an upload: spans of pages (offset, length), one behind the other."""
+    """An object, or a part of an upload: spans of pages (offset, length), one after the other."""
 
     spans: list[Span]
     etag: str

@@ -10,21 +10,18 @@ thread in the same round.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from measure import ratio
 from parts import OF_SHARDED, Parts, medians
+from running import shm_folder, show_table, spread_of, two_ranks
 
 WARM_ROUNDS = 2
 NAMES = ("ours", "DCP async_save, thread", "DCP async_save, process, shared memory")
@@ -117,49 +114,20 @@ def main() -> None:
     if arguments.rank:
         rank_main(arguments.rank, arguments.mebibytes, arguments.rounds)
         return
-    with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        command = [sys.executable, __file__, "--rank", folder]
-        command += ["--mebibytes", str(arguments.mebibytes), "--rounds", str(arguments.rounds)]
-        ranks = []
-        for rank in range(2):
-            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-            stack.callback(ranks[-1].kill)
-        told, _ = ranks[0].communicate()
+    with shm_folder() as folder:
+        command = ["--rank", folder, "--mebibytes", arguments.mebibytes, "--rounds", arguments.rounds]
         times: dict[str, list[float]]
-        times, parts = json.loads(told.strip().splitlines()[-1])
+        times, parts = two_ranks(command, nodes=1)
     thread = times[NAMES[1]]
-    ratios = {
-        name: statistics.median(mine / theirs for mine, theirs in zip(seconds, thread, strict=True))
-        for name, seconds in times.items()
-    }
-    show(times, ratios, arguments.mebibytes)
-    by_process = statistics.median(mine / other for mine, other in zip(times[NAMES[0]], times[NAMES[2]], strict=True))
+    ratios = {name: ratio(seconds, thread) for name, seconds in times.items()}
+    title = f"How long training waits: 2 ranks, {arguments.mebibytes} MiB each, median of {len(thread)} rounds"
+    rows = {name: [*spread_of(seconds), f"{ratios[name]:.2f}"] for name, seconds in times.items()}
+    show_table(title, ("seconds", "fastest", "slowest", "x DCP thread"), rows)
+    by_process = ratio(times[NAMES[0]], times[NAMES[2]])
     ours_s, thread_s = (statistics.median(times[name]) for name in NAMES[:2])
     print(json.dumps({"ours_s": ours_s, "thread_s": thread_s, "parts": parts}))
     print(f"sharded_stall_ratio_to_dcp_process={by_process:.2f}")
     print(f"sharded_stall_ratio_to_dcp_thread={ratios[NAMES[0]]:.2f}")
-
-
-def show(times: dict[str, list[float]], ratios: dict[str, float], mebibytes: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"How long training waits: 2 ranks, {mebibytes} MiB each, median of {len(times[NAMES[0]])} rounds"
-    )
-    for column in ("", "seconds", "fastest", "slowest", "x DCP thread"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, seconds in times.items():
-        row = (f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}")
-        table.add_row(name, *row, f"{ratios[name]:.2f}")
-    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

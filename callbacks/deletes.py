@@ -24,7 +24,7 @@ class SafeDeletes(PortableState):
     _io: TieredCheckpointIO | None
     #: On rank 0, whether the newest save is on the durable tier, or queued for it.
     _landed: bool
-    #: Paths whose turn to be deleted has come, but of which each is, or may be, still needed.
+    #: Paths that are to be deleted once they are not needed any more.
     _withheld: list[str]
     #: The path that the run resumed from, where it was one of this callback's.
     _resumed: str
@@ -40,7 +40,7 @@ class SafeDeletes(PortableState):
     def state_dict(self) -> dict[str, Any]:
         due = list(self._withheld)
         if self.save_top_k >= 1 and self._resumed and self._resumed not in {*due, *self._named()}:
-            # This state is part of the save that pushes it out: its turn comes when that has landed.
+            # This state is part of the save that replaces it: it is deleted once that save is durable.
             due.append(self._resumed)
         return {**super().state_dict(), WITHHELD: due}
 

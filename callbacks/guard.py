@@ -112,7 +112,7 @@ class StrategyGuard(Callback):
             )
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        """Notes the step, every few seconds: see :class:`Recording`. Behind the first, the first save is prepared."""
+        """Notes the step, every few seconds (:class:`Recording`). After the first step, the first save is prepared."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
             self._recording.reach(trainer, io.checkpointer.session)

@@ -240,7 +240,7 @@ class TieredModelCheckpoint(DurableEnd):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         step = trainer.global_step
         tiers = tiers_for_step(step, self.memory_every_n_train_steps, self.s3_every_n_train_steps)
-        # A durable step whose save upstream put off, or did not want, is a memory step still.
+        # A durable step that upstream has put off or skipped is still saved to memory.
         if "memory" in tiers and not (self._should_skip_saving_checkpoint(trainer) or self._saved(trainer, step)):
             self._last_memory_step = step
             name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"
@@ -271,8 +271,8 @@ class TieredModelCheckpoint(DurableEnd):
         step = trainer.global_step
         name = ids.name_in(self._engine.dirpath, filepath)
         if self._naming_last and self._durable_save[0] == step:
-            # The same state is durable, or on its way, under its own name. Where that failed, the
-            # old alias stays, and goes on to name what is good.
+            # The same state is durable, or queued, under its own name. If that save failed, the old
+            # alias stays: it names a good checkpoint.
             if trainer.is_global_zero and self._landed:
                 self._alias(filepath, self._durable_save[1])
                 self._reporter.expect(name, pending=self._engine.is_pending(name))
@@ -373,7 +373,7 @@ class TieredModelCheckpoint(DurableEnd):
         self._engine.alias(filepath, target, copy=not self._links_last)
 
     def _look_after(self, trainer: Trainer) -> None:
-        """Hears what the drain did, and passes it on to every callback of this kind."""
+        """Reads what the drain did, and passes it on to every callback of this kind."""
         self._polled = self._engine.session.clock.monotonic()
         if not trainer.is_global_zero:
             return

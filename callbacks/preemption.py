@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     ConfigError,
@@ -126,9 +127,9 @@ class _Agreement:
         self._session = session
         self._bound = timedelta(seconds=float(session.config.wait_timeout_s))
         self._group: Any = None
-        #: What this rank told at the boundary before, and when.
+        #: What this rank sent at the boundary before, and when.
         self._told: tuple[torch.Tensor, Any, float] | None = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if current_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._bound)
 
     def at_boundary(self) -> bool:
@@ -193,7 +194,7 @@ def _signal(told: str | int) -> signal.Signals:
 
 
 class Preempted(SIGTERMException):
-    """Training has stopped because the job was told to end. A SystemExit: code behind ``fit`` does not run.
+    """Training has stopped because the job was told to end. A SystemExit: code after ``fit`` does not run.
 
     The exit status is 128 and the signal's number, as a shell has it: what restarts jobs must not take this one for
     finished.

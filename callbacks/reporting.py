@@ -1,4 +1,4 @@
-"""What loggers and progress bars are told of saves, and of what the drain made durable."""
+"""What loggers and progress bars show of saves and uploads."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Reporter:
 
     def __init__(self, callback: ModelCheckpoint) -> None:
         self._callback = callback
-        #: Names that are on their way to the durable tier.
+        #: Names that are queued for the durable tier.
         self._expected: set[str] = set()
-        #: Whether something became durable of which the loggers do not know.
+        #: Whether something became durable since the loggers were notified.
         self._news = False
         self._line = ""
         self._bar: Any = None
@@ -75,10 +75,10 @@ class Reporter:
         shown: Collection[str],
         is_pending: Callable[[str], bool],
     ) -> None:
-        """Takes what became of queued saves and aliases since the last call, and tells the loggers.
+        """Takes the outcomes of queued saves and aliases since the last call, and notifies the loggers.
 
-        Loggers look at ``shown``, the names to which the callback's paths lead. So they are told when all of these are
-        durable, not while a newer one is still on its way.
+        Loggers read ``shown``, the names that the callback's paths stand for. So they are notified once all of these
+        are durable, and not while a newer one is still being uploaded.
         """
         for outcome in outcomes:
             if outcome.name in self._expected and outcome.state != "failed" and not is_pending(outcome.name):

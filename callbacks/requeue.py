@@ -70,5 +70,5 @@ def _was_requeued(io: TieredCheckpointIO, checkpoint_path: Any, connector: Any) 
         return name in session.known.all(io.config.durable_timeout_s)
     except StoreError as error:
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        session.log.warning("could not look for %s, which a job that is queued again leaves: %s", name, error)
+        session.log.warning("could not look for %s, the last checkpoint of a requeued job: %s", name, error)
         return restarts not in ("", "0")

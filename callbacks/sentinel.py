@@ -1,8 +1,8 @@
 """A file system for the URLs that Lightning is given in place of the durable tier's own.
 
 Lightning resolves ``ckpt_path="last"`` on every rank, before the ranks can talk, by asking the file
-system of each candidate whether it exists and when it was written. This one answers without asking
-anybody; what the sentinel means is found out at the load, by rank 0 alone.
+system of each candidate whether it exists and when it was written. This one answers without a
+request; at the load, rank 0 alone finds out which checkpoint the sentinel means.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fsspec import AbstractFileSystem
 
 from tiered_checkpoint_io.model import ids
 
-#: Where Lightning may look for whatever it likes: nothing is there, and nobody is asked.
+#: A place for Lightning to look into: it is always empty, and costs no request.
 NOWHERE = "tiered://nowhere"
 
 

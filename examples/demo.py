@@ -62,7 +62,7 @@ def train(dirpath: str, memory_dir: str, report: str) -> None:
     )
     trainer = Trainer(
         plugins=[AsyncCheckpointIO(io)],
-        # Behind the checkpoint callback, so that it sees each save.
+        # After the checkpoint callback, so that it sees each save.
         callbacks=[callback, behind_checkpoints(Observer)],
         max_steps=STEPS,
         accelerator="cpu",

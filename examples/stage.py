@@ -158,7 +158,7 @@ class Notes:
 
 
 def behind_checkpoints(callback: type[Any]) -> Any:
-    """An instance that Lightning runs behind all checkpoint callbacks (it moves these to the end)."""
+    """An instance that Lightning runs after all checkpoint callbacks (it moves these to the end)."""
     from lightning.pytorch.callbacks import Checkpoint
 
     return type(callback.__name__, (callback, Checkpoint), {"state_key": callback.__name__})()

@@ -28,7 +28,7 @@ _ORIGINS = {site: origin for origin, site in PAGES.items()}
 
 
 def on_config(config: Any) -> Any:
-    """Puts pages that the menu does not name behind the guides."""
+    """Puts pages that the menu does not name after the guides."""
     named = set(re.findall(r"[\w./-]+\.md", str(config.nav)))
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | set(PAGES.values())
     (guides,) = [each["Guides"] for each in config.nav if "Guides" in each]

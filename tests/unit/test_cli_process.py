@@ -75,7 +75,7 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_sigterm(silent, memory_
     with connection:
         process.send_signal(signal.SIGTERM)
         status, _, err = end(process)
-    assert (status, err.count("leaving, what is queued stays queued")) == (0, 1), err
+    assert (status, err.count("queued operations stay queued")) == (0, 1), err
     assert [each.op_id for each in node.queue.look(node.tier)] == [save]
 
 

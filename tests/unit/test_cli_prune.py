@@ -101,7 +101,7 @@ def test_ctrl_c_stops_between_two_checkpoints(s3, monkeypatch):
 
     monkeypatch.setattr(prune, "remove", remove)
     done = command("prune", s3.url, "--keep-latest", "1", "--yes")
-    assert (done.exit_code, done.stderr) == (130, "interrupted: removed 1 of 5; the others are whole\n")
+    assert (done.exit_code, done.stderr) == (130, "interrupted: removed 1 of 5; the others are unchanged\n")
     assert names(s3) == files(s3) == ["c2", "c3", "c4", "c5", "c6"]
 
 

@@ -11,7 +11,8 @@ import pytest
 from support.draining import Node
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io.cli import app, execute
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli import watch as watching
 from tiered_checkpoint_io.model.manifest import Metric
 
 PATIENCE_S = 120
@@ -88,7 +89,7 @@ def until(is_it):
 
 def test_sigterm_ends_it_with_the_command_and_all_that_that_started(node, memory_dir, tmp_path):
     """The dirpath comes into being only while it is watched."""
-    assert execute.GRACE_S <= 5
+    assert watching._GRACE_S <= 5
     pids = tmp_path / "pids"
     process = start(node, memory_dir, "--exec", f"sleep 1000 & echo $! > {pids}.new; mv {pids}.new {pids}; wait")
     try:

@@ -25,7 +25,7 @@ from tiered_checkpoint_io.model.retention import Policies
 
 REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
-    " bound, and does not order deletes behind saves"
+    " bound, and does not order deletes after saves"
 )
 USE_OURS = "use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead"
 _making = threading.Lock()
@@ -289,7 +289,7 @@ class TieredCheckpointIO(CheckpointIO):
             self.checkpointer.restored = restored
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint from both tiers; from the durable one in the background, behind earlier saves."""
+        """Removes a checkpoint from both tiers; from the durable one in the background, after earlier saves."""
         if self._is_elsewhere(path):
             TorchCheckpointIO().remove_checkpoint(str(path))
             return

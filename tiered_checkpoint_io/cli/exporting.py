@@ -30,7 +30,10 @@ def export(
         Format, typer.Option("--format", help="torch (one file) or safetensors (a folder).")
     ] = Format.torch,
     prefix: Annotated[
-        str | None, typer.Option(help="For safetensors: of the tensors' names; 'state_dict.' by default.")
+        str | None,
+        typer.Option(
+            help="For safetensors: the tensors whose names begin so, named without it; 'state_dict.' by default."
+        ),
     ] = None,
     max_shard_size: Annotated[int, typer.Option(min=1, help="For safetensors: bytes of one file.")] = 5 * 10**9,
     trust: Annotated[bool, typer.Option(help="Allow objects that may run code when loaded.")] = False,

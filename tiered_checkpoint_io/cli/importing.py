@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def import_(
-    source: Annotated[str, typer.Argument(help="A file or folder of others: a path, an S3 URL, or any fsspec URL.")],
+    source: Annotated[str, typer.Argument(help="Checkpoints of another library: a path, S3 URL or fsspec URL.")],
     dirpath: Dirpath,
     name: Annotated[
-        str | None, typer.Option(help="What to call it, where SOURCE is one checkpoint; by default as there.")
+        str | None, typer.Option(help="A new name, where SOURCE is one checkpoint; by default its own.")
     ] = None,
     force: Annotated[bool, typer.Option(help="Replace checkpoints and files that have the names already.")] = False,
     server: Server = SERVER,

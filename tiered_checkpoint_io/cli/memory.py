@@ -32,14 +32,14 @@ _COLUMNS = ("name", "step", "rank", "size", "state", "on peers too", "note", "di
 
 def drain(
     node: Node = NODE,
-    once: Annotated[bool, typer.Option(help="Leave once nothing can be done now.")] = False,
+    once: Annotated[bool, typer.Option(help="End as soon as nothing can be done.")] = False,
     stay: Annotated[bool, typer.Option(help="Wait for work for ever, as a sidecar does.")] = False,
     export: Export = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print what was done, for programs.")] = False,
 ) -> None:
     """Moves checkpoints from node memory to the durable tier."""
     if as_json and not once:
-        raise typer.BadParameter("--json tells what was done at the end: it goes with --once")
+        raise typer.BadParameter("--json needs --once: it prints what was done")
     root = existing(node.path)
     log, targets, exports = get_logger(root.name), targets_of(export), Exports()
     before = set(Queue(root).outcomes()) if as_json else set()

@@ -83,7 +83,9 @@ class Server(Address):
 class Node:
     """Which memory tier of this node: options of a command, see :func:`spread`."""
 
-    root: Annotated[Path | None, typer.Option(help="The memory tier's root itself, in place of the two.")] = None
+    root: Annotated[
+        Path | None, typer.Option(help="The memory tier's root, in place of --memory-dir and --namespace.")
+    ] = None
     memory_dir: MemoryDir = SHM
     namespace: Annotated[
         str | None, typer.Option(help="The job's namespace; may be left out where this node's memory has just one.")

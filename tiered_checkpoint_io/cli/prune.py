@@ -38,7 +38,7 @@ class _Plan(NamedTuple):
     unread: Mapping[str, Exception]
     reasons: Mapping[str, tuple[str, ...]]
     left: Leftovers
-    #: Whether an earlier prune was cut off amid a delete.
+    #: Whether an earlier prune was interrupted during a delete.
     is_cut_off: bool
 
     @property
@@ -59,7 +59,7 @@ def prune(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False,
     older_than: Annotated[
-        float, typer.Option(min=0, help="Report what was left behind more than so many hours ago.")
+        float, typer.Option(min=0, help="Report what is left of saves and uploads after so many hours.")
     ] = 24.0,
     server: Server = SERVER,
     json: Json = False,
@@ -91,13 +91,13 @@ def prune(
     ending = told_to_end(logging.getLogger("tiered_checkpoint_io"), late=_INTERRUPTED)
     with ending as stop, claimed(config, stop) as is_ours:
         if is_ours:
-            # What was there before may be another by now.
+            # The tier may have changed since the first look.
             plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))
             going = plan.going
-            # What is printed comes behind the last delete: a closed pipe stops none half-way.
+            # Printed after the last delete: a closed pipe must not stop it half-way.
             gone = ask(config, lambda asked: _remove(asked, going, stop))
     if stop.is_set():
-        say(f"interrupted: removed {len(gone)} of {len(plan.going)}; the others are whole", err=True)
+        say(f"interrupted: removed {len(gone)} of {len(plan.going)}; the others are unchanged", err=True)
         raise typer.Exit(_INTERRUPTED)
     _tell(config, plan, gone, json=json, dry_run=False)
 
@@ -151,7 +151,7 @@ def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Pla
 
 def _remove(store: Store, going: Sequence[Checkpoint], stop: threading.Event) -> list[Checkpoint]:
     journal, gone = StoreJournal(store, ids.PRUNE_KEY), []
-    # What an earlier one was cut off amid.
+    # Finishes the delete that an earlier one was interrupted in.
     note = Section(journal, REMOVAL)
     Removal.noted("prune", note).finish(store, note)
     for each in going:
@@ -214,7 +214,7 @@ def _tell(
     else:
         say(f"removed {len(gone)}, {size}")
     if dry_run and plan.is_cut_off:
-        say("an earlier prune was cut off amid a delete; with --yes the rest of that goes as well")
+        say("an earlier prune was interrupted during a delete; --yes finishes that, too")
     for line in _leftover_lines(left):
         say(line)
 

@@ -1,4 +1,4 @@
-"""The command that brings a checkpoint from the durable tier to this node's memory, or to a folder."""
+"""The command that fetches a checkpoint from the durable tier to this node's memory, or to a folder."""
 
 from __future__ import annotations
 

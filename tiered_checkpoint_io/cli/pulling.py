@@ -1,4 +1,4 @@
-"""How a checkpoint is brought from the durable tier to this node's memory, or to a folder: whole, or not at all."""
+"""How a checkpoint is fetched from the durable tier to this node's memory, or to a folder: all of it, or nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bring(
     *,
     silent: bool,
 ) -> tuple[list[Part], list[Part]]:
-    """Brings the parts of a checkpoint to this node's memory, or their files to a folder; every byte is verified.
+    """Fetches the parts of a checkpoint to this node's memory, or their files to a folder; every byte is verified.
 
     Args:
         config: Which durable tier, and which namespace of memory.
@@ -78,7 +78,7 @@ def _find(store: Store, wanted: str) -> Manifest:
     found = find(store, wanted, operation="pull")
     if found is None:
         text = f"no such checkpoint: {wanted}"
-        hint = "see what is there: tiered-ckpt ls; what others wrote is brought in by tiered-ckpt import"
+        hint = "list what is there: tiered-ckpt ls; take over checkpoints of other libraries: tiered-ckpt import"
         raise CheckpointNotFoundError(text, operation="pull", tier="durable", key=store.url, hint=hint)
     return found
 
@@ -130,7 +130,7 @@ _Views = Mapping[str, memoryview]
 
 @contextlib.contextmanager
 def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
-    """Room in memory for the files of parts, which become this node's where the block ends well."""
+    """Room in memory for the files of parts, which are committed there if the block does not raise."""
     places = [SlotPlace(tier, part, drained=True) for part in parts]
     try:
         with contextlib.ExitStack() as held:
@@ -151,7 +151,7 @@ def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
 
 @contextlib.contextmanager
 def _files(folder: Path, parts: Sequence[Part]) -> Iterator[_Views]:
-    """Files below a folder, which have their names where the block ends well; the switch gets its name last."""
+    """Files below a folder, which get their names if the block does not raise; the switch gets its name last."""
     entries = [(entry, part.content.switch) for part in parts for entry in part.content.files]
     with contextlib.ExitStack() as held:
         views: dict[str, memoryview] = {}

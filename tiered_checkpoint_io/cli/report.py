@@ -54,7 +54,7 @@ def report(
     except ConfigError as missing:
         if dirpath is None:
             raise
-        say(f"without events: {printable(missing.message)}; name the run's by --namespace", err=True)
+        say(f"without events: {printable(missing.message)}; name the run's namespace by --namespace", err=True)
     if not events and not durable:
         raise ConfigError(
             "nothing is known of this run: no event on this node, no checkpoint listed", hint="give dirpath"

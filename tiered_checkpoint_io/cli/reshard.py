@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def reshard(
     dirpath: Dirpath,
     name: Annotated[str, typer.Argument(help="The checkpoint, or tiered:latest.")],
-    new_name: Annotated[str, typer.Option("--name", help="What to call the new one; nothing may have that name.")],
+    new_name: Annotated[str, typer.Option("--name", help="The name of the new checkpoint; it must be free.")],
     ranks: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="As a job of so many ranks would save it.")
+        int | None, typer.Option(min=1, max=100_000, help="Into as many parts as a job of so many ranks saves.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="As one file, in place of --ranks.")] = False,
     scratch: Annotated[

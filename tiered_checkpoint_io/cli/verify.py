@@ -94,7 +94,7 @@ def verify(
 
         ask(config, check)
     if not rows:
-        # Who meant another place must not take this for good news.
+        # Exit status 0 would look as if something had been verified.
         text = f"no such checkpoint: {wanted}" if wanted is not None else "no checkpoint to verify"
         where = config.dirpath if config is not None else nodes.memory_dir
         hint = "list what is there: tiered-ckpt ls, and tiered-ckpt status"
@@ -150,7 +150,7 @@ def _check_durable(store: Store, found: Sequence[Found], report: Report, *, sile
 
 
 def _checked(store: Store, each: Found, known: dict[str, Damage | None], meter: Meter) -> Checked:
-    """Reads one checkpoint; what several names stand for is read once."""
+    """Reads one checkpoint; a save that has several names is read once."""
     name, manifest = each.name, each.manifest
     if manifest is None:
         # What can't be read is not known to be damaged, nor to be intact.

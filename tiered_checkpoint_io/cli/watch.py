@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
@@ -12,15 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.documents import Change, Event
-from tiered_checkpoint_io.cli.execute import CommandLine
+from tiered_checkpoint_io.cli.documents import Change, Event, Ran
 from tiered_checkpoint_io.cli.listing import looker_of
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
 from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, say, write_json
 from tiered_checkpoint_io.cli.rows import state_text, table_of
 from tiered_checkpoint_io.engine.durable.pins import pin, unpin
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, StoreUnavailableError
-from tiered_checkpoint_io.inventory.look import Looker
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
+from tiered_checkpoint_io.inventory.look import RepeatedLook
 from tiered_checkpoint_io.inventory.news import News
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, iso
 from tiered_checkpoint_io.logs import size_text
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 _EVERY_S = 5.0
 #: When the pin of a command ends that did not live to remove it, seconds.
 _PINNED_S = 24 * 3600
+#: How long a command has to end after SIGTERM, before it is killed, seconds: a container is killed after ten, mostly.
+_GRACE_S = 5.0
+_STDERR = 2
+_PREFIX = "TIERED_CKPT_"
 
 
 class _ToldToEnd(BaseException):
@@ -48,7 +53,7 @@ def watch(
     ] = None,
     after: Annotated[
         str | None,
-        typer.Option(metavar="SAVE_ID", help="With --exec: begin behind this save; '' for all that is there."),
+        typer.Option(metavar="SAVE_ID", help="With --exec: begin after this save; '' for all that is there."),
     ] = None,
     idle_timeout: Annotated[
         float | None, typer.Option(min=0, help="End after so many seconds without a new durable checkpoint.")
@@ -67,16 +72,19 @@ def watch(
     """
     config = server.config(dirpath)
     if after is not None and command is None:
-        raise typer.BadParameter("--after tells where --exec is to begin, and goes with it")
+        raise typer.BadParameter("--after needs --exec: it says where that begins")
     if after and not ids.is_save_id(after):
-        raise typer.BadParameter(f"--after {after!r} is no save id; --json and show have them")
-    runs = CommandLine(command, as_json=as_json) if command is not None else None
+        raise typer.BadParameter(f"--after {after!r} is no save id; tiered-ckpt show prints them")
+    runs = _CommandLine(command, as_json=as_json) if command is not None else None
     news, shown = News(after), _Shown(as_json=as_json)
-    watched = _Watched(config, looker_of(config, memory_dir))
+    looker = looker_of(config, memory_dir)
+    look = RepeatedLook(
+        lambda: ask(config, looker.look, quiet=look.has_answered), lambda line: say(printable(line), err=True)
+    )
     with _ended_by_sigterm(), _output(config.dirpath, shown, table=runs is None and not as_json) as output:
         last = time.monotonic()
         while True:
-            found = watched.look()
+            found = look.checkpoints()
             output.update(found)
             for each in news.of(found):
                 if runs is not None:
@@ -89,7 +97,7 @@ def watch(
     raise typer.Exit(1 if runs is not None and runs.failed else 0)
 
 
-def _run(runs: CommandLine, config: TieredCheckpointConfig, each: CheckpointInfo) -> None:
+def _run(runs: _CommandLine, config: TieredCheckpointConfig, each: CheckpointInfo) -> None:
     try:
         with _pinned(config, each.name):
             runs.run(each)
@@ -136,35 +144,75 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class _Watched:
-    """The tiers, looked at again and again; a silent durable tier is said once, and asked again."""
+# --------------------------------------------------------------------------------------- command
+class _CommandLine:
+    """A command for a shell, run for one checkpoint at a time.
 
-    def __init__(self, config: TieredCheckpointConfig, looker: Looker) -> None:
-        self._config = config
-        self._looker = looker
-        self._found: list[CheckpointInfo] | None = None
-        self._said = ""
+    Attributes:
+        failed: How often it failed.
+    """
 
-    def look(self) -> list[CheckpointInfo]:
-        """All checkpoints.
+    def __init__(self, command: str, *, as_json: bool) -> None:
+        """Takes the command; with ``as_json`` its output goes to stderr, and what became of it to stdout."""
+        self._command = command
+        self._as_json = as_json
+        self.failed = 0
 
-        Raises:
-            StoreError: The durable tier refuses, or is silent at the first look.
-        """
-        said = ""
+    def run(self, each: CheckpointInfo) -> None:
+        """Runs it, and waits for its end; where this is interrupted, the command and what it started are ended."""
+        began = time.monotonic()
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", self._command, "tiered-ckpt", each.url],
+            env={**os.environ, **_variables(each)},
+            stdin=subprocess.DEVNULL,
+            stdout=_STDERR if self._as_json else None,
+            # Ctrl-C at a terminal is for this process, which ends the command.
+            start_new_session=True,
+        )
         try:
-            quiet = self._found is not None
-            self._found = ask(self._config, self._looker.look, quiet=quiet).checkpoints
-        except CheckpointNotFoundError:
-            self._found, said = [], f"there is nothing at {self._config.dirpath} yet; waiting for the first checkpoint"
-        except StoreUnavailableError as error:
-            if self._found is None:
-                raise
-            said = f"{error}; asking again"
-        if said and said != self._said:
-            say(printable(said), err=True)
-        self._said = said
-        return self._found or []
+            status = process.wait()
+        except BaseException:
+            _end(process)
+            raise
+        if status:
+            self.failed += 1
+            how = f"ended with status {status}" if status > 0 else f"was killed by signal {-status}"
+            say(printable(f"error: the command for {each.name} {how}"), err=True)
+        if self._as_json:
+            lasted = round(time.monotonic() - began, 3)
+            write_json("watch", Ran("ran", datetime.now(timezone.utc), each, status, lasted))
+
+
+def _variables(each: CheckpointInfo) -> dict[str, str]:
+    """What a command finds in its environment of a checkpoint; "" for what is not known."""
+    facts = {
+        "URL": each.url,
+        "NAME": each.name,
+        "DIRPATH": each.dirpath,
+        "SAVE_ID": each.save_id,
+        "STEP": each.step,
+        "EPOCH": each.epoch,
+        "KIND": each.kind,
+        "SIZE_BYTES": each.size_bytes,
+        "CREATED": iso(each.created),
+        "METRIC_NAME": each.metric.monitor if each.metric is not None else None,
+        "METRIC_VALUE": repr(each.metric.value) if each.metric is not None else None,
+    }
+    return {_PREFIX + what: "" if value is None else str(value) for what, value in facts.items()}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command with all that it started, within ``_GRACE_S``."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 # ---------------------------------------------------------------------------------------- output

@@ -266,7 +266,7 @@ class Checkpointer:
                 state = read(restored.path, restored)
             except Exception as caught:
                 error = caught
-            # Nobody leaves before all have opened the file, and all fail if one does.
+            # No rank leaves before all have opened the file, and all fail if one does.
             coordination.agree(group, error)
         self.restored = restored
         note_restore(self.session, restored, restored.tier, began)

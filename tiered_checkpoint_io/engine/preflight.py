@@ -148,7 +148,7 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     key = key if key.startswith(config.dirpath) else ids.join_url(config.dirpath, key)
     error = type(first)(text, operation=operations, tier="durable", key=key, hint=first.hint)
     consequence = (
-        "what needs that fails until it is mended, and each failed upload is reported again at the next save"
+        "what needs this fails until it is fixed, and each failed upload is reported again at the next save"
         if not first.retryable
         else f"a save waits at most {config.pending_timeout_s} s for the durable tier (pending_timeout_s); after that"
         " its checkpoint stays in node memory"

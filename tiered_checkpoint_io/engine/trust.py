@@ -26,7 +26,7 @@ _YES = ("1", "y", "yes", "true")
 _load: Any = torch.serialization._load
 _TAKES_MAPPED = "overall_storage" in inspect.signature(_load).parameters
 _ZIP = b"PK\x03\x04"
-#: Within a record's header in a zip file: where the lengths of its name and of the field behind that stand.
+#: Within a record's header in a zip file: where the lengths of its name and of the next field stand.
 _LENGTHS_AT, _HEADER_LENGTH = 26, 30
 
 
@@ -232,7 +232,7 @@ def _opened(file: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _imported(name: str) -> list[tuple[str, Any]]:
-    """What a dotted name names, behind the classes around it; each with its own name."""
+    """What a dotted name names, after the classes around it; each with its own name."""
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         try:

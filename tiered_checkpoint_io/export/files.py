@@ -195,7 +195,7 @@ def _split(tensors: Mapping[str, str], items: Tensors, max_shard_size: int) -> l
 
 
 def _header(shard: Mapping[str, str], items: Tensors) -> tuple[bytes, dict[str, int], int]:
-    """The first bytes of a safetensors file, where behind them each tensor begins, and the size of the file."""
+    """The first bytes of a safetensors file, the offset of each tensor from their end, and the size of the file."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0

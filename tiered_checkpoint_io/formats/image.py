@@ -5,7 +5,7 @@ the contents of tensors: for these it only notes where in the file they belong. 
 then puts the file together in a buffer of the caller's, copying each tensor's storage once, in
 parallel, straight from where it lies, and hashes it on the way. The result is a file that
 ``torch.load`` reads as it reads any other, ``mmap=True`` included, because its layout is that of
-``torch.save`` and of nobody else.
+``torch.save`` alone.
 
 Whatever cannot be laid out so (quantized tensors, backends without storages, a torch release that
 lacks the means) is saved by plain ``torch.save`` into memory first; that costs time and memory, but
@@ -91,7 +91,7 @@ class Image:
         """Writes the whole file, and hashes it.
 
         Args:
-            view: Where to: writable, contiguous, at least ``size`` bytes. What lies behind is left.
+            view: Where to: writable, contiguous, at least ``size`` bytes. What follows is left as it is.
             threads: By default as many as this process's share of the node's cores.
             pin: Called with the buffer before bytes are copied from a CUDA device, so that its
                 owner can register it as pinned memory.

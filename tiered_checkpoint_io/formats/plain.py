@@ -45,7 +45,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "torch.torch_version": ("TorchVersion",),
     # A marker.
     "typing": ("Any",),
-    # Containers of nodes, nodes of values. An interpolation stays text until somebody reads that key.
+    # Containers of nodes, nodes of values. An interpolation stays text until that key is read.
     "omegaconf.dictconfig": ("DictConfig",),
     "omegaconf.listconfig": ("ListConfig",),
     "omegaconf.base": ("ContainerMetadata", "Metadata"),

@@ -17,10 +17,9 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
-    StoreUnavailableError,
     WaitTimeoutError,
 )
-from tiered_checkpoint_io.inventory.look import Look, Looker
+from tiered_checkpoint_io.inventory.look import Look, Looker, RepeatedLook
 from tiered_checkpoint_io.inventory.news import News
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -106,11 +105,10 @@ def wait_for(
         StoreError: The durable tier refuses, or is unreachable at the first look; later it is asked again.
     """
     end = clock.monotonic() + timeout_s
-    found: list[CheckpointInfo] = []
     with contextlib.closing(_Tiers(dirpath, None, options, clock)) as tiers:
+        look = RepeatedLook(tiers.look, _log.warning)
         while True:
-            found = tiers.looked_again(found)
-            durable = [each for each in found if each.state == "durable"]
+            durable = [each for each in look.checkpoints() if each.state == "durable"]
             for each in durable:
                 if each.step == step:
                     return each
@@ -139,7 +137,7 @@ def new_checkpoints(
 ) -> Iterator[CheckpointInfo]:
     """Each checkpoint that becomes durable, once, in the order of the saves.
 
-    An alias or a copy, such as ``last.ckpt``, is none of its own. One that becomes durable only behind a later save is
+    An alias or a copy, such as ``last.ckpt``, is none of its own. One that becomes durable only after a later save is
     given when it does. A checkpoint may be deleted while it is worked on, by the retention of its run.
 
     Args:
@@ -165,12 +163,10 @@ def new_checkpoints(
 def _news(
     tiers: _Tiers, news: News, idle_timeout_s: float | None, stop: threading.Event, every_s: float, clock: Clock
 ) -> Iterator[CheckpointInfo]:
-    found: list[CheckpointInfo] = []
-    last = clock.monotonic()
+    look, last = RepeatedLook(tiers.look, _log.warning), clock.monotonic()
     with contextlib.closing(tiers):
         while not stop.is_set():
-            found = tiers.looked_again(found)
-            for each in news.of(found):
+            for each in news.of(look.checkpoints()):
                 yield each
                 last = clock.monotonic()
                 if stop.is_set():
@@ -198,7 +194,6 @@ class _Tiers:
         self._clock = clock
         self._looker = Looker(self.place, memory_dir, metrics=metrics, clock=clock)
         self._unfinished_too = memory_dir is not None
-        self._has_answered = self._is_silent = False
         self._store: Store | None = None
 
     def close(self) -> None:
@@ -221,22 +216,6 @@ class _Tiers:
 
         what = self.place.dirpath
         return answer_within(self._config.durable_timeout_s, ask, what=what, clock=self._clock)
-
-    def looked_again(self, before: list[CheckpointInfo]) -> list[CheckpointInfo]:
-        """What is there now; while a tier that has answered before is unreachable, what was there before."""
-        try:
-            found = self.look().checkpoints
-        except CheckpointNotFoundError:
-            found = []
-        except StoreUnavailableError as error:
-            if not self._has_answered:
-                raise
-            if not self._is_silent:
-                _log.warning("%s; asking again every few seconds", error)
-            self._is_silent = True
-            return before
-        self._has_answered, self._is_silent = True, False
-        return found
 
 
 __all__ = ["CheckpointInfo", "find_latest", "list_checkpoints", "new_checkpoints", "wait_for"]

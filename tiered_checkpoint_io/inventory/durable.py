@@ -65,7 +65,7 @@ def read_all(store: Store, notes: Notes[Manifest | None] | None = None, clock: C
 
 
 def checkpoints(store: Store, notes: Notes[Manifest | None] | None = None, clock: Clock = SYSTEM) -> list[Found]:
-    """All checkpoints of a tier: the latest save first, aliases and copies behind it, what can't be read last.
+    """All checkpoints of a tier: the latest save first, aliases and copies after it, what can't be read last.
 
     Raises:
         CheckpointNotFoundError: The directory does not exist, or there is nothing at all below the URL.

@@ -206,6 +206,6 @@ def _problem(broken: Sequence[BrokenPart]) -> str:
 
 
 def _in_order(rows: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The latest save first, aliases and copies behind what they stand for, what can't be read last."""
+    """The latest save first, aliases and copies after what they stand for, what can't be read last."""
     by_name = sorted(rows, key=lambda row: row.name)
     return sorted(by_name, key=lambda row: row.order, reverse=True)

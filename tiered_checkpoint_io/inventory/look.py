@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.manifests import manifest_notes
 from tiered_checkpoint_io.engine.durable.metrics import added_metrics, metric_notes
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.inventory.durable import checkpoints, unfinished
 from tiered_checkpoint_io.inventory.listing import DurableTier, checkpoints_of
 from tiered_checkpoint_io.inventory.node import NodeMemory, look_at_node
@@ -78,3 +79,39 @@ class Looker:
         # Before the first checkpoint there is none that has any.
         added = added_metrics(store, self._added, clock=self._clock) if self._added is not None and found else {}
         return replace(look, durable=DurableTier(found, left, added))
+
+
+class RepeatedLook:
+    """Looks again and again, for those who wait; a durable tier that is silent meanwhile is said once."""
+
+    def __init__(self, look: Callable[[], Look], say: Callable[[str], object]) -> None:
+        """Takes what looks, and what shows a line to the user."""
+        self._look = look
+        self._say = say
+        self._found: list[CheckpointInfo] | None = None
+        self._said = ""
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the durable tier has answered so far."""
+        return self._found is not None
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """What is there now; while a tier that has answered before is unreachable, what was there before.
+
+        Raises:
+            StoreError: The durable tier refuses, or is unreachable at the first look.
+        """
+        said = ""
+        try:
+            self._found = self._look().checkpoints
+        except CheckpointNotFoundError as error:
+            self._found, said = [], f"there is nothing at {error.key} yet; waiting for the first checkpoint"
+        except StoreUnavailableError as error:
+            if self._found is None:
+                raise
+            said = f"{error}; asking again"
+        if said and said != self._said:
+            self._say(said)
+        self._said = said
+        return self._found

@@ -8,10 +8,10 @@ from tiered_checkpoint_io.inventory.record import CheckpointInfo
 
 
 class News:
-    """Gives each durable save once, however many names it has: an alias or a copy brings nothing new."""
+    """Gives each durable save once, however many names it has: an alias or a copy is nothing new."""
 
     def __init__(self, after: str | None = None) -> None:
-        """``after``: the save behind which to begin, "" for all; None for what the first look does not find."""
+        """``after``: the save after which to begin, "" for all; None for what the first look does not find."""
         self._after = after
         self._seen: set[str] = set()
 

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.memory.space import needs_space
 
 
 def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
-    """Writes a small private file so that a reader sees the old content or the new one, behind a power loss too."""
+    """Writes a small private file so that a reader sees the old content or the new one, after a power loss too."""
     temporary = scratch_beside(path, clock)
     try:
         write_private(temporary, data, synced=True)

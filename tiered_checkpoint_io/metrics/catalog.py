@@ -60,7 +60,7 @@ DURABLE_AGE = _metric(
     "Time since that checkpoint was captured; since the run began where there is none.",
 )
 STEPS_AT_RISK = _metric(
-    "steps_at_risk", "gauge", "steps", "Steps that the loss of this node costs: those behind the last safe checkpoint."
+    "steps_at_risk", "gauge", "steps", "Steps that the loss of this node costs: those since the last safe checkpoint."
 )
 REPLICATED_STEP = _metric(
     "replicated_step", "gauge", "steps", "The step of the newest checkpoint that is also in the memory of other nodes."

@@ -120,7 +120,7 @@ def _of_steps(parts: list[StoredPart], totals: Totals) -> _Found:
     found: _Found = [(catalog.MEMORY_STEP, _known(memory), {}), (catalog.REPLICATED_STEP, _known(replicated), {})]
     if replicated >= 0:
         found.append((catalog.REPLICATION_LAG, max(0, memory - replicated), {}))
-    # A checkpoint of a step that training went back behind is no safety for what it does now.
+    # After training has gone back to an earlier step, a checkpoint of a later one does not count.
     safe = max((step for step in (totals.durable_step, replicated) if step <= totals.step), default=-1)
     if totals.step >= 0:
         found.append((catalog.STEPS_AT_RISK, totals.step - max(0, safe), {}))

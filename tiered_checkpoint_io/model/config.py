@@ -49,7 +49,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
         "bucket-owner-full-control",
     ),
 }
-#: Objects of these classes can't be read before somebody has them restored, which takes hours.
+#: Objects of these classes have to be restored before they can be read, which takes hours.
 _UNREADABLE_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
 _PATHS = ("dirpath", "memory_dir", "spill_dir", "log_dir")
 _RANGES: dict[str, tuple[int, int]] = {

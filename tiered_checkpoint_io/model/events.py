@@ -139,7 +139,7 @@ class Totals:
             self.durable_step, self.durable_at = step, created
 
     def _reach(self, step: int, t: float) -> None:
-        """Training is at a step. Where it went back, all behind the checkpoint that it resumed from is done again."""
+        """Training is at a step. Where it went back, the steps since the resumed checkpoint are repeated."""
         if step < 0:
             return
         if step < self.step:

@@ -273,8 +273,8 @@ class Manifest:
 def reservation(name: str, mark: str) -> bytes:
     """What stands in a manifest's place while an object of its name, which no manifest names, is replaced or removed.
 
-    It says that there is no checkpoint. Whoever has read the place before can't commit any more what that object was
-    to be. Once there was one, the place is never empty again: emptied, it would look as it did before.
+    It says that there is no checkpoint. A drain that has read the place before can't commit any more with that object.
+    Once there was a manifest, the place is never empty again: emptied, it would look as it did before.
     """
     return dump({"name": name, "reserved": mark})
 

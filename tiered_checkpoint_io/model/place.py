@@ -55,7 +55,7 @@ def endpoint_text(url: str) -> str:
 
 
 class Place(NamedTuple):
-    """A durable tier: by this, and not by dirpath alone, it is told which checkpoints belong together.
+    """A durable tier: checkpoints belong together where this is the same, and not dirpath alone.
 
     Attributes:
         dirpath: Its URL or directory.

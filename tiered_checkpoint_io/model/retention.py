@@ -131,7 +131,7 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class EverySteps:
-    """Keeps the first step at or behind each multiple of so many."""
+    """Keeps the first step at or after each multiple of so many."""
 
     every_steps: int
 

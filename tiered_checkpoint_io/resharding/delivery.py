@@ -31,7 +31,7 @@ _ROOM = 0.95
 
 
 class Mapped:
-    """The bytes of a mapped file: the ``Content`` of an upload. What was read counts as memory of nobody's."""
+    """The bytes of a mapped file: the ``Content`` of an upload. Pages that were read leave this process' memory."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping

@@ -88,7 +88,7 @@ def reshard_checkpoint(
         dirpath: The durable tier.
         name: The checkpoint there, also of a folder that plain DCP wrote, or a file of torch.save;
             ``tiered:latest`` for the latest save that training can resume from.
-        new_name: What to call the new one; nothing may have that name.
+        new_name: The name of the new checkpoint; it must be free.
         parts: How many ranks' parts it shall have, as a job of so many ranks would save it; None for one file, as
             ``torch.save`` writes it.
         weights_only: Refuse objects that are neither tensors nor plain data, where they have to be loaded: between a

@@ -61,7 +61,7 @@ def changed(operation: str, key: str) -> StoreChangedError:
         "it changed since it was read: another run, or another node, works on the same name",
         operation=operation,
         key=key,
-        hint="it is looked at anew, and decided again; no action needed",
+        hint="it is read again and decided anew; no action needed",
     )
 
 
@@ -323,8 +323,8 @@ class ConditionalStore(Store, Protocol):
     ) -> None:
         """As ``upload``; raises as :meth:`put_if`, and what ``look`` raises; then, too, nothing was written.
 
-        It is called right before the object is there, of a large one long behind the beginning, where a tag is a
-        digest, and so is the same again once the same bytes are there again.
+        It is called right before the object appears, which for a large one is long after the upload began. It is needed
+        where a tag is a digest, and so is the same again once the same bytes are there again.
         """
         ...
 

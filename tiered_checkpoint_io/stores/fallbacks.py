@@ -67,7 +67,7 @@ def folders_of(store: Store, prefix: str) -> set[str]:
 def read_pieces(
     store: Store, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]
 ) -> None:
-    """Fills several buffers, one behind the other, from byte ``offset`` of an object on; raises as ``read_into``.
+    """Fills several buffers, one after the other, from byte ``offset`` of an object on; raises as ``read_into``.
 
     ``filled(index)`` is called right after each, in their order, while its bytes are in the processor's cache. Where an
     attempt fails, the next one begins again with index 0. Only where the store has ``read_pieces`` itself do the bytes

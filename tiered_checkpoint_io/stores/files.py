@@ -8,7 +8,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import (
@@ -25,6 +25,7 @@ from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, Uploa
 from tiered_checkpoint_io.stores.retry import Progress, Retry
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 #: Bytes of one read: more would be held twice, as fsspec gives them in a buffer of its own.
 _READ_SIZE = 16 << 20
 #: Files on their way, where a file appears before it is whole.
@@ -136,14 +137,6 @@ class FileStore(ABC):
         """What all uploads have in common around ``write``, which is called with where to report progress."""
         report, cancelled = Progress(progress), threading.Event()
 
-        def tell(count: int) -> None:
-            try:
-                report.add(count)
-            except BaseException:
-                # The caller's own error ends the upload, whatever it is.
-                cancelled.set()
-                raise
-
         def once() -> None:
             self.metrics.add("requests.put")
             report.restart()
@@ -152,7 +145,7 @@ class FileStore(ABC):
                     with self._guarded("put", key):
                         self._drop_abandoned()
                     self._cleaned = True
-                write(tell)
+                write(_cancelling(cancelled, report.add))
 
         self._retry(lambda: self._or_renewed(once), cancelled=cancelled)
         self.metrics.add("bytes.up", len(data))
@@ -173,18 +166,10 @@ class FileStore(ABC):
         """Copies an object of ``size`` bytes without reading it here, where the file system can; see ServerCopy."""
         origin, path, cancelled = self._path(source), self._path(target), threading.Event()
 
-        def checked() -> None:
-            try:
-                check()
-            except BaseException:
-                # The caller's own error ends the copy, whatever it is.
-                cancelled.set()
-                raise
-
         def once() -> None:
             self.metrics.add("requests.copy")
             with self._turn:
-                self._copy(target, origin, path, size, checked)
+                self._copy(target, origin, path, size, _cancelling(cancelled, check))
 
         self._retry(once, cancelled=cancelled)
         self.metrics.add("bytes.copied", size)
@@ -299,6 +284,19 @@ class FileStore(ABC):
         detail = f"{type(error).__name__}, HTTP {status}" if status is not None else type(error).__name__
         text = os.strerror(number) if number else detail
         return kind(f"{operation} failed: {text}", operation=operation, key=key, hint=hint)
+
+
+def _cancelling(cancelled: threading.Event, call: Callable[_P, None]) -> Callable[_P, None]:
+    """``call``, of which any error is the caller's own, and so ends all attempts."""
+
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            call(*args, **kwargs)
+        except BaseException:
+            cancelled.set()
+            raise
+
+    return run
 
 
 def _status(error: Exception) -> int | None:

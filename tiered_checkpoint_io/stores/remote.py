@@ -97,7 +97,7 @@ class RemoteStore(FileStore):
         try:
             data = self._fs.cat_file(path, start=offset, end=end)
         except Exception as error:
-            # A range behind the end is an error of its own in each file system.
+            # A range past the end is another error in each file system.
             if kind_of(error) is not StoreError or self.size(key) >= end:
                 raise
         if len(data) != len(piece):

@@ -264,7 +264,7 @@ class S3Store:
         made = self._client.ask("head_object", target)
         marks = {name.lower(): value for name, value in made.get("Metadata", {}).items()}
         if made["ContentLength"] != copied.size or marks.get(MARK, mark) != mark:
-            raise StoreUnavailableError("what the server copied is not there", operation="copy", key=target)
+            raise StoreUnavailableError("the copy that the server reported is not there", operation="copy", key=target)
         copied.check()
 
     def abandon(self, key: str, journal: UploadJournal) -> None:

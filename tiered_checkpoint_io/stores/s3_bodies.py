@@ -61,8 +61,8 @@ def fill(
 def _reading(body: Any, key: str, *, whole: bool) -> Iterator[Callable[[memoryview], int]]:
     """What reads the rest of a body into a buffer; of a ``whole`` one, from its connection where that is possible.
 
-    boto3's body takes all through a buffer of its own. The connection behind it is not part of its interface, so
-    what is not exactly as expected is read from the body itself.
+    boto3's body copies through a buffer of its own. Its connection is not part of its interface, so where anything is
+    not as expected, the body itself is read.
     """
     raw: Any = getattr(body, "_raw_stream", None)
     connection: Any = getattr(raw, "_fp", None)

@@ -325,12 +325,12 @@ class S3Client:
 
 
 def _behind(page: Mapping[str, Any], query: Mapping[str, Any]) -> dict[str, Any]:
-    """The query for the page behind this one, which answers ``query``."""
+    """The query for the page after this one, which answers ``query``."""
     # "NextKeyMarker" is the "KeyMarker" of the next page, and so on.
     markers = {name[4:]: value for name, value in page.items() if name.startswith("Next")}
     if any(markers.values()):
         return {**query, **markers}
-    # Some servers leave them out: the last entry says as much. No key in a folder sorts behind the greatest character.
+    # Some servers leave them out: the last entry says as much. No key in a folder sorts after the greatest character.
     names = [entry["Key"] for entry in page.get("Contents", ())]
     names += [entry["Prefix"] + chr(sys.maxunicode) for entry in page.get("CommonPrefixes", ())]
     if names:

@@ -166,7 +166,7 @@ def _meaning(request: str, code: str, status: int, bucket: str, region: str | No
         where = f"is in region {region!r}" if region else "is in another region, or at another endpoint"
         return StoreConfigError, f"bucket {bucket!r} {where}; set region and endpoint_url accordingly"
     if code in _CHANGED or status == 412:
-        return StoreChangedError, "another run, or another node, works on the same name; it is looked at anew"
+        return StoreChangedError, "another run, or another node, works on the same name; it is read again"
     if code in _BUSY or code.startswith("Throttl") or status in _BUSY_STATUS:
         return StoreUnavailableError, None
     if code == _CLOCK:

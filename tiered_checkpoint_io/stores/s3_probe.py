@@ -147,7 +147,7 @@ class _Probe:
         try:
             answer = send()
         except StoreNotFoundError:
-            # Only who may do it is told that there is nothing to do it with.
+            # Only a client with the right learns that the upload does not exist.
             self._tries.append(Tried(request))
             return None
         except StoreError as error:

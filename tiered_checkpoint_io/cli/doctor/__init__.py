@@ -35,7 +35,7 @@ def doctor(
         typer.Option(help="Of one checkpoint on this node, such as 40GiB; the last run's by default."),
     ] = None,
     peer: Annotated[
-        str | None, typer.Option(help="Another node, for the way to it; MASTER_ADDR by default.", envvar="MASTER_ADDR")
+        str | None, typer.Option(help="Another node, to find the interface that reaches it.", envvar="MASTER_ADDR")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Do not measure the throughput.")] = False,
     as_json: Json = False,

@@ -88,7 +88,7 @@ def _missing(facts: BucketFacts, config: TieredCheckpointConfig) -> list[str]:
 
 
 def _unreached(facts: BucketFacts) -> list[Check]:
-    """The clock explains what it explains; all else is told as the request's error."""
+    """A wrong clock where that explains the failure, else the error of the first request."""
     failed = facts.tries[0]
     clock = [each for each in _clock(facts) if each.status == "fail"]
     if clock and not failed.is_passing:
@@ -134,7 +134,7 @@ def _rights(facts: BucketFacts, config: TieredCheckpointConfig) -> list[Check]:
         requests = [name for name, actions in NEEDS.items() if actions == (action,) and name in tried]
         denied = [tried[name] for name in requests if tried[name].is_denied]
         if action in missing and action == "s3:ListBucket" and not tried["list"].failed:
-            measured = "allowed to list, but an object that is not there is answered by 403"
+            measured = "listing is allowed, but a request for a missing object is answered by 403"
             do = "allow it without a condition on s3:prefix, which holds only for lists"
             checks.append(Check("durable", "fail", action, measured, do))
         elif action in missing:

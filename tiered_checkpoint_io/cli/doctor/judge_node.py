@@ -9,7 +9,7 @@ from tiered_checkpoint_io.cli.doctor.facts import Check, NodeFacts, Setting, Sta
 from tiered_checkpoint_io.logs import GIB, size_text
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-#: What containers have for /dev/shm where nobody says otherwise.
+#: The size of /dev/shm in containers by default.
 DOCKERS_SHM = 64 << 20
 #: Connections to S3, mapped files and logs of a few ranks.
 _DESCRIPTORS = 1024
@@ -66,7 +66,7 @@ def _tmpfs(node: NodeFacts, state: State, config: TieredCheckpointConfig) -> Che
         measured += f"; {config.memory_keep_last} checkpoints and one being written take {size_text(needed)}"
         return check("warn", measured, _shm_advice(node, needed))
     if state.size is None and node.memory.size <= DOCKERS_SHM:
-        advice = _shm_advice(node, 8 * GIB) + " (8 is an example: give --state-size to be told yours)"
+        advice = _shm_advice(node, 8 * GIB) + " (8 is an example: give --state-size to get yours)"
         return check("fail", f"{measured}; that is Docker's default, too small for any model", advice)
     if not node.is_tmpfs:
         return check("warn", f"{measured}: saves are as fast as that disk", "set memory_dir to a folder on tmpfs")

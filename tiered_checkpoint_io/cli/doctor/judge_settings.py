@@ -9,7 +9,7 @@ from tiered_checkpoint_io.cli.doctor.facts import Check
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.s3_facts import Settings
 
-#: Objects of these classes can't be read before somebody has them restored, which takes hours.
+#: Objects of these classes have to be restored before they can be read, which takes hours.
 _UNREADABLE = ("GLACIER", "DEEP_ARCHIVE")
 _RULE = "set a lifecycle rule below dirpath with {}, such as the project's deploy/lifecycle.json"
 
@@ -21,14 +21,14 @@ def judge_settings(settings: Settings, url: str) -> list[Check]:
     checks: list[Check] = []
     if settings.unread:
         measured = f"may not be read: {', '.join(settings.unread)}"
-        do = "whoever may (deploy/iam/doctor.json) should look whether rules delete what lies below dirpath"
+        do = "with the rights in deploy/iam/doctor.json, check that no rule deletes objects below dirpath"
         checks.append(Check("durable", "warn", "bucket settings", measured, do))
     if "s3:GetLifecycleConfiguration" not in settings.unread:
         checks += _lifecycle(settings, prefix)
     if "s3:GetBucketVersioning" not in settings.unread:
         checks += _versions(settings, prefix)
     if settings.locked_days:
-        measured = f"new objects are kept for {settings.locked_days} days: what is deleted or overwritten costs so long"
+        measured = f"new objects are kept for {settings.locked_days} days: deleted and overwritten ones cost as long"
         do = "shorten the bucket's default retention, or use a bucket without"
         checks.append(Check("durable", "warn", "Object Lock", measured, do))
     return checks

@@ -70,7 +70,7 @@ class Visit:
         except TieredCheckpointError as error:
             checks = judge_refusal(error)
         self.checks += checks
-        # What fails in the small fails in the large, too; and a directory that is not there is not made.
+        # Where one small request fails, large ones do too; and no directory is made for a measurement.
         if quick or self._is_absent or any(each.status == "fail" for each in checks):
             return
         try:

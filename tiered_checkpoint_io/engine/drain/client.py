@@ -82,7 +82,7 @@ class DrainHandle:
             path, patience_s = self._root / TRAINERS_FILE, self._clock.timing.trainers_lock_s
             self._trainer_lock = try_lock(path, shared=True, patience_s=patience_s, clock=self._clock)
             if self._trainer_lock is None:
-                text = "a drain that should have left holds the trainers' lock"
+                text = "a drain that should have ended still holds the trainers' lock"
                 raise DrainError(text, operation="start", tier="memory", key=str(path))
             if self._config.drain == "process" and differs(self.queue.announced(), elsewhere()):
                 # What may still live is the drain of a trainer before us: ours waits for its end, and asks for it.
@@ -143,8 +143,8 @@ class DrainHandle:
             self._trainer_lock = None
             self.queue.ring()
         if self._child is not None:
-            # Reaps a drain that has left; one that still works is adopted by init when we end. One
-            # that can do nothing leaves as well: whoever comes next must not meet it on its way out.
+            # Reaps a drain that has left; one that still works is adopted by init when we end. One that can
+            # do nothing leaves as well: the next trainer must not meet it while it ends.
             left = self.queue.doable(self._tier)
             if self._child.poll() is None and (not left or self._stuck_by(left) is not None):
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -292,7 +292,7 @@ class DrainHandle:
         raise self._too_slow(f"earlier work on {name}", timeout_s)
 
     def new_outcomes(self) -> list[Outcome]:
-        """Outcomes that were not yet given to anybody here."""
+        """Outcomes that this process has not returned yet."""
         fresh = [outcome for outcome in self.queue.outcomes() if (outcome.op_id, outcome.state) not in self._seen]
         self._seen.update((outcome.op_id, outcome.state) for outcome in fresh)
         return fresh
@@ -323,7 +323,7 @@ class DrainHandle:
         try:
             drain.run()
         except Exception as error:
-            # Whoever waits for it starts it again.
+            # The next call that needs it starts it again.
             self._log.error("the drain has ended: %s", error)
 
     def _stuck_by(self, left: list[Request]) -> Outcome | None:

@@ -37,7 +37,7 @@ def told_to_end(log: Logger, *, late: int) -> Iterator[threading.Event]:
                 return
         stop.set()
         if not done.wait(GRACE_S):
-            text = "the work has not ended within %.0f s of the signal; leaving, what is queued stays queued"
+            text = "the work has not ended within %.0f s of the signal: exiting; queued operations stay queued"
             last_line = threading.Thread(target=log.warning, args=(text, GRACE_S), daemon=True)
             last_line.start()
             last_line.join(_LAST_LINE_S)

@@ -139,10 +139,10 @@ class Executor:
         if stored is not None:
             part = stored.part
             self.deltas.uploaded(part)
-            # Before it leaves the queue: who waits for all that is queued must not find just those that failed.
+            # Before it leaves the queue: else a caller that waits for the queue would find only failed saves there.
             for old in superseded(operations, self._lost(part), operation):
                 self._give_up(old, f"superseded by {part.name}")
-            # Behind the outcome: a drain that dies in between finds it committed, and says so again.
+            # After the outcome: a drain that dies in between finds it committed, and reports it again.
             self._mark_drained(stored)
             what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
             took = rate(part.content.size, seconds)
@@ -204,8 +204,8 @@ class Executor:
         if refused is not None and operation.place not in self.refused:
             self.refused.add(operation.place)
             self.log.warning(
-                "the durable tier does not copy by itself, so %s is uploaded from node memory, or an alias where"
-                " that has it no more; save_last='link' always makes an alias: %s",
+                "the durable tier can't copy objects, so %s is uploaded from node memory, or becomes an alias if it is"
+                " not there any more; save_last='link' always makes an alias: %s",
                 operation.name,
                 refused,
             )
@@ -380,8 +380,8 @@ class Executor:
         try:
             self.tier.mark_drained(stored)
         except OSError as error:
-            # Of a part that an earlier release made, and that has no space for the mark.
-            self.log.error("could not note that memory may let %s go: %s", stored.part.name, error)
+            # A part that an earlier release made may have no space for the mark.
+            self.log.error("could not mark %s as uploaded, so node memory keeps it: %s", stored.part.name, error)
             self.begun.setdefault(stored.op_id, Begun()).failed(error, self.clock)
         self.queue.ring()
 

@@ -48,12 +48,12 @@ def flock(descriptor: int, patience_s: float, poll_s: float, clock: Clock, *, sh
 
 
 def share(descriptor: int) -> None:
-    """Lets others hold a lock of :func:`try_lock` too. For a moment nobody holds it: somebody may come between."""
+    """Lets others hold a lock of :func:`try_lock` too. It is free for a moment, in which another may take it."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def release(descriptor: int) -> None:
-    """Gives a lock back; in a forked child, whose copy is closed already, does nothing."""
+    """Releases a lock; in a forked child, whose copy is closed already, does nothing."""
     with _guard:
         is_held = descriptor in _held
         _held.discard(descriptor)
@@ -62,7 +62,7 @@ def release(descriptor: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether anybody holds the lock exclusively right now."""
+    """Whether a process holds the lock exclusively right now."""
     descriptor = try_lock(path, shared=True)
     if descriptor is None:
         return True

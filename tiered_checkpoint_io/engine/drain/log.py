@@ -35,7 +35,7 @@ from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.space import needs_space
 
-#: Generation, length and checksum of the data; behind it, the checksum of these.
+#: Generation, length and checksum of the data; then the checksum of these.
 _HEAD = struct.Struct("<QII")
 _HEAD_SIZE = _HEAD.size + 4
 _BELL_AT, _BELL_SIZE = 2 * _HEAD_SIZE, 8

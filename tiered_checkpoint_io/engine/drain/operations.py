@@ -135,9 +135,9 @@ def in_order(operations: Iterable[Request]) -> list[Request]:
 
 
 def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Saves and parts that came to nothing, and behind which none was committed yet.
+    """Saves and parts that failed, and after which none was committed yet.
 
-    That a part is on the durable tier tells nothing of its save: it makes up for lost parts alone.
+    A part on the durable tier does not mean that its save is committed: it replaces lost parts alone.
     """
     saves = [outcome for outcome in outcomes if outcome.action in SAVES]
     newest: dict[tuple[Place, Action], str] = {}
@@ -154,7 +154,7 @@ def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> list[Request]:
-    """Deletes that only a further save can set free, because one before them came to nothing."""
+    """Deletes that wait for a further save, because a save before them failed."""
     first: dict[Place, str] = {}
     for save in unreplaced:
         first[save.place] = min(first.get(save.place, save.op_id), save.op_id)

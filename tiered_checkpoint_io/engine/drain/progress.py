@@ -1,4 +1,4 @@
-"""What a process tells of its saves, and of the work behind them."""
+"""What a process reports of its saves, and of background work."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ class Queue:
 
     def look(self, tier: MemoryTier) -> list[Request]:
         """All that waits for the drain, in order."""
-        # A trainer may add to both while we look. What is asked for behind a save must not be taken up
-        # without it: an alias would find no target, and be given up.
+        # A trainer may add to both while we look. A request that follows a save must not be carried out
+        # without that save: an alias would find no target, and be given up.
         seen = {request.op_id for request in self.requests()}
         parts = [stored for stored in tier.parts() if stored.pending]
         newest = max((stored.op_id for stored in parts), default="")
@@ -275,6 +275,6 @@ def _parsed(kind: type[_T], raw: Any) -> _T | None:
         ids.validate_op_id(made.op_id)
         ids.validate_name(made.name)
     except (InvalidNameError, ManifestError, TypeError, ValueError, AttributeError):
-        # Of another release: nobody waits for it.
+        # Written by another release: no caller waits for it.
         return None
     return made

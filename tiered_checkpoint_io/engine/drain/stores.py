@@ -63,7 +63,7 @@ class Stores:
                 try:
                     abort_stale()
                 except StoreError as error:
-                    # A server without this request keeps its own rubbish; the upload matters more.
+                    # The server may lack this request: that must not stop uploads.
                     self._log.warning("could not look for abandoned uploads: %s", error)
         return self._stores[place]
 

@@ -85,7 +85,7 @@ class Drain:
         Returns:
             False where another drain holds the lock, and nothing was done.
         """
-        # Who asks whether a drain runs holds its lock for a moment.
+        # A process that asks whether a drain runs holds its lock for a moment.
         lock = try_lock(self._root / LOCK_FILE, patience_s=self._clock.timing.drain_lock_s, clock=self._clock)
         if lock is None:
             return False
@@ -120,7 +120,7 @@ class Drain:
                     operation="drain",
                     tier="memory",
                     key=str(self._root),
-                    hint="checkpoints stay in node memory, queued; end that process, and the next one goes on",
+                    hint="checkpoints stay in node memory, queued; end that process, and the next drain goes on",
                 )
         return is_other
 
@@ -164,7 +164,7 @@ class Drain:
                 self._said = announcement(self._clock.token(16))
             self._queue.announce(self._said or None)
         except MemoryFullError as full:
-            # To go on without it frees what is full.
+            # Going on without it frees memory.
             self._log.error("outcomes are not noted: %s", full)
 
     def _turn(self, *, once: bool) -> bool:
@@ -203,7 +203,7 @@ class Drain:
             return False
         is_over = False
         try:
-            # Looked at under the lock: no trainer can add to it now.
+            # Under the lock: no trainer can add to the queue now.
             is_over = self._is_over()
         finally:
             if not is_over:
@@ -214,7 +214,7 @@ class Drain:
     def _is_over(self) -> bool:
         left = {operation.op_id for operation in self._queue.doable(self._tier)}
         overdue = self._clock.monotonic() - self._report.last_success > self._clock.timing.drain_give_up_s
-        # To stay would be in vain for what fails for good: the next start may bring other credentials than ours.
+        # Permanent failures are no reason to stay: the next start may have other credentials than ours.
         begun = [begun for op_id, begun in self._executor.begun.items() if op_id in left]
         if left and not overdue and not (begun and all(each.permanent for each in begun)):
             return False

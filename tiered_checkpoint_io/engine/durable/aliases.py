@@ -87,11 +87,11 @@ def target_of(manifests: Manifests, target: str, alias: str) -> Manifest:
     manifest = manifests.current(target)
     if manifest is None or manifest.alias_of is not None:
         raise CheckpointNotFoundError(
-            f"an alias needs a checkpoint to point to, and {target!r} is none",
+            f"the alias can't be made: there is no checkpoint {target} on the durable tier",
             operation="alias",
             tier="durable",
             key=alias,
-            hint="its own save did not reach the durable tier",
+            hint=f"see why the save of {target} was not uploaded",
         )
     return manifest
 

@@ -26,7 +26,7 @@ class Arrivals:
     """
 
     def __init__(self, part: Part) -> None:
-        """Begins behind :func:`commit.put_part`."""
+        """Begins after :func:`commit.put_part`."""
         self.part = part
         self.rows = {part.rank: IndexRow.of(part)}
         self._looks = 0

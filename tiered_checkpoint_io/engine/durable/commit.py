@@ -4,7 +4,7 @@ Each write concerns one object. A crash after any of them leaves a state in whic
 the new one, complete, and each function may be repeated after a crash.
 
 ====  ==========================================================================  ===================================
-      write                                                                       what a reader finds behind it
+      write                                                                       what a reader finds after it
 ====  ==========================================================================  ===================================
 W1    the files of each part, but the switch, by the drain of its node            the old checkpoint
 W2    the part's description                                                      the old one
@@ -25,7 +25,7 @@ makes (``copies``): all the same to the rest.
 It is safe because no file of committed content is written to but the switch: other files have names of their own, and
 a part that does not is refused. While the switch may be the old or the new one, the manifest has both contents; where
 the name was deleted and aliases keep its objects, their manifests have. An object that no manifest names is replaced
-behind a reservation. Each manifest and switch is written only while it is as it was read (``manifests``).
+after a reservation. Each manifest and switch is written only while it is as it was read (``manifests``).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def commit(
 
     Args:
         store: Where.
-        part: The coordinator's part; of several, behind :func:`put_part`.
+        part: The coordinator's part; of several, after :func:`put_part`.
         files: The bytes of its files, by basename; of those that were sent, only the switch is needed.
         rows: All parts, by rank, as :class:`Arrivals` found them; not needed where there is only this one.
         journal: The one of :func:`put_part`; cleared at the end.
@@ -319,7 +319,7 @@ def _switch_over(
         conditional.upload_if(key, data, tag, journal=journal, progress=progress, look=look)
         return
 
-    # No server takes a condition on what a copy replaces, and a store may look again behind it, at the new object.
+    # No server takes a condition on what a copy replaces, and a store may look again after it, at the new object.
     if conditional.tag(key) != tag:
         raise changed("copy", key)
 
@@ -343,7 +343,7 @@ def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
     is_taken = exists(store, switch.path if switch is not None else f"{part.name}/{METADATA}")
     before = _replaced_by(Manifests(store, part.save_id), part, old, is_taken=is_taken)
     others = [each for each in contents_of(before) if each.save_id != part.save_id]
-    # Of what it is to replace, nobody may be able to tell the files, nor to read them.
+    # The files of the checkpoint that it replaces may be unknown, or unreadable.
     clash = ours & (paths_in(store, others) or set())
     if clash:
         raise UsageError(

@@ -1,7 +1,7 @@
 """The files of a checkpoint on the durable tier: named by its manifest, or by an index and descriptions beside it.
 
-Whoever chooses among checkpoints reads manifests alone. Whoever reads the bytes of one asks here for the files that
-it needs, and only their descriptions are fetched.
+To choose among checkpoints, manifests are enough. To read the bytes of one, the files that are needed are looked up
+here, and only their descriptions are fetched.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _as_committed(where: str) -> Iterator[None]:
     except FormatVersionError:
         raise
     except StoreNotFoundError as error:
-        text = "it is missing, while the manifest that needs it is there"
+        text = "this object is missing, and a manifest needs it"
         raise CorruptCheckpointError(text, operation="read", tier="durable", key=where) from error
     except ManifestError as error:
         raise CorruptCheckpointError(error.message, operation="read", tier="durable", key=where) from error
@@ -155,7 +155,7 @@ def check_paths(part: Part) -> None:
 
 
 def paths_in(store: Store, contents: Iterable[Content]) -> set[str] | None:
-    """The keys of all files of some contents; None where the index of one is damaged, so that nobody can tell them.
+    """The keys of all files of some contents; None where the index of one is damaged, so that they are unknown.
 
     Raises:
         StoreError: The tier could not be asked.

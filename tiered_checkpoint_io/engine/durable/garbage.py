@@ -89,14 +89,14 @@ def collect(
 def clear_up(
     store: Store, committed: Part, *, patience_s: float, busy: Collection[str], log: Logger, seen: Seen | None = None
 ) -> None:
-    """:func:`collect` behind a commit, which an error of it does not undo; logs what went."""
+    """:func:`collect` after a commit, which an error of it does not undo; logs what was removed."""
     try:
         gone = collect(store, committed, patience_s=patience_s, busy=busy, seen=seen)
     except TieredCheckpointError as error:
         log.warning("could not remove what is left of incomplete saves: %s", error)
         return
     for save_id, name in gone:
-        log.warning("save %s of %s never became complete; what was there of it is removed", save_id, name)
+        log.warning("save %s of %s never became complete: removed its objects", save_id, name)
 
 
 def _time_of(store: Store, committed: Part) -> float:
@@ -114,7 +114,7 @@ def _part_at(store: Store, key: str) -> Part:
 
 
 def _name_of(store: Store, objects: list[ObjectInfo]) -> str | None:
-    """The checkpoint that a save was to be; empty where nobody can tell, None where a newer release knows."""
+    """The checkpoint that a save was to be; empty where that is unknown, None where a newer release described it."""
     for entry in objects:
         try:
             part = if_intact(_part_at, store, entry.key)

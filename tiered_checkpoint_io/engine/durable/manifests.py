@@ -2,9 +2,9 @@
 
 Two drains may work on one name: of two runs, or of one job on two nodes. So an operation changes a manifest only while
 it is as the operation has read it (:class:`Manifests`), and an object that several saves write in turn, the switch,
-only behind such a change, and while that is as it was. Who meets a change begins anew (:func:`repeated`). The tag of
-an object that is a digest is the same again once the same bytes are there again, so the manifest is looked at once
-more right before such an object is written to (:meth:`Manifests.look`).
+only after such a change, and while that is as it was. An operation that meets a change begins anew
+(:func:`repeated`). A tag that is a digest is the same again once the same bytes are there again, so the manifest is
+read once more right before such an object is written to (:meth:`Manifests.look`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from tiered_checkpoint_io.engine.durable.notes import Notes
-from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, StoreChangedError, StoreNotFoundError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    FormatVersionError,
+    ManifestError,
+    StoreChangedError,
+    StoreNotFoundError,
+)
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -196,6 +202,20 @@ def _parse(data: bytes, where: str) -> Manifest | None:
 def current(store: Store, name: str) -> Manifest | None:
     """The manifest of a checkpoint; a damaged one describes no checkpoint. Raises as :func:`if_intact`."""
     return if_intact(read_manifest, store, name)
+
+
+def meant_by(store: Store, name: str, *, operation: str, undone: str) -> Manifest:
+    """The manifest of a checkpoint, or of what a name is an alias of.
+
+    Raises:
+        CheckpointNotFoundError: There is none; says what is ``undone`` for that.
+    """
+    manifest = current(store, name)
+    if manifest is None:
+        text = f"there is no checkpoint {name}, so {undone}"
+        raise CheckpointNotFoundError(text, operation=operation, tier="durable", key=name)
+    target = current(store, manifest.alias_of) if manifest.alias_of is not None else None
+    return target or manifest
 
 
 def contents_of(manifests: Iterable[Manifest | None]) -> list[Content]:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.engine.durable.manifests import meant_by
 from tiered_checkpoint_io.engine.durable.notes import Notes
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, ManifestError
+from tiered_checkpoint_io.errors import ConfigError, ManifestError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump, load, located, value_of
@@ -41,13 +41,7 @@ def add_metrics(store: Store, name: str, metrics: Mapping[str, float]) -> str:
         raise ConfigError("no metric is given", hint="give at least one, such as val_loss=0.31")
     for metric, value in metrics.items():
         _check(metric, value)
-    manifest = current(store, name)
-    if manifest is None:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint {name}, so no metric was added", operation="metric", tier="durable", key=name
-        )
-    target = current(store, manifest.alias_of) if manifest.alias_of is not None else None
-    content = (target or manifest).content
+    content = meant_by(store, name, operation="metric", undone="no metric was added").content
     save_id, now = content.origin, SYSTEM.wall()
 
     def put(metric: str) -> None:

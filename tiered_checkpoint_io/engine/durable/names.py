@@ -11,8 +11,8 @@ def gone_past(old: Manifest | None, part: Part, clock: Clock) -> bool:
     """Whether what has a name was saved later than what is to take it, as far as can be told."""
     if old is None or old.alias_of is not None or old.content.save_id <= part.save_id:
         return False
-    # Of other runs the clocks may disagree: there, who comes last has the name, but for what a dead run left in
-    # the memory of its node, and the next start there, or a store that was away, lets go on only now.
+    # Clocks of different runs may disagree: there the last to commit gets the name, except for a save that a dead run
+    # left in its node's memory, and that is uploaded only now.
     same_run = ids.run_id_of(old.content.save_id) == ids.run_id_of(part.save_id)
     return same_run or clock.wall() - part.content.created > clock.timing.left_over_s
 

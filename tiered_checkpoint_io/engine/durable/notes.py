@@ -12,7 +12,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
 _T = TypeVar("_T")
-#: A listing tells times in whole seconds: what was read so soon behind a change may change again unseen. By the times
+#: A listing tells times in whole seconds: what was read so soon after a change may change again unseen. By the times
 #: of the listing itself, or by how long it has been the same.
 _SETTLED_S = 2.0
 

@@ -1,7 +1,7 @@
 """Pins: small objects that keep checkpoints of the durable tier from being deleted, until they are removed or expire.
 
-Who deletes looks for pins before the manifest goes, and once more behind that, before any file does; who pins looks for
-the manifest behind its own write. So of two that meet, the delete puts the manifest back, or the pin is refused.
+A delete looks for pins before it removes the manifest, and again before it removes any file; a pin looks for the
+manifest after its own write. So where the two meet, the delete puts the manifest back, or the pin is refused.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.engine.durable.manifests import meant_by
 from tiered_checkpoint_io.engine.durable.notes import Notes
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, ManifestError, PinnedError, UsageError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump, load, located, value_of
-from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.model.retention import Pin
 from tiered_checkpoint_io.stores.base import Store
 
@@ -31,10 +30,7 @@ def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = 
         raise ConfigError(f"expires_s is {expires_s!r}", hint="allowed: seconds above 0, or None for no end")
     if len(reason) > _MAX_REASON:
         raise ConfigError(f"the reason has {len(reason)} characters", hint=f"at most {_MAX_REASON}")
-    manifest = _existing(store, name)
-    if manifest.alias_of is not None:
-        target = current(store, manifest.alias_of)
-        manifest = manifest if target is None else target
+    manifest = meant_by(store, name, operation="pin", undone="nothing is pinned")
     if manifest.content.copy_of:
         raise UsageError(
             f"{name} is a copy, which the next save replaces",
@@ -55,7 +51,7 @@ def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = 
     key = ids.pin_key(made.name, made.token)
     store.put(key, dump(asdict(made)))
     try:
-        _existing(store, made.name)
+        meant_by(store, made.name, operation="pin", undone="nothing is pinned")
     except CheckpointNotFoundError:
         store.delete(key)
         raise
@@ -110,15 +106,6 @@ def pin_notes() -> Notes[Pin]:
     return Notes(ids.PINS_PREFIX, _parse)
 
 
-def _existing(store: Store, name: str) -> Manifest:
-    manifest = current(store, name)
-    if manifest is None:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint {name}, so nothing is pinned", operation="pin", tier="durable", key=name
-        )
-    return manifest
-
-
 def _sorted_out(
     store: Store, read: Mapping[str, Pin | ManifestError], clock: Clock, *, tidies: bool = True
 ) -> Iterable[Pin]:
@@ -126,7 +113,7 @@ def _sorted_out(
     now = clock.wall()
     for key, value in read.items():
         name, _, last = key.removeprefix(ids.PINS_PREFIX).rpartition("/")
-        # What an object is about is told by its key; of one that can't be read, only that.
+        # The key names the checkpoint; of a pin that can't be read, that is all that is known.
         unread = Pin(name, last.removesuffix(".json"), "", "a pin that can't be read", "?", 0.0)
         each = unread if isinstance(value, ManifestError) else replace(value, name=name, token=unread.token)
         if each.holds(now):

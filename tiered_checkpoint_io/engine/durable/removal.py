@@ -1,4 +1,4 @@
-"""What goes once a manifest has changed: noted before the change, removed behind it, against a crash in between."""
+"""What is removed once a manifest has changed: noted before the change, so that a crash in between loses nothing."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def remove_save(
         paths = {path for path, _ in index.paths}
         described = [ids.description_key(save_id, rank) for rank in index.rows]
     else:
-        # It never was complete: what it has is told by the descriptions that came.
+        # It never was complete: the descriptions that came list its files.
         described = [entry.key for entry in store.list(ids.save_prefix(save_id)) if entry.key != key]
         parts = in_parallel(lambda each: if_intact(_part_at, store, name, save_id, each), described)
         paths = {entry.path for part in parts if part is not None for entry in part.content.files}

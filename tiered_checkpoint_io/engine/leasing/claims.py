@@ -83,7 +83,7 @@ class Claims:
             if current_world_size() == 1 and launch_rank() > 0:
                 return
             owner = owner_of_process(self._clock)
-            # A job of an earlier release that named none looks there.
+            # A job of an earlier release without a namespace looks there.
             namespace = self._config.namespace if self._config.is_named else ids.UNNAMED
             self._lease = LeaseKeeper(self._store, namespace, self._log, owner=owner, clock=self._clock)
             self._lease.start()
@@ -104,7 +104,7 @@ class Claims:
             newest = newest_save_id(self._store())
         except Exception as error:
             if self._looking is look:
-                text = "could not ask which checkpoint is the newest, so those of a late clock may count as older: %s"
+                text = "could not look up the newest checkpoint; by a late clock, new ones may count as older: %s"
                 self._log.warning(text, error)
             return
         if self._looking is look:

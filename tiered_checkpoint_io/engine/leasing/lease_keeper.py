@@ -34,7 +34,7 @@ _owners: dict[int, str] = {}
 
 
 def owner_of_process(clock: Clock) -> str:
-    """The launch that this process belongs to: a name of its own, behind those of the processes that started it.
+    """The launch that this process belongs to: a name of its own, after those of the processes that started it.
 
     All ranks of one start have the same, by the store of torch.distributed. See :func:`model.launches.are_one`.
 

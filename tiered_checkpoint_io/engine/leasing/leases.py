@@ -101,7 +101,7 @@ class Other:
         lease, here = self.lease, (mine.boot_id, mine.pid_ns)
         if lease is not None and "" not in here and (lease.boot_id, lease.pid_ns) == here:
             return _born(lease.pid) == lease.born
-        # How old it is says nothing: it is seldom written where nobody asks.
+        # Its age says nothing: it is written seldom while no other run asks.
         if self.quiet > timing.lease_ttl_s:
             return False
         return True if self.beats else None

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.views import tensor_of
+from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.memory.node import boot_id
 
@@ -236,12 +237,8 @@ def trains_here() -> bool:
 
 def current_group(root: Path, clock: Clock, *, timeout_s: float) -> Group:
     """The ranks that are to restore together: those of torch.distributed, or this process alone."""
-    import torch.distributed as dist
-
     node = node_of(root)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchGroup(node, clock, timeout_s=timeout_s)
-    return Group(node)
+    return TorchGroup(node, clock, timeout_s=timeout_s) if current_world_size() > 1 else Group(node)
 
 
 def node_of(root: Path) -> str:

@@ -9,7 +9,7 @@ knows by itself: the series of the name, the step, and how often the series has 
 So
 
 - after a restart the store is a new one, and so are the run and all ids: parts of two starts never mix, even where both
-  saved the same name at the same step. The run's id tells when it began, and is made behind all that its maker has
+  saved the same name at the same step. The run's id begins with the time, and sorts after all ids that its maker has
   seen, so that later starts count as newer;
 - a name that is saved again gets another id, because its step does not grow: that is a repeat;
 - a save that fails on one rank, or is skipped, does not put later ones out of step: nothing is counted;

@@ -2,8 +2,8 @@
 
 In a restore that is a group, in which every rank knows from a plan what comes next; for replication, a link of two
 ranks. Before a part, its receiver says whether it can take it. Before each chunk, its sender says whether it can send
-it. Behind the last one, the receiver says whether the part has arrived: so a rank that can't go on, whatever the
-reason, says so, and both come to the end of this transfer and to the next. Each chunk is verified where it arrives.
+it. After the last one, the receiver says whether the part has arrived. So a rank that can't go on says so, whatever
+the reason, and both ranks end this transfer and begin the next. Each chunk is verified where it arrives.
 """
 
 from __future__ import annotations

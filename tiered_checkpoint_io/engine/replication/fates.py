@@ -24,7 +24,7 @@ from tiered_checkpoint_io.model.place import Place
 _REPLICATED = "replicated"
 _GIVEN_UP = "given up"
 
-#: Saves that are given up, and of which the others are not told yet; older ones, they have left behind as well.
+#: Saves that are given up, and of which other ranks do not know yet; they have given up older ones as well.
 _MAX_DROPPED = 16
 
 #: Saves of which the later replace the earlier: a durable tier, and a series of names.

@@ -87,7 +87,7 @@ class LocalPeers:
         """Has a part sent from another node's memory to this one's, verified, and made this node's own.
 
         Returns:
-            The part, or None; and what was tried in vain.
+            The part, or None; and what was tried without success.
         """
         deadline, tried = self._clock.monotonic() + min(self._timeout_s, self._timing.local_patience_s), set()
         notes: list[str] = []

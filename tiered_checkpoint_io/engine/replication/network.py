@@ -140,7 +140,7 @@ def interfaces_here() -> list[Interface]:
 
         for start in range(0, struct.unpack_from("i", answer)[0], _IFREQ):
             entry = names[start : start + _IFREQ].tobytes()
-            # An alias has a label behind the name: eth0:1.
+            # An alias has a label after the name: eth0:1.
             name = entry[:16].partition(b"\0")[0].decode().partition(":")[0]
             found.append(Interface(name, socket.inet_ntoa(entry[20:24]), is_up(name)))
         with contextlib.suppress(OSError):

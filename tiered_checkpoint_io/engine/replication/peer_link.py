@@ -7,7 +7,7 @@ a rank that dies half-way, leaves no gap: the next request replaces it.
 A link is a gloo connection of two ranks, in one direction. A group of all ranks would not do: gloo closes *every* pair
 of a group whose timeout passes on any of them, so one stalled peer would end replication on all its fellows for good. A
 link takes a few milliseconds to make and fails alone; the next one finds a peer that has woken up again. Making it is
-no collective, and concerns nobody but the two.
+no collective, and concerns these two ranks alone.
 """
 
 from __future__ import annotations

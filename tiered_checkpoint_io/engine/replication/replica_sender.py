@@ -94,7 +94,7 @@ class ReplicaSender:
             own = {each.save_id for each in (*self._waiting, self._sending) if each is not None}
         for each in spared:
             self._failed(each, "memory had no room to keep it until then")
-        # Behind the others: what is sent next is already among these.
+        # Asked for last: what is sent next is already among these.
         return own | self._fates.awaited()
 
     def close(self, timeout_s: float) -> None:

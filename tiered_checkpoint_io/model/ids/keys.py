@@ -25,7 +25,7 @@ PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
 #: The objects by which ``tiered-ckpt doctor`` tries each right.
 DOCTOR_PREFIX = META_PREFIX + "doctor/"
 
-#: Of a manifest's key, behind the checkpoint's name.
+#: Of a manifest's key, after the checkpoint's name.
 MANIFEST_SUFFIX = ".json"
 _PART_SUFFIX = ".json"
 _INDEX = "index.json"

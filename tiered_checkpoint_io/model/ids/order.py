@@ -29,7 +29,7 @@ def rank_of(folder: str) -> int | None:
 def new_run_id(after: str | None = None, now: float | None = None, *, clock: Clock = SYSTEM) -> str:
     """A run's id; ids sort, as text, in the order in which runs began.
 
-    It sorts behind ``after``, a save id seen in any tier, even where this machine's clock is behind that of the machine
+    It sorts after ``after``, a save id seen in any tier, even where this machine's clock is behind that of the machine
     that gave it (a Lamport clock).
     """
     stamp = datetime.fromtimestamp(clock.wall() if now is None else now, timezone.utc)
@@ -48,7 +48,7 @@ def save_id(run_id: str, counter: int) -> str:
 
 
 def before_its_run(save_id: str) -> str:
-    """An id of its own that sorts before all of the run that this one is of, and behind earlier runs.
+    """A new id that sorts before all ids of this one's run, and after those of earlier runs.
 
     Those of several saves of the run sort as the saves do.
     """
@@ -101,7 +101,7 @@ def line_of(save_id: str) -> str:
 def part_op_id(save_id: str, rank: int, *, commits: bool) -> str:
     """The id of the operation that drains a part: the save's own for the part that commits it.
 
-    Those of other ranks' parts (``<save_id>.rank-00003``) sort behind it, and before those of later saves.
+    Those of other ranks' parts (``<save_id>.rank-00003``) sort after it, and before those of later saves.
     """
     return save_id if commits else f"{save_id}.{rank_folder(rank)}"
 
