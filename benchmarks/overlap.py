@@ -5,13 +5,16 @@ with an eager one before them, with an overlapped one, with an eager one that th
 one behind which another process copies as many bytes from memory to memory: less than any upload does. The server is
 on this machine, where a real one is not: so it has the lowest priority, as has that process. Prints, as medians over
 the run: forward and backward divided by the copy of the state; our share of the save's call (all but Lightning's own
-dump of the state), by the clock and by the thread's processor time; how long the optimizer waited; and the steps behind
-a save divided by those without one. Last comes a line of JSON: of an overlapped save ``share_ms`` and its parts, and by
-how much the slower one of the two steps behind it is longer, ``capture_inflation``; the same behind an eager save,
-``eager_inflation``, and beside a drain, ``drain_inflation``, and beside that copy, ``copy_inflation``.
+dump of the state), by the clock and by the thread's processor time; how long the optimizer waited; and each step behind
+a save divided by the median of the eight around it without one, which a machine's slow drift hits alike, with the
+standard error of that. Last comes a line of JSON: of an overlapped save ``share_ms`` and its parts, and by how much the
+slower one of the two steps behind it is longer, ``capture_inflation``; the same behind an eager save,
+``eager_inflation``, and beside a drain, ``drain_inflation``, and beside that copy, ``copy_inflation``; of the modes
+that are not asked for it is null.
 
 The steps behind a capture count too: their bytes are hashed there. ``--threads`` fills more cores. ``--sharded``: by
-TieredModelParallelStrategy, with FSDP2 and one rank. ``--accelerator gpu``: on a GPU; each step is waited for.
+TieredModelParallelStrategy, with FSDP2 and one rank. ``--accelerator gpu``: on a GPU; each step is waited for. Where
+steps vary by 5 %, ``--modes overlapped --turns 120`` tells 2 % from noise.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from tiered_checkpoint_io.engine.save.overlap import Overlap, local
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 
 NONE, EAGER, OVERLAPPED, DRAINED, COPIED = MODES = ("none", "eager", "overlapped", "drained", "copied")
-_BEGIN = [f"tiered_checkpoint_io.engine.save.overlap:Overlap.{name}" for name in ("begin", "begin_state")]
+_BEGIN = [f"tiered_checkpoint_io.engine.save.overlap:Overlap.{name}" for name in ("begin", "begin_part")]
 OF_CALL = {**OF_SAVE, "finding what may be copied later": _BEGIN}
 #: A save every so many steps: the second step behind it may still be beside its hashing.
 PERIOD = 4
@@ -71,10 +74,11 @@ class Layers(LightningModule):
 class Measuring(Callback):
     """The last callback: saves by turns, and takes the times."""
 
-    def __init__(self, io: TieredCheckpointIO, copier: Copier) -> None:
-        self.io, self.copier, self.mode = io, copier, NONE
+    def __init__(self, io: TieredCheckpointIO, copier: Copier, modes: list[str]) -> None:
+        self.io, self.copier, self.modes, self.mode = io, copier, modes, NONE
         self.began = self.fed = 0.0
-        self.steps: dict[tuple[str, int], list[float]] = {}
+        #: In their order: each one's mode, and its steps, seconds.
+        self.turns: list[tuple[str, list[float]]] = []
         self.calls: dict[str, list[float]] = {mode: [] for mode in MODES}
         self.processor: dict[str, list[float]] = {mode: [] for mode in MODES}
         self.parts: list[dict[str, float]] = []
@@ -92,11 +96,13 @@ class Measuring(Callback):
         wait_for_gpu()
         took, turn = time.perf_counter() - self.began, index // PERIOD
         if turn > WARM_UP:
-            self.steps.setdefault((self.mode, index % PERIOD), []).append(took)
+            if index % PERIOD == 0:
+                self.turns.append((self.mode, []))
+            self.turns[-1][1].append(took)
             if self.mode == NONE:
                 self.compute.append(self.fed)
         if index % PERIOD == PERIOD - 1:
-            turns = [mode for each in MODES[1:] for mode in (NONE, each)]
+            turns = [mode for each in self.modes for mode in (NONE, each)]
             self.mode = turns[(turn + 1) % len(turns)]
             if self.mode != NONE:
                 self.save(trainer, counts=turn > WARM_UP)
@@ -196,6 +202,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--turns", type=int, default=64, help="of four steps each, beyond the first nine")
+    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--sharded", action="store_true")
@@ -222,7 +229,7 @@ def main() -> None:
         )
         # Weights, and two moments of each.
         copier = stack.enter_context(contextlib.closing(Copier(arguments.layers * arguments.width**2 * 12)))
-        measuring, model = Measuring(io, copier), Layers(arguments.width, arguments.layers)
+        measuring, model = Measuring(io, copier, arguments.modes), Layers(arguments.width, arguments.layers)
         steps = (WARM_UP + 1 + arguments.turns) * PERIOD
         trainer = Trainer(
             max_steps=steps,
@@ -245,29 +252,51 @@ def main() -> None:
         show(measuring, copy_s(list(map(local, [*model.parameters(), *state]))), waited.total / steps)
 
 
+def beside(turns: list[tuple[str, list[float]]], mode: str) -> list[list[float]]:
+    """By their place behind a save, steps as multiples of the median of those around them without one."""
+    found: list[list[float]] = [[] for _ in range(PERIOD)]
+    for number, (each, steps) in enumerate(turns):
+        if each == mode:
+            around = [step for other, some in turns[max(0, number - 1) : number + 2] if other == NONE for step in some]
+            for place, step in enumerate(steps):
+                found[place].append(step / statistics.median(around))
+    return found
+
+
+def error(values: list[float]) -> float:
+    """The standard error of the median of values that spread as a normal distribution does, but for outliers."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median([abs(each - middle) for each in values])
+    return float(1.2533 * spread / len(values) ** 0.5)
+
+
 def show(measured: Measuring, copy: float, waited: float) -> None:
     middle = statistics.median
-    plain = [each for (mode, _), steps in measured.steps.items() if mode == NONE for each in steps]
-    base = middle(plain)
+    base = middle([each for mode, steps in measured.turns if mode == NONE for each in steps])
     print(f"load {os.getloadavg()[0]:.1f}; step {base * 1e3:.1f} ms, copy of the state {copy * 1e3:.1f} ms")
     print(f"forward_backward_to_copy={middle(measured.compute) / copy:.2f}")
-    inflation = {}
-    for mode in MODES[1:]:
-        behind = [middle(measured.steps[mode, place]) for place in range(PERIOD)]
+    inflation, errors = {}, {}
+    for mode in measured.modes:
+        ratios = beside(measured.turns, mode)
+        behind = [middle(each) for each in ratios]
         share, worked = middle(measured.calls[mode]) * 1e3, middle(measured.processor[mode]) * 1e3
         print(f"{mode}: our share of the call {share:.2f} ms, of it on the processor {worked:.2f} ms")
-        print(f"{mode}: steps behind it / steps without: " + ", ".join(f"{each / base:.3f}" for each in behind))
-        inflation[mode] = max(behind[:2]) / base - 1
-        cost = middle(measured.calls[mode]) + sum(behind) - PERIOD * base
+        shown = ", ".join(f"{each:.3f} ± {error(some):.3f}" for each, some in zip(behind, ratios, strict=True))
+        print(f"{mode}: steps behind it / steps without: {shown}")
+        slower = behind.index(max(behind[:2]))
+        inflation[mode], errors[mode] = behind[slower] - 1, error(ratios[slower])
+        cost = middle(measured.calls[mode]) + (sum(behind) - PERIOD) * base
         print(f"{mode}_cost_to_copy={cost / copy:.2f}")
     print(f"optimizer_waited_ms_a_step={waited * 1e3:.3f}")
     figures = {
-        "share_ms": middle(measured.calls[OVERLAPPED]) * 1e3,
+        "share_ms": middle(measured.calls[OVERLAPPED]) * 1e3 if measured.calls[OVERLAPPED] else None,
         "parts_ms": {part: seconds * 1e3 for part, seconds in medians(measured.parts).items()},
-        "capture_inflation": inflation[OVERLAPPED],
-        "drain_inflation": inflation[DRAINED],
-        "copy_inflation": inflation[COPIED],
-        "eager_inflation": inflation[EAGER],
+        "capture_inflation": inflation.get(OVERLAPPED),
+        "capture_inflation_error": errors.get(OVERLAPPED),
+        "drain_inflation": inflation.get(DRAINED),
+        "drain_inflation_error": errors.get(DRAINED),
+        "copy_inflation": inflation.get(COPIED),
+        "eager_inflation": inflation.get(EAGER),
         "step_ms": base * 1e3,
         "waited_ms": waited * 1e3,
         "cores": os.cpu_count(),

@@ -97,9 +97,9 @@ class Moments:
             self.states[name] = copy.deepcopy(state)
             return save(saver, state, name, **options)
 
-        def leaving(saver, part):
+        def leaving(saver, *args):
             self.due.clear()
-            return leave(saver, part)
+            return leave(saver, *args)
 
         def waiting(overlap):
             self.due.set()

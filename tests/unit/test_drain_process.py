@@ -54,8 +54,8 @@ def test_a_trainer_starts_it_waits_for_it_and_leaves_it(node, store, handle_of):
     handle.flush(60)
     assert names(store) == []
     # What was waited for is not told again.
-    assert [outcome.op_id for outcome in handle.new_outcomes()] == [request.op_id]
-    assert handle.new_outcomes() == []
+    assert [outcome.op_id for outcome in handle.news()[0]] == [request.op_id]
+    assert handle.news() == ([], "")
     pid = handle.progress().pid
     assert pid != os.getpid()
     assert os.getsid(pid) == pid

@@ -188,7 +188,7 @@ class Session:
                     drain.start()
                     self.wait()
             except Exception as error:
-                self._not_drained(drain, error)
+                self._not_drained(error)
             self.surface()
         finally:
             self.standing()
@@ -197,12 +197,12 @@ class Session:
             drain.close(timeout_s=self.config.wait_timeout_s)
             tier.close()
 
-    def _not_drained(self, drain: DrainHandle, error: Exception) -> None:
+    def _not_drained(self, error: Exception) -> None:
         if not isinstance(error, DrainError):
             self.failed("queued checkpoints", -1, error)
             return
         # The reasons first. Each is counted where it is logged, and what is slow has not failed.
-        self._look_for_outcomes(drain)
+        self._look_for_outcomes()
         said, left = not_uploaded(self.standing().pending, self.config, error)
         if self._leads:
             self.log.log(logging.WARNING if self._is_leaving else logging.ERROR, "%s — %s", said, left.hint)
@@ -241,20 +241,20 @@ class Session:
 
     def poll(self) -> list[Outcome]:
         """Background operations that ended since the last call, each once."""
-        if self._opened is not None:
-            self._look_for_outcomes(self._opened.drain)
+        self._look_for_outcomes()
         fresh, self._unread = [*self._unread], deque(maxlen=_UNREAD)
         return fresh
 
-    def _look_for_outcomes(self, drain: DrainHandle) -> None:
-        fresh = self._looking(drain.new_outcomes, list[Outcome]())
+    def _look_for_outcomes(self) -> None:
+        if self._opened is None:
+            return
+        fresh, trouble = self._looking(self._opened.drain.news, (list[Outcome](), ""))
         self._unread.extend(fresh)
         for outcome in fresh:
             failure = say_outcome(self.log, outcome, self.config, leads=self._leads)
             if failure is not None:
                 self.counts["failed"] += self._leads
                 self._unshown.append(failure)
-        trouble = self._looking(lambda: drain.progress().trouble, "")
         if trouble and trouble != self._trouble and self._leads:
             self.log.error("the drain can't get at its queue, so nothing is uploaded; it tries again: %s", trouble)
         self._trouble = trouble
@@ -376,9 +376,7 @@ class Session:
         Raises:
             SaveError: There is one that was not raised yet, and ``on_save_error`` is ``raise``.
         """
-        if self._opened is None:
-            return
-        self._look_for_outcomes(self._opened.drain)
+        self._look_for_outcomes()
         failures, self._unshown = self._unshown, []
         if failures and self._raises:
             raise failures[0]

@@ -64,6 +64,7 @@ class DrainHandle:
         self._seen = {(outcome.op_id, outcome.state) for outcome in outcomes}
         #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
         self._earlier = {outcome.op_id: outcome.finished for outcome in outcomes if outcome.state == "failed"}
+        self._heard: tuple[bytes | None, str] = None, ""
         tier.bell = self.queue.ring
 
     # ----------------------------------------------------------------------------------- life
@@ -291,11 +292,15 @@ class DrainHandle:
                 raise self._fails(f"earlier work on {name} has not reached the durable tier: {error}", name)
         raise self._too_slow(f"earlier work on {name}", timeout_s)
 
-    def new_outcomes(self) -> list[Outcome]:
-        """Outcomes that this process has not returned yet."""
+    def news(self) -> tuple[list[Outcome], str]:
+        """Outcomes that this process has not returned yet, and :attr:`DrainProgress.trouble`."""
+        heard = self.queue.heard()
+        if heard == self._heard[0]:
+            return [], self._heard[1]
         fresh = [outcome for outcome in self.queue.outcomes() if (outcome.op_id, outcome.state) not in self._seen]
+        self._heard = heard, self.progress().trouble
         self._seen.update((outcome.op_id, outcome.state) for outcome in fresh)
-        return fresh
+        return fresh, self._heard[1]
 
     # ---------------------------------------------------------------------------------- inside
     def _looks(self, timeout_s: float) -> Iterator[None]:

@@ -70,6 +70,12 @@ class OperationLog:
             file = self._opened()
             return os.pread(file, _BELL_AT + _BELL_SIZE, 0) if file is not None else b""
 
+    def heard(self) -> bytes:
+        """As :meth:`poll`, and what differs where :meth:`beat` has written."""
+        with self._guard:
+            file = self._opened()
+            return os.pread(file, _BEAT_AT + _BEAT_SIZE, 0) if file is not None else b""
+
     def entries(self, prefix: str) -> dict[str, Any]:
         """All that the log holds below a prefix, by what follows it."""
         with self._guard:
@@ -152,6 +158,8 @@ class OperationLog:
             _log.warning("%s was removed: queued aliases and deletes, and outcomes, are lost", self._path)
             self.close()
             self._state, self._generation, self._heads = {}, 0, b""
+        if self._file is None and not make and not os.path.exists(self._path):
+            return None
         if self._file is None:
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
             try:

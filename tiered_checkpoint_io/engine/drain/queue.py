@@ -85,6 +85,8 @@ class Queue:
         self.open = self._log.open
         #: What differs from the last call where there is anything new: a cheap look, for those who wait.
         self.version = self._log.poll
+        #: The same, for those to whom what the drain says of itself is new too.
+        self.heard = self._log.heard
         self._outcomes: tuple[bytes, list[Outcome]] = b"", []
         self._notes: dict[str, Note] = {}
         self._said, self._last = b"", DrainProgress()
