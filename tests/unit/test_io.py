@@ -11,6 +11,7 @@ from support.launch import scripts
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.restore import restore
 from tiered_checkpoint_io.errors import (
     RestoreError,
 )
@@ -262,10 +263,10 @@ def test_a_step_or_epoch_that_no_manifest_holds_leaves_a_checkpoint_all_the_same
 
 def test_a_restore_from_memory_maps_the_file_once_and_verifies_what_it_maps(make, memory_dir, tmp_path, monkeypatch):
     mapped = []
-    from_file = torch.UntypedStorage.from_file
+    privately_mapped = restore.privately_mapped
 
-    def counted(*arguments, **options):
-        mapped.append(from_file(*arguments, **options))
+    def counted(*arguments):
+        mapped.append(privately_mapped(*arguments))
         return mapped[-1]
 
     io = make(str(tmp_path / "durable"), memory_keep_last=1)
@@ -282,7 +283,8 @@ def test_a_restore_from_memory_maps_the_file_once_and_verifies_what_it_maps(make
     io.save_checkpoint(saved, "step=3.ckpt", storage_options={"tiers": ["memory"]})
     (file,) = (each for each in Path(memory_dir).rglob("rank-*/*") if each.name == "step=3.ckpt")
     before = file.read_bytes()
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", staticmethod(counted))
+    monkeypatch.setattr(restore, "privately_mapped", counted)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *_, **__: pytest.fail("torch mapped it, too"))
     loaded = io.load_checkpoint("step=3.ckpt")
     assert len(mapped) == 1
     base = mapped.pop()

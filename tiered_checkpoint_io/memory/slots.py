@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory import forks
+from tiered_checkpoint_io.memory.pages import Mapped, take_space
 from tiered_checkpoint_io.memory.space import needs_space
 
 _ROUND = 2 << 20
@@ -40,8 +41,8 @@ class Slot:
         capacity: Bytes that are mapped. Address space costs nothing, so there are more of them
             than the file has: a state that grows a little keeps its mapping.
         reserved: Bytes, from the start, whose space is taken. Nothing beyond may be touched.
-        touched: Bytes, from the start, whose pages are in this mapping. Others cost a fault each when they are first
-            written by it, which is more than to write them by the descriptor.
+        touched: Bytes, from the start, whose pages are in this mapping, or huge. Others cost a fault each when they are
+            first written by it, which is more than to write them by the descriptor.
         inode: The file's identity, which survives its renames.
     """
 
@@ -50,20 +51,16 @@ class Slot:
         self.descriptor = descriptor
         self.capacity = capacity
         self.reserved = self.touched = 0
-        # The file must be as long as its mapping only while it is being mapped.
-        os.ftruncate(descriptor, capacity)
-        self.mapping = mmap.mmap(descriptor, capacity)
-        with contextlib.suppress(OSError):
-            # A worker that outlives its trainer would keep the pages of files that are long unlinked.
-            self.mapping.madvise(mmap.MADV_DONTFORK)
-        os.ftruncate(descriptor, 0)
+        self._mapped = Mapped(descriptor, capacity, shared=True)
+        # A worker that outlives its trainer would keep the pages of files that are long unlinked.
+        self._mapped.advise(mmap.MADV_DONTFORK, 0, capacity)
         self.inode = os.fstat(descriptor).st_ino
         forks.register(self)
 
     @property
     def view(self) -> memoryview:
         """The slot's bytes, writable, as far as they are mapped."""
-        return memoryview(self.mapping)
+        return self._mapped.view
 
     @property
     def unlinked(self) -> bool:
@@ -73,7 +70,10 @@ class Slot:
     def reserve(self, size: int) -> None:
         """Takes the space of the first ``size`` bytes; a part of it may be taken already."""
         if self.reserved < size:
-            os.posix_fallocate(self.descriptor, self.reserved, size - self.reserved)
+            huge = take_space(self.descriptor, self.reserved, size)
+            if self.touched == self.reserved:
+                # A fault for each of these pages is none too many.
+                self.touched = huge
             self.reserved = size
         if os.fstat(self.descriptor).st_size < size:
             os.ftruncate(self.descriptor, size)
@@ -86,26 +86,17 @@ class Slot:
     def close(self, unmap: Callable[[memoryview], None] | None = None) -> None:
         """Unmaps and closes the file; its name, if any, stays."""
         if unmap is not None:
-            unmap(memoryview(self.mapping))
+            unmap(self.view)
         # A view that someone still holds keeps the mapping alive; it goes with that view.
-        with contextlib.suppress(BufferError):
-            self.mapping.close()
+        del self._mapped
         descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)
 
     def forked(self) -> None:
         """See :class:`forks.Owner`: a copy of the descriptor would keep the lock of a parent that has died."""
-        # Nothing is mapped there now, so the mapping must never be ended: something else may lie there by then.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.mapping))
-        if self.descriptor < 0:
-            return
-        # The mapping has a descriptor of its own, which Python does not tell.
-        names = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else [str(self.descriptor)]
-        file, self.descriptor = os.fstat(self.descriptor), -1
-        for name in names:
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(int(name)), file):
-                    os.close(int(name))
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class SlotPool:

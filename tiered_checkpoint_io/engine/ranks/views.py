@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from tiered_checkpoint_io.memory.pages import Mapped
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +35,12 @@ def privately_mapped(descriptor: int, size: int) -> torch.UntypedStorage:
     """A file's bytes as ``torch.load`` maps them: what is written there never gets into the file."""
     import torch
 
-    # The open file itself: another may have its name by now. An empty one can't be mapped.
-    path = f"/proc/self/fd/{descriptor}"
-    storage: Any = torch.UntypedStorage
-    mapped: torch.UntypedStorage = storage.from_file(path, shared=False, nbytes=size) if size else storage(0)
-    return mapped
+    if not size:
+        # An empty file can't be mapped.
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    # Not by torch, which leaves it to chance whether huge pages of the file are mapped as such.
+    content = Mapped(descriptor, size, shared=False).content
+    return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
 
 def bytes_of(storage: torch.UntypedStorage) -> memoryview:

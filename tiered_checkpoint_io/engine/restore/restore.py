@@ -44,8 +44,8 @@ class Restored(Found):
         path: The local file.
         seconds: How long it took to find, fetch and verify.
         bytes_read: Bytes that this process read from the durable tier.
-        mapped: The file's bytes, where this process verified them in node memory: as tensors may be made of them, which
-            changes to these never leave. Each page is then touched once.
+        mapped: The file's bytes, where it lies in node memory: tensors may be made of them, and what is written to
+            these never gets into the file. Where this process has verified them there, each page is touched once.
     """
 
     tier: Tier
@@ -182,9 +182,11 @@ class NodeFetcher:
         )
         if part.save_id and not fetched.temporary:
             descriptors = restored._held.enter_context(opened(self.find(part.save_id), keep=keep))
-            mapped, self._mapped = self._mapped, None
-            if mapped is not None and os.path.samestat(mapped[1], os.fstat(descriptors[fetched.path.name])):
+            descriptor, (mapped, self._mapped) = descriptors[fetched.path.name], (self._mapped, None)
+            if mapped is not None and os.path.samestat(mapped[1], os.fstat(descriptor)):
                 restored.mapped = mapped[0]
+            else:
+                restored.mapped = privately_mapped(descriptor, part.content.size)
         restored._held.callback(fetched.drop)
         return restored
 

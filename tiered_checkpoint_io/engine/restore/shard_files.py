@@ -22,12 +22,13 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, read_chunk
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError
+from tiered_checkpoint_io.formats.filling import default_threads
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 
-#: Two fill the memory's bus.
+#: Few fill the memory's bus. More than there are cores would wait for each other.
 _READ_THREADS = 4
 
 
@@ -188,7 +189,7 @@ class ShardFiles:
             read_chunk(file.entry, index, file.descriptor, wanted[index], where=None if known else where)
 
         try:
-            in_parallel(one, wanted, _READ_THREADS)
+            in_parallel(one, wanted, min(_READ_THREADS, default_threads()))
         except CorruptCheckpointError as error:
             self._tiers.quarantine(self._held.pop(basename).stored, error)
             raise

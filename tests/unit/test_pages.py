@@ -1,0 +1,147 @@
+"""Huge pages of tmpfs: the same bytes and the same space as without, whether the kernel has some or not."""
+
+import errno
+import gc
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from support.tenants import mounted_tmpfs
+
+from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
+from tiered_checkpoint_io.memory import pages
+from tiered_checkpoint_io.memory.pages import HUGE, Mapped, take_space
+
+MIB = 1 << 20
+SIZE = 16 * MIB + 5000
+
+
+@pytest.fixture
+def descriptor(memory_dir):
+    with tempfile.TemporaryFile(dir=memory_dir) as file:
+        yield file.fileno()
+
+
+@pytest.fixture(params=["as this kernel does", "none", "some"])
+def kernel(request, monkeypatch):
+    """What the kernel gives: none at all, or none any more after the first few."""
+    if request.param == "none":
+        monkeypatch.setattr(pages, "_MADV_COLLAPSE", 999)
+    elif request.param == "some":
+        monkeypatch.setattr(pages, "_STEP", 4 * MIB)
+        advise, left = Mapped.advise, iter([True, True])
+        monkeypatch.setattr(Mapped, "advise", lambda *args: next(left, False) and advise(*args))
+    return request.param
+
+
+def gives_huge_pages():
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        return take_space(file.fileno(), 0, 8 * MIB) > 0
+
+
+def taken(descriptor):
+    return os.fstat(descriptor).st_blocks * 512
+
+
+def maps(address):
+    """What the kernel tells of the mapping that begins at an address; {} where there is none."""
+    found = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            inside = first.startswith(f"{address:x}-")
+        elif inside:
+            found[first[:-1]] = rest[0]
+    return found
+
+
+@pytest.mark.parametrize("start", [0, HUGE, 3 * MIB, 12_345])
+def test_all_space_is_taken_and_no_more_and_bytes_that_are_there_stay(descriptor, kernel, start):
+    kept = os.urandom(start + 3 * MIB)
+    os.pwrite(descriptor, kept, 0)
+    huge = take_space(descriptor, start, SIZE)
+    assert start <= huge <= SIZE
+    if kernel == "none":
+        assert huge == start
+    assert os.fstat(descriptor).st_size == SIZE
+    assert taken(descriptor) == -(-SIZE // pages.mmap.PAGESIZE) * pages.mmap.PAGESIZE
+    with open(descriptor, "rb", closefd=False) as file:
+        assert file.read() == kept.ljust(SIZE, b"\0")
+
+
+def test_what_is_taken_is_mapped_by_huge_pages_where_the_kernel_has_them(descriptor):
+    if not gives_huge_pages():
+        pytest.skip("this kernel gives none")
+    assert take_space(descriptor, 0, SIZE) == 16 * MIB
+    mapped = Mapped(descriptor, SIZE, shared=True)
+    assert mapped.address % HUGE == 0
+    mapped.view[:] = b"x" * SIZE
+    assert int(maps(mapped.address)["ShmemPmdMapped"]) * 1024 == 16 * MIB
+    storage = privately_mapped(descriptor, SIZE)
+    assert bytes_of(storage) == b"x" * SIZE
+    assert int(maps(storage.data_ptr())["ShmemPmdMapped"]) * 1024 == 16 * MIB
+    # As a checkpoint that is cut to its size.
+    os.ftruncate(descriptor, 5 * MIB + 1)
+    assert os.pread(descriptor, SIZE, 0) == b"x" * (5 * MIB + 1)
+    assert taken(descriptor) < 8 * MIB
+
+
+def test_a_small_file_and_one_on_a_disk_are_as_ever(descriptor, tmp_path):
+    assert take_space(descriptor, 0, 4 * MIB) == 0
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        if not pages._is_on_tmpfs(file.fileno()):
+            assert take_space(file.fileno(), 0, SIZE) == 0
+            assert taken(file.fileno()) >= SIZE
+
+
+@pytest.mark.parametrize("room", [1, 7, 12, 19])
+def test_a_file_system_that_is_too_small_is_an_error(tmp_path, room):
+    with mounted_tmpfs(tmp_path / "shm", room * MIB) as folder, tempfile.TemporaryFile(dir=folder) as file:
+        with pytest.raises(OSError, match="No space") as caught:
+            take_space(file.fileno(), 0, 20 * MIB)
+        assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_private_mapping_never_changes_the_file_and_goes_with_the_last_tensor(descriptor):
+    os.pwrite(descriptor, bytes(SIZE), 0)
+    storage = privately_mapped(descriptor, SIZE)
+    address = storage.data_ptr()
+    tensor = torch.empty(0, dtype=torch.uint8).set_(storage)[7:]
+    del storage
+    gc.collect()
+    tensor.fill_(3)
+    assert os.pread(descriptor, SIZE, 0) == bytes(SIZE)
+    assert int(tensor.sum(dtype=torch.int64)) == 3 * (SIZE - 7)
+    assert maps(address)
+    del tensor
+    gc.collect()
+    assert not maps(address)
+    assert privately_mapped(descriptor, 0).nbytes() == 0
+
+
+def test_a_file_may_be_open_for_reading_alone_where_the_mapping_is_private(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    view = Mapped(descriptor, 3, shared=False).view
+    with pytest.raises(PermissionError):
+        Mapped(descriptor, 3, shared=True)
+    os.close(descriptor)
+    view[1:] = b"xy"
+    assert bytes(view) == b"axy"
+    assert (tmp_path / "file").read_bytes() == b"abc"
+
+
+def test_a_forked_child_leaves_its_parents_mappings_alone(descriptor):
+    os.pwrite(descriptor, b"abc", 0)
+    mapped = Mapped(descriptor, 3, shared=True)
+    address = mapped.address
+    child = os.fork()
+    if not child:
+        del mapped
+        os._exit(0 if maps(address) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del mapped
+    assert not maps(address)

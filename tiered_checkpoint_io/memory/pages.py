@@ -1,0 +1,149 @@
+"""Pages of files on tmpfs: their space is taken in huge pages, and mapped so that each of these is one page, too.
+
+To take and to touch 2 MiB in pages of 4 KiB costs several times what one huge page does, and whoever maps the file
+later pays again for each of them. Mounts of tmpfs rarely give huge pages by themselves, but the kernel makes one of a
+stretch of a file where it is asked to (Linux 6.1). Where it can't, or has none left, all goes on as without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import time
+import weakref
+from pathlib import Path
+
+HUGE = 2 << 20
+#: Less than that is quickly touched.
+_LEAST = 4 * HUGE
+#: What is made huge by one call, and how long that may take without the kernel searching for memory, seconds.
+_STEP, _SLOW_S = 64 << 20, 0.5
+_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_TMPFS = 0x01021994
+#: Linux's, which Python does not name.
+_MADV_COLLAPSE = 25
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+
+
+class Mapped:
+    """A file's bytes, mapped at a multiple of :data:`HUGE`.
+
+    Attributes:
+        content: They stay mapped until this, and all that was made of it, is gone.
+        address: Where they lie.
+    """
+
+    def __init__(self, descriptor: int, size: int, *, start: int = 0, shared: bool) -> None:
+        """Maps ``size`` bytes from ``start`` on, a multiple of :data:`HUGE`, for reading and writing.
+
+        Args:
+            descriptor: The file; open for reading is enough where ``shared`` is False.
+            size: 1 at least.
+            start: Where in the file.
+            shared: Whether what is written gets into the file.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        # Room that is certain to have such a multiple in it, whose rest is given back.
+        around = size + HUGE
+        found = _map(None, around, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        self.address = -(-found // HUGE) * HUGE
+        end = self.address + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED
+            _map(self.address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, start)
+        except OSError:
+            _libc.munmap(found, around)
+            raise
+        if self.address > found:
+            _libc.munmap(found, self.address - found)
+        if found + around > end:
+            _libc.munmap(end, found + around - end)
+        self.content = (ctypes.c_char * size).from_address(self.address)
+        # When the process ends, someone may still be at it.
+        weakref.finalize(self.content, _unmap, self.address, size, os.getpid()).atexit = False
+
+    @property
+    def view(self) -> memoryview:
+        """All of it."""
+        return memoryview(self.content).cast("B")
+
+    def advise(self, advice: int, start: int, length: int) -> bool:
+        """``madvise``, without the interpreter's lock; whether the kernel did it."""
+        return bool(_libc.madvise(self.address + start, length, advice) == 0)
+
+
+def take_space(descriptor: int, start: int, end: int) -> int:
+    """Takes the space of a file's bytes from ``start`` up to ``end``; a part of it may be taken already.
+
+    Returns:
+        Up to where it was taken in huge pages; ``start`` where it was not.
+
+    Raises:
+        OSError: There is not enough.
+    """
+    huge = _take_huge(descriptor, -(-start // HUGE) * HUGE, end // HUGE * HUGE)
+    os.posix_fallocate(descriptor, start, end - start)
+    return max(start, huge)
+
+
+def _take_huge(descriptor: int, start: int, end: int) -> int:
+    """As :func:`take_space`, of whole huge pages, as far as the kernel gives them."""
+    if end - start < _LEAST or not (_are_there() and _is_on_tmpfs(descriptor)):
+        return 0
+    try:
+        mapped = Mapped(descriptor, end - start, start=start, shared=True)
+    except OSError:
+        return 0
+    done = 0
+    for low in range(start, end, _STEP):
+        high = min(low + _STEP, end)
+        # It makes no page of nothing at all.
+        taken = (_libc.fallocate(descriptor, 0, at, mmap.PAGESIZE) == 0 for at in range(low, high, HUGE))
+        began = time.monotonic()
+        if not all(taken) or not mapped.advise(_MADV_COLLAPSE, low - start, high - low):
+            break
+        done = high
+        if time.monotonic() - began > _SLOW_S:
+            break
+    return done
+
+
+@functools.cache
+def _are_there() -> bool:
+    """Whether this kernel has huge pages of the size that this module is about."""
+    try:
+        return int(_SIZE_FILE.read_text()) == HUGE
+    except (OSError, ValueError):
+        return False
+
+
+def _is_on_tmpfs(descriptor: int) -> bool:
+    # Its type comes first in what the kernel says of a file system.
+    facts = (ctypes.c_long * 64)()
+    return bool(_libc.fstatfs(descriptor, facts) == 0 and facts[0] == _TMPFS)
+
+
+def _map(address: int | None, size: int, protection: int, flags: int, descriptor: int, start: int) -> int:
+    found: int = _libc.mmap(address, size, protection, flags, descriptor, start)
+    if found == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return found
+
+
+def _unmap(address: int, size: int, owner: int) -> None:
+    # In a child that was forked, something else may lie there by then.
+    if os.getpid() == owner:
+        _libc.munmap(address, size)
