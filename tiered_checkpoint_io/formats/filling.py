@@ -88,7 +88,7 @@ class Segments(Sequence[Segment]):
     """Many segments: one row of bytes, and where in the file each stretch of it belongs.
 
     Attributes:
-        data: The bytes, of one segment behind those of the other.
+        data: The bytes of all segments, one after the other.
         offsets: Where in the file each begins.
         cuts: Where in the row each begins, and its end.
     """
@@ -246,7 +246,7 @@ class Filling:
             end = min(piece + size, begin + length)
             away = 0 if written is None else written.address - (self._base + piece)
             for target, source, nbytes in copies.long(piece // size):
-                # Lets go of the interpreter lock, unlike a copy between memoryviews.
+                # Releases the interpreter lock, unlike a copy between memoryviews.
                 ctypes.memmove(target + away, source, nbytes)
             if self._arrivals:
                 self._await(piece, end)
@@ -340,7 +340,7 @@ def hash_chunks(content: Sliced, threads: int) -> tuple[str, ...]:
         start, length = chunk
         hasher = xxhash.xxh3_128()
         with content[start : start + length] as data:
-            # Lets go of the interpreter lock, which training needs meanwhile.
+            # Releases the interpreter lock, which training needs meanwhile.
             hasher.update(data)
         return hasher.hexdigest()
 

@@ -19,7 +19,7 @@ _COUNTED = {ord("X"): 4, ord("T"): 4, ord("U"): 1, 0x8A: 1, 0x8B: 4}
 BINPUT, LONG_BINPUT, BINGET, LONG_BINGET, BINUNICODE, GLOBAL = b"qrhjXc"
 #: Numbers of a fixed length.
 _NUMBERS = frozenset(b"KMJG")
-#: Behind a function: it is called without arguments.
+#: After a function: it is called without arguments.
 CALLED = b")R"
 
 
@@ -62,7 +62,7 @@ def after(data: bytes, at: int) -> int:
 
 
 def values_in(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where the bytes of numbers and texts begin and end: no operation behind them depends on these."""
+    """Where the bytes of numbers and texts begin and end: no later operation depends on these."""
     at = 0
     while at < len(data):
         begin, at = at, after(data, at)

@@ -1,6 +1,6 @@
 """The zip file around a pickle and its tensors, kept from one save for the next: only the pickle's record changes.
 
-Records begin at multiples of the alignment. A pickle of another length so moves all that is behind it by a multiple of
+Records begin at multiples of the alignment. So a pickle of another length moves all that follows it by a multiple of
 that: the padding before the second record changes, and so do offsets and some checksums; nothing else does.
 """
 
@@ -72,7 +72,7 @@ class Records:
         self._fixed_from, name_end = _contents(head, second)
         self._second = bytes(head[second:name_end])
         self._pickle_size = second - begin - _DESCRIPTOR.size
-        # What is behind the second record's header only moves. It is kept as one row of bytes.
+        # What follows the second record's header only moves. It is kept as one row of bytes.
         fixed = [Segment(self._fixed_from, head[self._fixed_from :]), *segments[1:]]
         row = Segments.of(fixed)
         self._starts, self._cuts, self._fixed = row.offsets, row.cuts, bytes(row.data)
@@ -88,7 +88,7 @@ class Records:
         return bytes(segments[0].data[len(self._head) : len(self._head) + self._pickle_size])
 
     def moved_by(self, pickled: bytes) -> int:
-        """By how many bytes all that is behind another pickle moves.
+        """By how many bytes all that follows another pickle moves.
 
         Raises:
             DoubtError: The file would be laid out in another way.

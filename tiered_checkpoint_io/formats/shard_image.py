@@ -99,7 +99,7 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
 
 
 class TensorRow:
-    """Where tensors lie in a file, one behind the other, kept for later ones that are alike; none of the tensors."""
+    """Where tensors lie in a file, one after the other, kept for later files of the same shape; holds no tensor."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Plans them.

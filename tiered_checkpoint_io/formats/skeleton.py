@@ -95,7 +95,7 @@ class Piece:
     Attributes:
         data: Its pickle, without what begins and ends one; for a tensor, a call of :func:`tensor_here`.
         first: The first number that the pickler's memo gave to an object of it.
-        end: The number behind the last one.
+        end: The number after the last one.
         tensors: The numbers of the tensors that it has first.
     """
 

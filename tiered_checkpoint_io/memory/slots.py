@@ -189,7 +189,7 @@ class SlotPool:
                     self._free.remove(slot)
                     self._discard(slot)
                 return True
-            # With a view, the mapping stays, whoever takes the slot meanwhile.
+            # With a view, the mapping stays even if the slot is taken meanwhile.
             view, start = slot.view, slot.touched - slot.touched % mmap.PAGESIZE
         end = min(start + _PIECE, size)
         with view:
@@ -218,8 +218,8 @@ class SlotPool:
     def recycle(self, path: str) -> bool:
         """Takes the file at ``path`` back as a free slot; unlinks it where it can't be reused.
 
-        A file that somebody has mapped for reading (who then holds a shared lock on it) is
-        unlinked: its bytes stay for that reader, unchanged.
+        A file that a reader has mapped (which then holds a shared lock on it) is unlinked: its bytes
+        stay for that reader, unchanged.
         """
         with self._lock:
             slot = self._lent.pop(os.stat(path).st_ino, None)
@@ -236,7 +236,7 @@ class SlotPool:
             try:
                 os.rename(path, free_name)
             except FileNotFoundError:
-                # Somebody else cleared the folder away.
+                # Another process has removed the folder.
                 slot.close(self.unmap)
                 return False
             slot.path = free_name
