@@ -2,17 +2,17 @@
 
 One fit, one torch thread by default, so that a core is free; AdamW on linear layers. By turns, steps without a save,
 with an eager one before them, with an overlapped one, with an eager one that the drain then uploads, and with an eager
-one behind which another process copies as many bytes from memory to memory: less than any upload does. The server is
+one after which another process copies as many bytes from memory to memory: less than any upload does. The server is
 on this machine, where a real one is not: so it has the lowest priority, as has that process. Prints, as medians over
 the run: forward and backward divided by the copy of the state; our share of the save's call (all but Lightning's own
-dump of the state), by the clock and by the thread's processor time; how long the optimizer waited; and each step behind
+dump of the state), by the clock and by the thread's processor time; how long the optimizer waited; and each step after
 a save divided by the median of the eight around it without one, which a machine's slow drift hits alike, with the
 standard error of that. Last comes a line of JSON: of an overlapped save ``share_ms`` and its parts, and by how much the
-slower one of the two steps behind it is longer, ``capture_inflation``; the same behind an eager save,
+slower one of the two steps after it is longer, ``capture_inflation``; the same after an eager save,
 ``eager_inflation``, and beside a drain, ``drain_inflation``, and beside that copy, ``copy_inflation``; of the modes
 that are not asked for it is null.
 
-The steps behind a capture count too: their bytes are hashed there. ``--threads`` fills more cores. ``--sharded``: by
+The steps after a capture count too: their bytes are hashed there. ``--threads`` fills more cores. ``--sharded``: by
 TieredModelParallelStrategy, with FSDP2 and one rank. ``--accelerator gpu``: on a GPU; each step is waited for. Where
 steps vary by 5 %, ``--modes overlapped --turns 120`` tells 2 % from noise.
 """
@@ -49,7 +49,7 @@ from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 NONE, EAGER, OVERLAPPED, DRAINED, COPIED = MODES = ("none", "eager", "overlapped", "drained", "copied")
 _BEGIN = [f"tiered_checkpoint_io.engine.save.overlap:Overlap.{name}" for name in ("begin", "begin_part")]
 OF_CALL = {**OF_SAVE, "finding what may be copied later": _BEGIN}
-#: A save every so many steps: the second step behind it may still be beside its hashing.
+#: A save every so many steps: the second step after it may still be beside its hashing.
 PERIOD = 4
 WARM_UP = 8
 
@@ -253,7 +253,7 @@ def main() -> None:
 
 
 def beside(turns: list[tuple[str, list[float]]], mode: str) -> list[list[float]]:
-    """By their place behind a save, steps as multiples of the median of those around them without one."""
+    """By their place after a save, steps as multiples of the median of those around them without one."""
     found: list[list[float]] = [[] for _ in range(PERIOD)]
     for number, (each, steps) in enumerate(turns):
         if each == mode:
@@ -278,14 +278,14 @@ def show(measured: Measuring, copy: float, waited: float) -> None:
     inflation, errors = {}, {}
     for mode in measured.modes:
         ratios = beside(measured.turns, mode)
-        behind = [middle(each) for each in ratios]
+        later = [middle(each) for each in ratios]
         share, worked = middle(measured.calls[mode]) * 1e3, middle(measured.processor[mode]) * 1e3
         print(f"{mode}: our share of the call {share:.2f} ms, of it on the processor {worked:.2f} ms")
-        shown = ", ".join(f"{each:.3f} ± {error(some):.3f}" for each, some in zip(behind, ratios, strict=True))
-        print(f"{mode}: steps behind it / steps without: {shown}")
-        slower = behind.index(max(behind[:2]))
-        inflation[mode], errors[mode] = behind[slower] - 1, error(ratios[slower])
-        cost = middle(measured.calls[mode]) + (sum(behind) - PERIOD) * base
+        shown = ", ".join(f"{each:.3f} ± {error(some):.3f}" for each, some in zip(later, ratios, strict=True))
+        print(f"{mode}: steps after it / steps without: {shown}")
+        slower = later.index(max(later[:2]))
+        inflation[mode], errors[mode] = later[slower] - 1, error(ratios[slower])
+        cost = middle(measured.calls[mode]) + (sum(later) - PERIOD) * base
         print(f"{mode}_cost_to_copy={cost / copy:.2f}")
     print(f"optimizer_waited_ms_a_step={waited * 1e3:.3f}")
     figures = {

@@ -37,7 +37,7 @@ _WHOLE = {torch.Tensor, torch.nn.Parameter}
 
 
 class OverlappedCapture(Callback):
-    """The first callback of a trainer: what others do in the same hook comes behind the wait."""
+    """The first callback of a trainer: what others do in the same hook comes after the wait."""
 
     def __init__(self, trainer: Trainer, io: TieredCheckpointIO, saver: FullSaver | CoordinatedSaver) -> None:
         self._trainer = trainer
@@ -105,7 +105,7 @@ class OverlappedCapture(Callback):
             self._session.log.error("%s", error)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Waits, because weights are exchanged here; what is saved behind that may overlap the next epoch."""
+        """Waits, because weights are exchanged here; what is saved after that may overlap the next epoch."""
         self._overlap.wait()
 
     def on_train_batch_start(self, *_: Any) -> None:

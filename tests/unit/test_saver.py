@@ -245,14 +245,14 @@ def test_what_comes_behind_a_task_is_not_waited_for_on_its_thread_and_shown_once
         done.append("task")
 
     def fails():
-        done.append("behind")
+        done.append("after")
         raise OSError("no room")
 
     running = task.run("step_1", works)
-    task.behind("last", fails)
+    task.after("last", fails)
     may_end.set()
     with pytest.raises(OSError, match="no room"):
         task.show()
-    assert (running.exception(0), done) == (None, ["task", "behind"])
+    assert (running.exception(0), done) == (None, ["task", "after"])
     task.show()
     task.close()

@@ -29,7 +29,7 @@ _CRC_LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a stored tensor most likely lies in its item: as rows, behind what its type and shape tell."""
+    """How a stored tensor most likely lies in its item: as rows, after a header that its type and shape tell."""
 
     skeleton: Skeleton
     dtype: torch.dtype

@@ -2,7 +2,7 @@
 
 A local checkpoint holds a rank's own part, and needs no collective. In one of Lightning's, a callback that averages
 weights puts sharded tensors among its own state. Pickled, each rank's would hold that rank's shard alone; so they go
-the way of the model's, and leave a note behind.
+the way of the model's, and leave a note.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
 class _Filling:
     def __init__(self, where: str, own: Callable[[Any], Any]) -> None:
         self._where = where
-        #: Copies what stays in the state behind the load; what was one tensor stays one.
+        #: Copies what stays in the state after the load; what was one tensor stays one.
         self._own = own
 
     def dictionary(self, state: dict[Any, Any], loaded: Any, path: str) -> None:

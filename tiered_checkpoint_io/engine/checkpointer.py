@@ -130,14 +130,14 @@ class Checkpointer:
         name, session = ids.name_in(self.dirpath, path), self.session
         of = ids.name_in(self.dirpath, target)
         with session.turn.taken(name):
-            session.background.behind(name, lambda: session.submit("copy" if copy else "alias", name, of), needs=of)
+            session.background.after(name, lambda: session.submit("copy" if copy else "alias", name, of), needs=of)
             session.known.note(name, exists=True)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint from memory now, and from the durable tier after earlier commits."""
         name = ids.name_in(self.dirpath, path)
         with self.session.turn.taken(name):
-            self.session.background.behind(name, lambda: self._remove(name))
+            self.session.background.after(name, lambda: self._remove(name))
 
     def _remove(self, name: str) -> None:
         here: list[StoredPart] = []

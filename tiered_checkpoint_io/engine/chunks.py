@@ -117,7 +117,7 @@ def fetch_pieces(
     pieces: Sequence[memoryview],
     arrived: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Reads one chunk into buffers, one behind the other, each hashed as soon as it is full; raises as :func:`fetch`.
+    """Reads one chunk into buffers, one after the other, each hashed as soon as it is full; raises as :func:`fetch`.
 
     Args:
         store: Where from.

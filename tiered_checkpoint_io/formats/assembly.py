@@ -139,7 +139,7 @@ class Assembly:
         data: The pickle.
         order: The number of the first tensor of each storage, in the order of the file's records.
         templates: Those of all units, by the units' bytes.
-        copied: Which stretches ``[begin, end)`` of the rest were copied to where, behind what begins a pickle.
+        copied: Which stretches ``[begin, end)`` of the rest were copied to where, after what begins a pickle.
     """
 
     def __init__(

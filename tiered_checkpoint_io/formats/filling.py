@@ -278,7 +278,7 @@ class Filling:
             if storage.device.type != "cuda":
                 target.copy_(content)
                 return
-            # On the current stream, and so behind whatever still computes the tensor. Copies
+            # On the current stream, and so after whatever still computes the tensor. Copies
             # of all regions are queued at once; chunks are hashed while later ones run.
             with torch.cuda.device(storage.device):
                 target.copy_(content, non_blocking=True)

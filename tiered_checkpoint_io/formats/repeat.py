@@ -21,7 +21,7 @@ class Repeat:
     Attributes:
         order: See :class:`Assembly`.
         records: The file around it.
-        move: By how much what is behind the pickle has moved; so it has for all pickles that are made here.
+        move: By how much what comes after the pickle has moved; so it has for all pickles that are made here.
         size: Of the file, bytes.
     """
 

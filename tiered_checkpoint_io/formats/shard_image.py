@@ -119,7 +119,7 @@ class TensorRow:
         self._devices = devices_of(image.regions)
 
     def plan(self, objects: Iterable[bytes], tensors: Sequence[torch.Tensor]) -> tuple[Image, list[Placed]]:
-        """As :func:`plan_shard`, of objects and of tensors behind them, which are alike to those that it knows."""
+        """As :func:`plan_shard`, of objects and of tensors after them, which are alike to those that it knows."""
         head, placed = plan_shard(objects)
         before, after, base = Segments.of(head.segments), self._segments, head.size
         segments = Segments(

@@ -133,7 +133,7 @@ def prepare_markers(folder: Path, *, drained: bool) -> None:
 
 
 def mark(folder: Path, name: str, *, synced: bool = False) -> None:
-    """Shows a marker of a part; ``synced``: for a part on a disk, also behind a power loss.
+    """Shows a marker of a part; ``synced``: for a part on a disk, also after a power loss.
 
     Raises:
         FileNotFoundError: The part is gone.

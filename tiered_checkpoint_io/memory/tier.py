@@ -333,7 +333,7 @@ class MemoryTier:
         return StoredPart(copy.part, folder, drained, copy.replicated)
 
     def mark_drained(self, stored: StoredPart) -> None:
-        """Notes that the durable tier needs nothing more of a part, also behind a power loss."""
+        """Notes that the durable tier needs nothing more of a part, also after a power loss."""
         with contextlib.suppress(FileNotFoundError):
             mark(stored.folder, DRAINED, synced=True)
 
@@ -352,7 +352,7 @@ class MemoryTier:
         except FileNotFoundError:
             return
         with contextlib.suppress(OSError):
-            sync_folder(stored.folder.parent)  # behind a power loss it must not be there without its marks
+            sync_folder(stored.folder.parent)  # after a power loss it must not be there without its marks
             os.rmdir(stored.folder.parent)
         pinned = (trash / PINNED).exists()
         for entry in stored.part.content.files:

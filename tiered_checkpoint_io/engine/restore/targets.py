@@ -112,7 +112,7 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[memoryview]]:
 
 
 def _read(entry: FileEntry, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
-    """Fills buffers with what lies one behind the other from ``offset`` on."""
+    """Fills buffers with what lies one after the other from ``offset`` on."""
     left = list(buffers)
     while left:
         count = os.preadv(descriptor, left, offset)

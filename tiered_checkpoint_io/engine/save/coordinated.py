@@ -221,7 +221,7 @@ class CoordinatedSaver:
         captured.small = functools.cache(lambda: {METADATA: metadata(), **beside})
         if captured.background:
             if part.streams:
-                # The other ranks seal behind the save: to wait for their parts here would be for ever.
+                # The other ranks seal after the save: to wait for their parts here would be for ever.
                 part.send(captured.small(), commits=False)
             with self._lock:
                 self._captured = captured

@@ -29,7 +29,7 @@ from tiered_checkpoint_io.formats.skeleton import ODD, DoubtError, Skeleton, sca
 
 #: Of a save that never overlaps.
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
-#: Of those behind one that failed for it.
+#: Of the saves after one that failed for it.
 FOUND_CHANGED = "a capture has found the state changed"
 #: Set to anything, what was copied is compared, once it is, with another copy that was made when the save began.
 CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
@@ -87,7 +87,7 @@ class Overlapped:
 
     @property
     def hashes_later(self) -> bool:
-        """Whether the copy alone is faster enough to hash it behind: a GPU copies many times as fast as a core hashes.
+        """Whether it is hashed after the copy: a GPU copies many times as fast as a core hashes.
 
         On the CPU, what was just copied is hashed while it is in the cache, which costs the training beside it less.
         """
@@ -109,7 +109,7 @@ class Overlapped:
         self.copied.set()
 
     def check(self) -> None:
-        """Looks, behind the copy and before training goes on, whether all is as it was when the save began.
+        """Looks, after the copy and before training goes on, whether all is as it was when the save began.
 
         Raises:
             ChangedError: It is not.

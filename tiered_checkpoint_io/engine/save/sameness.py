@@ -215,6 +215,6 @@ def _digest_of_ends(stretches: Sequence[tuple[int, int]], chunk_size: int, conte
 
 
 def _whole_chunks(start: int, end: int, chunk_size: int) -> tuple[int, int]:
-    """The first of the chunks that lie in a stretch, and the one behind the last; no chunk where these are one."""
+    """The first of the chunks that lie in a stretch, and the one after the last; no chunk where these are one."""
     first = -(-start // chunk_size)
     return first, max(first, end // chunk_size)

@@ -44,8 +44,8 @@ class BackgroundTask:
         self._tasks = []
         return self._submit(name, work)
 
-    def behind(self, name: str, work: Callable[[], None], *, needs: str = "") -> None:
-        """Does something with ``name`` behind what runs; at once where nothing does. :meth:`show` shows its failure.
+    def after(self, name: str, work: Callable[[], None], *, needs: str = "") -> None:
+        """Does something with ``name`` after what runs; at once where nothing does. :meth:`show` shows its failure.
 
         Args:
             name: A checkpoint's name.
@@ -69,7 +69,7 @@ class BackgroundTask:
         """Waits for what runs; on its own thread, looks at what has ended.
 
         Raises:
-            Exception: What was done :meth:`behind` a task has failed.
+            Exception: What was done :meth:`after` a task has failed.
             DrainError: It has not ended in time.
         """
         self.wait()

@@ -11,7 +11,7 @@ class Digest(NamedTuple):
 
     Attributes:
         chunks: Of the chunks that hold nothing else: they have been hashed anyway.
-        ends: Of the bytes before and behind these, which are hashed for this alone; None where they were not.
+        ends: Of the bytes before and after these, which are hashed for this alone; None where they were not.
     """
 
     chunks: str
@@ -45,7 +45,7 @@ class LastTensors:
             last = self._held.get(what)
             earlier: tuple[int, Digest | None] = (-1, None)
             if last is not None and step >= last.step:
-                # A second save of one step is such as that of the weights behind that of their averages.
+                # A second save of one step is such as that of the weights after that of their averages.
                 earlier = last[2:] if step == last.step else last[:2]
             before = earlier[1]
             if last is not None and (step, chunks) == (last.step, last.digest.chunks):
