@@ -195,7 +195,8 @@ SECTIONS = (
     Section(
         "Restores",
         "restore",
-        "Into parameters that exist. The copy is between warm tensors. The raw client verifies nothing.",
+        "Into parameters that exist, four times as many bytes as above. The copy is between warm tensors. The raw"
+        " client verifies nothing.",
         ("way", "seconds", "/ memcpy", "rate / raw client", "CPU s/GiB"),
         restores,
     ),
@@ -266,9 +267,9 @@ measured: `make bench-gpu` does so where there is a GPU. The S3 server is on the
 
 ## How long training waits
 
-States of {found["mebibytes"]} MiB (the GPT is smaller), medians of {found["rounds"]} rounds, each beside a copy into
-warm tensors by one thread in the same process. The load is into tensors that exist, once. Peak memory is anonymous
-memory of the training process.
+States of {found["mebibytes"]} MiB (the GPT is smaller, what is uploaded by its changes four times as large), medians of
+{found["rounds"]} rounds, each beside a copy into warm tensors by one thread in the same process. The load is into
+tensors that exist, once. Peak memory is anonymous memory of the training process.
 
 ![Stall beside a copy](benchmarks.svg)
 
