@@ -97,9 +97,9 @@ class Moments:
             self.states[name] = copy.deepcopy(state)
             return save(saver, state, name, **options)
 
-        def leaving(saver, *args):
+        def leaving(saver, part):
             self.due.clear()
-            return leave(saver, *args)
+            return leave(saver, part)
 
         def waiting(overlap):
             self.due.set()

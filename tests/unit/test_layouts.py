@@ -20,7 +20,6 @@ from tiered_checkpoint_io.formats import layouts as layouts_module
 from tiered_checkpoint_io.formats.assembly import Assembly
 from tiered_checkpoint_io.formats.image import Image, plan
 from tiered_checkpoint_io.formats.layouts import Layouts
-from tiered_checkpoint_io.formats.skeleton import scan
 
 
 def shown(image: Image) -> tuple[Any, ...]:
@@ -178,25 +177,6 @@ def test_where_values_alone_have_changed_they_are_put_into_the_pickle_of_the_sav
         state["one"] = one
         for _ in range(2):
             check(layouts, state)
-
-
-def test_a_skeleton_is_planned_as_the_state_was_when_it_was_made():
-    world, layouts = World(), Layouts()
-    world.begin_moments()
-    for reused, step in ((0, 1), (0, 2), (1, 70_000), (2, 70_001)):
-        world.step = step
-        state = world.state()
-        state["list"] = [step]
-        wanted, skeleton = plan(state), scan(state)
-        sizes = layouts.size_of(skeleton)
-        state["list"].append("later")
-        state["more"] = "later"
-        got = layouts.plan(skeleton)
-        assert shown(got) == shown(wanted)
-        assert layouts.reused == reused
-        assert sizes <= got.size
-        assert skeleton.state["list"] == [step]
-    assert sizes == got.size
 
 
 def test_tensors_that_share_other_storages_than_before():

@@ -86,7 +86,6 @@ def test_an_alias_of_a_durable_save_that_failed_in_the_background_is_not_set(job
 
     def fails(part, *args, **options):
         if part.facts.step == 2:
-            monkeypatch.setattr(PartSave, "give_back", cannot)
             raise OSError("no such device")
         seal(part, *args, **options)
 
@@ -95,6 +94,7 @@ def test_an_alias_of_a_durable_save_that_failed_in_the_background_is_not_set(job
         raise OSError("nor can it be given back")
 
     monkeypatch.setattr(PartSave, "seal", fails)
+    monkeypatch.setattr(PartSave, "give_back", cannot)
     job.may_copy.clear()
     job.save(2)
     job.checkpointer.alias("last.ckpt", "step=2.ckpt")
@@ -127,43 +127,6 @@ def test_a_change_that_leaves_no_trace_is_found_by_the_check(job, monkeypatch, c
     assert (second.tiers, second.overlapped) == ({"memory", "durable"}, False)
     assert [line for line in job.said(caplog) if line.endswith("a capture has found the state changed")]
     assert job.checkpointer.load("tiered:latest")["global_step"] == 2
-
-
-def test_what_others_change_is_copied_before_the_save_returns_whatever_shares_it(job):
-    job = job()
-    buffer = torch.zeros(64)
-    state = {"w": job.weight, "view": job.weight[3:9], "rows": buffer.view(8, 8).t(), "buffer": buffer, "list": [1]}
-    state["grad"] = torch.zeros(3, requires_grad=True)
-    for step in (1, 2, 3, 4):
-        job.may_copy.clear()
-        report = job.checkpointer.save({**state, "global_step": step}, f"{step}.ckpt", tiers=["memory"], wait=False)
-        assert report.overlapped
-        buffer += 1
-        state["list"][0] += 1
-        job.go_on()
-        job.weight += 1
-        loaded = job.checkpointer.load(f"{step}.ckpt")
-        assert (loaded["w"][3], loaded["buffer"].sum(), loaded["list"]) == (step - 1, 64 * (step - 1), [step])
-        assert loaded["rows"].stride() == (1, 8)
-        assert loaded["rows"].untyped_storage().data_ptr() == loaded["buffer"].untyped_storage().data_ptr()
-        assert loaded["view"].untyped_storage().data_ptr() == loaded["w"].untyped_storage().data_ptr()
-        assert loaded["grad"].requires_grad
-    assert job.checkpointer.saver._layouts.reused == 2
-
-
-@pytest.mark.parametrize("kind", ["attribute", "conjugate", "sparse"])
-def test_a_tensor_that_is_more_than_its_elements_is_saved_eagerly(kind, job, caplog):
-    caplog.set_level("INFO")
-    job, odd = job(), torch.ones(2, dtype=torch.complex64)
-    if kind == "attribute":
-        odd.note = "more"
-    odd = {"conjugate": odd.conj(), "sparse": odd.to_sparse()}.get(kind, odd)
-    report = job.checkpointer.save({"w": job.weight, "odd": odd}, "1.ckpt", tiers=["memory"], wait=False)
-    assert not report.overlapped
-    assert [line for line in job.said(caplog) if "captured before a save returns: the state holds" in line]
-    assert torch.equal(
-        job.checkpointer.load("1.ckpt", weights_only=False)["odd"].to_dense().resolve_conj(), odd.to_dense()
-    )
 
 
 def test_a_save_that_memory_has_no_room_for_is_sent_before_it_returns(job, monkeypatch, caplog):

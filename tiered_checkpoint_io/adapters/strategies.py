@@ -30,7 +30,7 @@ from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, REST, Strategy
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
-from tiered_checkpoint_io.engine.save.overlap import ChangedError, Overlapped
+from tiered_checkpoint_io.engine.save.overlap import ChangedError
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -168,21 +168,22 @@ class TieredSharding(_Base):
             torch.save(rest, buffer)
             writer.extra = (REST, buffer.getvalue())
         overlap = writer.saver.overlap if writer.seals_in_background else None
-        overlapped = writer.overlapped = overlap.begin_part(state) if overlap is not None else None
-        if overlap is None or overlapped is None:
+        begun = overlap.begin_state(state) if overlap is not None else None
+        if begun is None:
             self._save(state, writer)
             return
-        overlap.leave(overlapped)
+        state, writer.overlapped = begun
         writer.seals_in_background = False
+        overlapped = writer.overlapped
         overlapped.stall_s = stall_s = session.clock.monotonic() - started
         # Callers look here for what was saved, as soon as this returns.
         places = (frozenset(tiers), "durable" in tiers)
         overlapped.made = SaveReport(name, step, "", overlapped.size, stall_s, *places, overlapped=True)
         session.last_save = overlapped.made
         try:
-            self._saving = session.background.run(name, lambda: self._save_beside(overlapped, writer))
+            self._saving = session.background.run(name, lambda: self._save_beside(state, writer))
         except BaseException:
-            overlapped.release()
+            overlapped.copied.set()
             raise
 
     def _save(self, state: dict[str, Any], writer: StrategyWriter) -> None:
@@ -206,14 +207,15 @@ class TieredSharding(_Base):
                 path = ids.join_url(located.dirpath, located.name)
                 raise SaveError(text, operation="save", key=path, step=located.step) from error
 
-    def _save_beside(self, overlapped: Overlapped, writer: StrategyWriter) -> None:
+    def _save_beside(self, state: dict[str, Any], writer: StrategyWriter) -> None:
         """Saves while training goes on, which waits until the state is captured before it changes."""
+        assert writer.overlapped is not None
         try:
-            overlapped.let_caller_return()
+            writer.overlapped.let_caller_return()
             with torch.no_grad():
-                self._save(overlapped.state, writer)
+                self._save(state, writer)
         finally:
-            overlapped.release()
+            writer.overlapped.copied.set()
 
     def _show(self) -> None:
         """Waits for the last save, where it was left to the background, and raises its failure."""

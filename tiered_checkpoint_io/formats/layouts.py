@@ -17,7 +17,7 @@ from tiered_checkpoint_io.formats.filling import StorageRegions
 from tiered_checkpoint_io.formats.image import Image, collecting_later, plan
 from tiered_checkpoint_io.formats.records import Records
 from tiered_checkpoint_io.formats.repeat import Repeat
-from tiered_checkpoint_io.formats.skeleton import DoubtError, Skeleton, Tensors, scan, whole
+from tiered_checkpoint_io.formats.skeleton import DoubtError, Tensors, scan
 
 _T = TypeVar("_T")
 
@@ -51,15 +51,8 @@ class Layouts:
         #: How many plans were made from what was kept.
         self.reused = 0
 
-    def size_of(self, skeleton: Skeleton) -> int:
-        """How large a file will be, bytes: where its structure is not that of the file before, a little less."""
-        if self._last is not None and self._last.is_like(skeleton):
-            return self._last.size
-        storages = {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, skeleton.tensors)}
-        return sum(storage.nbytes() for storage in storages.values())
-
     def plan(self, state: object) -> Image:
-        """As :func:`~tiered_checkpoint_io.formats.image.plan`, of a state or of its skeleton.
+        """As :func:`~tiered_checkpoint_io.formats.image.plan`.
 
         Raises:
             Exception: Whatever ``torch.save`` raises for this state.
@@ -68,7 +61,7 @@ class Layouts:
             self._note_environment()
         except AttributeError:
             # In this release of torch, other things decide.
-            return plan(whole(state))
+            return plan(state)
         paused = self._pause > 0
         looks = bool(self._records) and not paused
         if looks:
@@ -78,7 +71,7 @@ class Layouts:
                 self._misses = 0
                 self.reused += 1
                 return image
-        image = plan(whole(state))
+        image = plan(state)
         number = hash(tuple([region.nbytes for region in image.regions]))
         learns = image.planned and number in self._met and not paused
         _remember(self._met, number, None, _MAX_MET)
@@ -115,7 +108,7 @@ class Layouts:
             DoubtError: Something of the state is not as it was when it was compared.
             Exception: Whatever pickling raises.
         """
-        skeleton = _skeleton_of(state)
+        skeleton = scan(state)
         units = skeleton.units
         tensors = Tensors(skeleton.tensors, [(unit.tensors, self._templates.get(unit.data)) for unit in units])
         if not tensors.forms <= self._forms:
@@ -136,7 +129,7 @@ class Layouts:
             storages = tuple([each for each in storages if each.nbytes()])
         starts = np.zeros(len(storages), np.int64)
         regions = StorageRegions(records.offsets + move, records.lengths, storages, starts, set(tensors.devices))
-        return Image(last.size, functools.partial(records.around, pickled), regions, layout=records)
+        return Image(records.size + move, functools.partial(records.around, pickled), regions, layout=records)
 
     def _learn(self, state: object, image: Image) -> None:
         """Keeps what makes a file from its structure, where that has turned out to be what ``torch.save`` makes.
@@ -145,7 +138,7 @@ class Layouts:
             DoubtError: It is not, or the file is laid out in a way that is not known here.
             Exception: Whatever pickling raises.
         """
-        skeleton = _skeleton_of(state)
+        skeleton = scan(state)
         tensors = Tensors(skeleton.tensors)
         assembly = Assembly(skeleton, tensors, self._templates, learn=True)
         regions = image.regions
@@ -163,10 +156,6 @@ class Layouts:
         _remember(self._records, key, records, _MAX_RECORDS)
         for data, template in assembly.templates.items():
             _remember(self._templates, data, template, _MAX_TEMPLATES)
-
-
-def _skeleton_of(state: object) -> Skeleton:
-    return state if isinstance(state, Skeleton) else scan(state)
 
 
 def _sizes(assembly: Assembly, tensors: Tensors) -> tuple[int, ...]:

@@ -22,27 +22,22 @@ class Repeat:
         order: See :class:`Assembly`.
         records: The file around it.
         move: By how much what comes after the pickle has moved; so it has for all pickles that are made here.
-        size: Of the file, bytes.
     """
 
     def __init__(self, skeleton: Skeleton, tensors: Tensors, assembly: Assembly, records: Records) -> None:
         self.order, self.records = assembly.order, records
         self.move = records.moved_by(assembly.data)
-        self.size = records.size + self.move
         self._units, self._rest = skeleton.units, skeleton.rest
         self._tensors = _facts_of(tensors)
         self._data, self._copied = assembly.data, assembly.copied
 
-    def is_like(self, skeleton: Skeleton) -> bool:
-        """Whether another state is the same but for what its tensors are, and for values or kinds of as many bytes."""
-        rest, before = skeleton.rest, self._rest
-        same = (rest.first, rest.end, rest.tensors) == (before.first, before.end, before.tensors)
-        return same and len(rest.data) == len(before.data) and skeleton.units == self._units
-
     def pickle_of(self, skeleton: Skeleton, tensors: Tensors) -> bytes | None:
         """The pickle of another state; None where more than the values of the rest has changed."""
         rest, before = skeleton.rest, self._rest
-        if not self.is_like(skeleton) or _facts_of(tensors) != self._tensors:
+        same = (rest.first, rest.end, rest.tensors) == (before.first, before.end, before.tensors)
+        if not same or len(rest.data) != len(before.data) or skeleton.units != self._units:
+            return None
+        if _facts_of(tensors) != self._tensors:
             return None
         new = np.frombuffer(rest.data, np.uint8)
         changed = np.flatnonzero(new != np.frombuffer(before.data, np.uint8))

@@ -13,7 +13,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, islice
 from operator import attrgetter, eq
 from typing import Any, Protocol, cast
@@ -73,17 +72,6 @@ class _Pickler(pickle.Pickler):
     """Takes attributes."""
 
 
-class _Unpickler(pickle.Unpickler):
-    """Has objects for the persistent ids that are their numbers."""
-
-    def __init__(self, data: bytes, known: list[Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._known = known
-
-    def persistent_load(self, number: int) -> Any:
-        return self._known[number]
-
-
 class DoubtError(Exception):
     """A state may be pickled in another way than is assumed here, so ``torch.save`` has to do it."""
 
@@ -105,30 +93,13 @@ class Piece:
     tensors: range
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A state's structure, and its tensors by their numbers: later changes of the state do not affect it."""
+    """A state's structure, and its tensors by their numbers."""
 
     units: tuple[Piece, ...]
     rest: Piece
     tensors: tuple[torch.Tensor, ...]
-
-    @cached_property
-    def state(self) -> Any:
-        """The state as it was, unpickled; its tensors are these.
-
-        Raises:
-            Exception: Whatever unpickling raises.
-        """
-        known = [*(value for value, _ in SEEDS), iter(self.tensors).__next__]
-        memo = [b"K%cQq%c" % (number, number) for number in range(len(known))]
-        pieces = [piece.data for piece in (*self.units, self.rest)]
-        return _Unpickler(b"\x80\x02" + b"0".join((*memo, *pieces)) + b".", known).load()
-
-
-def whole(state: Any) -> Any:
-    """The state that a skeleton was made of; others as they are."""
-    return state.state if isinstance(state, Skeleton) else state
 
 
 def scan(state: object) -> Skeleton:
@@ -139,13 +110,12 @@ def scan(state: object) -> Skeleton:
         Exception: Whatever pickling raises.
     """
     tensors: list[torch.Tensor] = []
-    kind, add, marked = torch.Tensor, tensors.append, (tensor_here, ())
 
     def reduced(value: Any) -> Any:
         # Asked of all but plain values and collections, and once of each object.
-        if type(value) is kind:
-            add(value)
-            return marked
+        if type(value) is torch.Tensor:
+            tensors.append(value)
+            return tensor_here, ()
         if isinstance(value, torch.storage.TypedStorage | torch.UntypedStorage):
             raise DoubtError("a storage stands for itself")
         return NotImplemented
@@ -207,7 +177,7 @@ def _is_mixed(children: Any) -> bool:
 
 # ------------------------------------------------------------------------------------------ tensors
 #: Asked of each tensor; the last one is not in all releases of torch.
-ODD = [getattr(torch.Tensor, name) for name in ("is_conj", "is_neg", "has_names") if hasattr(torch.Tensor, name)]
+_ODD = [getattr(torch.Tensor, name) for name in ("is_conj", "is_neg", "has_names") if hasattr(torch.Tensor, name)]
 
 _offset = cast("Callable[[torch.Tensor], int]", torch.Tensor.storage_offset)
 
@@ -296,7 +266,7 @@ class Tensors:
             # Few at once, so that they are still in the core's cache when the next is asked of them.
             some = tensors[start : start + _AT_ONCE]
             if set(map(attrgetter("layout"), some)) != {torch.strided} or any(
-                chain.from_iterable(map(method, some) for method in ODD)
+                chain.from_iterable(map(method, some) for method in _ODD)
             ):
                 raise DoubtError("a tensor is of an uncommon kind")
             dtypes, devices = list(map(attrgetter("dtype"), some)), list(map(attrgetter("device"), some))

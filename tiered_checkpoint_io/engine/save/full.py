@@ -20,7 +20,6 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, MemoryFullError, UsageError
-from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.layouts import Layouts
 from tiered_checkpoint_io.model.manifest import Metric
 
@@ -64,17 +63,14 @@ class FullSaver:
                 session.open()
                 rank = current_rank()
                 facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
-                part = PartSave(session, facts, rank, None, started=started)
-                if (wait and durable) or not self._begin(part, state):
-                    self._plan(part, state)
-                part.facts = admit(session, facts)
+                image = self._layouts.plan(state)
+                part = PartSave(session, admit(session, facts), rank, image, started=started)
+                part.stretches = stretches_of_state(state, image)
                 part.reserve()
-                if part.overlapped is not None and not part.streams:
-                    return self._leave(part, part.overlapped)
-                if part.overlapped is not None:
-                    # A stream needs the live state until the durable tier has it.
-                    part.overlapped = None
-                    self._plan(part, state)
+                # A stream needs the live state until the durable tier has it.
+                overlapped = not part.streams and not (wait and part.facts.durable) and self._begin(part)
+                if overlapped:
+                    return self._leave(part)
                 part.fill()
                 self._complete(part)
             waited = wait and part.wait()
@@ -85,10 +81,6 @@ class FullSaver:
             return None
         with session.turn.taken(name):
             return part.report(waited=waited)
-
-    def _plan(self, part: PartSave, state: object) -> None:
-        part.image = self._layouts.plan(state)
-        part.stretches = stretches_of_state(state, part.image)
 
     def _complete(self, part: PartSave) -> None:
         """Seals what is captured."""
@@ -116,26 +108,31 @@ class FullSaver:
             session.failed(name, step, error)
 
     # ------------------------------------------------------------------------------- overlapped
-    def _begin(self, part: PartSave, state: object) -> bool:
-        """Begins an overlapped capture, whose file is planned later; False where the capture is to be eager."""
+    def _begin(self, part: PartSave) -> bool:
+        """Begins an overlapped capture of a part that has its slot; False where the capture is to be eager."""
         if self.overlap is None:
             say_eager(self._session, self._why_eager)
             return False
-        part.overlapped = self.overlap.begin(state, self._layouts.size_of)
-        if part.overlapped is not None:
-            part.image = Image(part.overlapped.size, (), ())
-        return part.overlapped is not None
-
-    def _leave(self, part: PartSave, overlapped: Overlapped) -> SaveReport:
-        assert self.overlap is not None
+        assert part.image is not None
         try:
-            self.overlap.leave(overlapped)
+            begun = self.overlap.begin(part.image)
+        except BaseException:
+            part.give_back()
+            raise
+        if begun is not None:
+            part.image, part.overlapped = begun
+        return begun is not None
+
+    def _leave(self, part: PartSave) -> SaveReport:
+        overlapped = part.overlapped
+        assert overlapped is not None
+        try:
             overlapped.stall_s = self._session.clock.monotonic() - part.started
             report = part.make_report(background=True)
             self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
             self._tasks.append(self._session.background.run(part.facts.name, lambda: self._finish(part, overlapped)))
         except BaseException:
-            overlapped.release()
+            overlapped.copied.set()
             part.give_back()
             raise
         return report
@@ -145,12 +142,6 @@ class FullSaver:
         facts = part.facts
         try:
             overlapped.let_caller_return()
-            expected = overlapped.size
-            self._plan(part, overlapped.state)
-            assert part.image is not None
-            if part.image.size > expected:
-                part.give_back()
-                part.reserve()
             part.fill_beside(overlapped)
             self._complete(part)
             part.report()
@@ -165,7 +156,7 @@ class FullSaver:
             finally:
                 part.give_back()
         finally:
-            overlapped.release()
+            overlapped.copied.set()
 
     def show(self) -> None:
         """Waits for all that was left to the background.

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.formats.image import collecting_later
-from tiered_checkpoint_io.formats.skeleton import ODD, DoubtError, Skeleton, scan
+from tiered_checkpoint_io.formats.filling import Region, StorageRegion, StorageRegions
+from tiered_checkpoint_io.formats.image import Image
 
 #: Of a save that never overlaps.
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
@@ -36,7 +36,7 @@ CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 #: Where more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
 #: So many tensors, so many bytes of each, are compared with what was captured.
-_SAMPLES, _SAMPLE_BYTES = 8, 64
+_SAMPLES, _SAMPLE_BYTES = 16, 64
 #: So long the copy waits, seconds, so that the save's caller returns before another thread needs the interpreter.
 _HEAD_START_S = 0.005
 
@@ -51,19 +51,17 @@ class Overlapped:
 
     Attributes:
         tensors: What only the optimizers change; all else is copied already.
-        state: What is to be saved; None once it is.
-        size: Its bytes, about.
         copied: Set once nothing of the live state is needed any more.
         wanted: Set once training waits for that.
+        size: Bytes of the state, as far as it was told.
         stall_s: How long the save's caller waited, seconds.
-        made: What the caller was told of the save.
+        made: What the caller was told of the save, where it is planned in the background.
     """
 
     tensors: Sequence[torch.Tensor]
-    state: Any
-    size: int
     copied: threading.Event = field(default_factory=threading.Event)
     wanted: threading.Event = field(default_factory=threading.Event)
+    size: int = 0
     stall_s: float = 0.0
     made: SaveReport | None = None
     _seen: list[tuple[int, int]] = field(default_factory=list)
@@ -74,10 +72,10 @@ class Overlapped:
     def begin(self) -> None:
         """Notes the witnesses; the copy may begin on another thread."""
         self._seen, self._samples = _witnesses(self.tensors), list(_samples(self.tensors))
-        if cast("Any", torch.cuda).is_initialized():
-            # Whatever computes the state has been queued by now.
-            devices = {tensor.device for tensor in self.tensors if tensor.is_cuda}
-            self._ready = [torch.cuda.current_stream(device).record_event() for device in devices]
+        for device in set(map(attrgetter("device"), self.tensors)):
+            if device.type == "cuda":
+                # Whatever computes the state has been queued by now.
+                self._ready.append(torch.cuda.current_stream(device).record_event())
         if os.environ.get(CHECK):
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
 
@@ -102,11 +100,6 @@ class Overlapped:
                 stream.wait_event(ready)
                 streams.enter_context(torch.cuda.stream(stream))
             yield
-
-    def release(self) -> None:
-        """Lets training go on: nothing of the live state is needed any more."""
-        self.tensors, self.state, self._expected = (), None, []
-        self.copied.set()
 
     def check(self) -> None:
         """Looks, after the copy and before training goes on, whether all is as it was when the save began.
@@ -134,7 +127,7 @@ class Overlap:
     """Overlapped captures of one process; where the save is to be eager, it says why, once for each reason.
 
     Attributes:
-        newest: The last capture that went on when its save had returned.
+        newest: The last capture that began.
     """
 
     def __init__(self, session: Session, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
@@ -150,35 +143,24 @@ class Overlap:
         self._current: Overlapped | None = None
         self.newest: Overlapped | None = None
 
-    def begin(self, state: object, size_of: Callable[[Skeleton], int]) -> Overlapped | None:
-        """Takes the structure of a state that goes into one file, and copies of what others may change.
-
-        Args:
-            state: Anything that ``torch.save`` takes.
-            size_of: How large its file will be, about.
+    def begin(self, image: Image) -> tuple[Image, Overlapped] | None:
+        """Copies what others than the optimizers may change of a planned file.
 
         Returns:
-            What is left to do; None where all of it is to be captured before the save returns.
+            The file, with the copies; and what is left to do. None where all of it is to be captured before the save
+            returns.
         """
-        tensors = self._tensors()
+        tensors = self._tensors() if image.planned else []
         if not tensors:
             return None
-        try:
-            with collecting_later():
-                skeleton = scan(state)
-            size = size_of(skeleton)
-            apart = _apart(skeleton, tensors, int(size * _MOST_EAGER))
-        except Exception:
-            # Whatever the reason, torch.save is the judge of it.
-            say_eager(self._session, "the state holds what can't be copied apart from it")
-            return None
-        if apart is None:
+        regions = _apart(image.regions, _storages(tensors), int(image.size * _MOST_EAGER))
+        if regions is None:
             self._say_too_much()
             return None
-        return _begun(tensors, apart, size)
+        return dataclasses.replace(image, regions=regions), self._begin(tensors)
 
-    def begin_part(self, state: Any) -> Overlapped | None:
-        """As :meth:`begin`, of a rank's part of a sharded checkpoint: dictionaries and lists of tensors."""
+    def begin_state(self, state: Any) -> tuple[Any, Overlapped] | None:
+        """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of tensors."""
         tensors = self._tensors()
         if not tensors:
             return None
@@ -195,11 +177,15 @@ class Overlap:
         if sizes[False] > _MOST_EAGER * sum(sizes.values()):
             self._say_too_much()
             return None
-        return _begun(tensors, state, sum(sizes.values()))
+        overlapped = self._begin(tensors)
+        overlapped.size = sum(sizes.values())
+        return state, overlapped
 
-    def leave(self, overlapped: Overlapped) -> None:
-        """Takes note that a save returns before its capture is done: from now on, :meth:`wait` waits for that."""
+    def _begin(self, tensors: Sequence[torch.Tensor]) -> Overlapped:
+        overlapped = Overlapped(tensors)
+        overlapped.begin()
         self._current = self.newest = overlapped
+        return overlapped
 
     def _say_too_much(self) -> None:
         say_eager(self._session, "much of the state is changed by others than the optimizers")
@@ -225,12 +211,6 @@ class Overlap:
         self._current = None
 
 
-def _begun(tensors: Sequence[torch.Tensor], state: Any, size: int) -> Overlapped:
-    overlapped = Overlapped(tensors, state, size)
-    overlapped.begin()
-    return overlapped
-
-
 def say_eager(session: Session, why: str) -> None:
     """Tells once, where overlapped captures are asked for, why a save is none."""
     staging = session.config.staging
@@ -239,35 +219,36 @@ def say_eager(session: Session, why: str) -> None:
         session.log.info("staging is %s, but the state is captured before a save returns: %s", staging, why)
 
 
-def _apart(skeleton: Skeleton, kept: Sequence[torch.Tensor], most: int) -> Skeleton | None:
-    """A skeleton with copies of all tensors but those ``kept``; None where the copies have more than ``most`` bytes.
-
-    Raises:
-        DoubtError: A tensor is more than its elements.
-        Exception: It has no storage, or one that can't be copied.
-    """
-    if any(map(attrgetter("__dict__"), skeleton.tensors)):
-        raise DoubtError("a tensor has attributes")
-    mine, theirs = set(map(id, skeleton.tensors)), set(map(id, kept))
-    others = {number: tensor for number, tensor in enumerate(skeleton.tensors) if id(tensor) not in theirs}
-    # Most are the optimizers' own objects, which need not be asked; of parameters, states hold others.
-    for some in ([each for each in kept if id(each) not in mine], kept):
-        storages = _storages(some)
-        others = {n: each for n, each in others.items() if each.untyped_storage()._cdata not in storages}
-        if not others:
-            return skeleton
-    if any(method(tensor) for tensor in others.values() for method in (*ODD, attrgetter("is_quantized"))):
-        raise DoubtError("a tensor is of an uncommon kind")
-    copies = {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, others.values())}
-    if sum(storage.nbytes() for storage in copies.values()) > most:
+def _apart(regions: Sequence[Region], kept: set[int], most: int) -> Sequence[Region] | None:
+    """The regions, with copies of all storages but those ``kept``; None where these have more than ``most`` bytes."""
+    if isinstance(regions, StorageRegions):
+        storages = regions.storages
+        others = [index for index, storage in enumerate(storages) if storage._cdata not in kept]
+        if sum(int(regions.lengths[index]) for index in others) > most:
+            return None
+        copies = list(storages)
+        for index in others:
+            copies[index] = _copy_of(storages[index])
+        return dataclasses.replace(regions, storages=copies)
+    others = [index for index, region in enumerate(regions) if region.storage._cdata not in kept]
+    if sum(regions[index].storage.nbytes() for index in others) > most:
         return None
-    copies = {identity: cast("Any", storage).clone() for identity, storage in copies.items()}
-    found = list(skeleton.tensors)
-    for number, tensor in others.items():
-        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        copy.set_(copies[tensor.untyped_storage()._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
-        found[number] = copy.requires_grad_(tensor.requires_grad)
-    return dataclasses.replace(skeleton, tensors=tuple(found))
+    copied: dict[int, torch.UntypedStorage] = {}
+    found = list(regions)
+    for index in others:
+        region = found[index]
+        if not isinstance(region, StorageRegion):
+            return None
+        storage = region.storage
+        if storage._cdata not in copied:
+            copied[storage._cdata] = _copy_of(storage)
+        found[index] = region._replace(storage=copied[storage._cdata])
+    return found
+
+
+def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    copy: torch.UntypedStorage = cast("Any", storage).clone()
+    return copy
 
 
 def _witnesses(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
@@ -275,12 +256,13 @@ def _witnesses(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _samples(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
-    """A few bytes from the middle of some tensors."""
+    """A few bytes from the middle of some tensors' storages."""
     for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
-        if tensor.is_cpu and tensor.is_contiguous():
-            nbytes = tensor.nbytes
+        if tensor.is_cpu:
+            storage = tensor.untyped_storage()
+            nbytes = storage.nbytes()
             length = min(_SAMPLE_BYTES, nbytes)
-            yield ctypes.string_at(tensor.data_ptr() + (nbytes - length) // 2, length)
+            yield ctypes.string_at(storage.data_ptr() + (nbytes - length) // 2, length)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

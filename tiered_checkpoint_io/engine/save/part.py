@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -50,6 +50,7 @@ class PartSave:
         streams: Whether :meth:`seal` sends it from the live state, because this node has no room for it.
         spilled: Whether it lies in the spill.
         capture_s: How long the copy took, seconds.
+        made: What the caller was told of the save; None before that.
         overlapped: How it is captured beside training; None where it is not.
     """
 
@@ -65,6 +66,7 @@ class PartSave:
     streams: bool = False
     spilled: bool = False
     capture_s: float = 0.0
+    made: SaveReport | None = None
     overlapped: Overlapped | None = None
     _stream: Stream | None = None
 
@@ -103,7 +105,6 @@ class PartSave:
         """Takes a slot for the state; raises as :meth:`capture`. Where there is none, it :attr:`streams`."""
         if self.image is None:
             return
-        self.streams = False
         session, durable = self.session, self.facts.durable
         tier, capturer, drain = session.open()
         try:
@@ -142,17 +143,13 @@ class PartSave:
         self.capture_s += session.clock.monotonic() - began
 
     def fill_beside(self, overlapped: Overlapped) -> None:
-        """As :meth:`fill`, on a background task; raises ``ChangedError`` where the state is not what it was.
-
-        What streams is still to be sent from the live state: training waits for that too.
-        """
+        """As :meth:`fill`, on a background task; raises ``ChangedError`` where the state is not what it was."""
         # The training has the cores.
         self.threads = 1
         with overlapped.on_side_streams():
             self.fill(hashed=not overlapped.hashes_later)
         overlapped.check()
-        if not self.streams:
-            overlapped.release()
+        overlapped.copied.set()
 
     # ------------------------------------------------------------------------------------- seal
     def seal(self, small: Mapping[str, bytes] | None = None, watching: Watching = nothing_missing) -> None:
@@ -353,7 +350,11 @@ class PartSave:
             background: Whether the rest of it is left to a background task.
         """
         session, facts = self.session, self.facts
-        report = self.make_report(small=small, waited=waited, background=background)
+        if self.made is None:
+            report = self.make_report(small=small, waited=waited, background=background)
+        else:
+            # The caller went on before the copy was done.
+            report = replace(self.made, capture_s=self.capture_s)
         session.counts["saved"] += 1
         session.note(
             "save",
@@ -373,21 +374,19 @@ class PartSave:
         return report
 
     def make_report(self, *, small: int = 0, waited: bool = False, background: bool = False) -> SaveReport:
-        """What the save has done by now: the first one is what the caller is told; :meth:`report` may come later."""
-        session, facts, overlapped = self.session, self.facts, self.overlapped
+        """What the caller is told, now that the call ends; see :meth:`report`, which may come later."""
+        session, facts = self.session, self.facts
         size = (self.image.size if self.image is not None else 0) + small
-        stall = session.clock.monotonic() - self.started if overlapped is None else overlapped.stall_s
+        stall = session.clock.monotonic() - self.started if self.overlapped is None else self.overlapped.stall_s
         tiers = frozenset(({"durable"} if facts.durable else set()) | (set() if self.streams else {"memory"}))
         queued = facts.durable and not waited and (background or not self.streams)
-        made = SaveReport(
+        self.made = SaveReport(
             *(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s),
-            overlapped=overlapped is not None,
+            overlapped=self.overlapped is not None,
         )
-        if overlapped is None:
-            session.last_save = made
-        elif overlapped.made is None:
-            session.last_save = overlapped.made = made
-        return made
+        if self.overlapped is None or self.overlapped.made is None:
+            session.last_save = self.made
+        return self.made
 
     @property
     def _label(self) -> str:

@@ -26,7 +26,6 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.formats.filling import Sliced
 from tiered_checkpoint_io.formats.image import Image
-from tiered_checkpoint_io.formats.skeleton import whole
 
 MODEL, OPTIMIZER = "model's state", "optimizer's state"
 #: Other tensors that training may change: adapters, averages. They count with the model, where that is there.
@@ -95,14 +94,14 @@ def stretches_of_state(state: object, image: Image) -> Stretches:
     """As :func:`stretches_of`, of a state that is one file; looked for once for files that are laid out alike.
 
     Args:
-        state: What is saved, or its skeleton.
+        state: What is saved.
         image: Its file, planned.
     """
     if image.layout is None or not image.regions:
-        return _stretches_in(whole(state), image)
+        return _stretches_in(state, image)
     first = image.regions[0].offset
     if image.layout not in _known:
-        _known[image.layout] = first, _stretches_in(whole(state), image)
+        _known[image.layout] = first, _stretches_in(state, image)
     before, stretches = _known[image.layout]
     move = first - before
     return {what: [(start + move, end + move) for start, end in each] for what, each in stretches.items()}
