@@ -47,7 +47,7 @@ from tiered_checkpoint_io.engine.save.overlap import Overlap, local
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 
 NONE, EAGER, OVERLAPPED, DRAINED, COPIED = MODES = ("none", "eager", "overlapped", "drained", "copied")
-_BEGIN = [f"tiered_checkpoint_io.engine.save.overlap:Overlap.{name}" for name in ("begin", "begin_part")]
+_BEGIN = [f"tiered_checkpoint_io.engine.save.overlap:Overlap.{name}" for name in ("begin", "begin_state")]
 OF_CALL = {**OF_SAVE, "finding what may be copied later": _BEGIN}
 #: A save every so many steps: the second step after it may still be beside its hashing.
 PERIOD = 4

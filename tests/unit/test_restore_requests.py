@@ -140,7 +140,7 @@ def test_a_damaged_description_of_another_rank_shows_where_its_bytes_are_read(wo
     world.store.delete(ids.description_key(op_id(STEPS), 2))
     opened = world.open()
     opened.files.ensure("__1_0.distcp", [(0, 10)])
-    with pytest.raises(CorruptCheckpointError, match="it is missing"):
+    with pytest.raises(CorruptCheckpointError, match="this object is missing"):
         opened.files.ensure("__2_0.distcp", [(0, 10)])
     opened.close()
 
@@ -185,4 +185,4 @@ def test_a_rank_of_a_local_checkpoint_reads_its_own_description_alone(memory_dir
     world.store.delete(ids.description_key(op_id(1), 3))
     lacking = NodeFetcher(world.tiers(), part_rank=3).fetch(candidate, "durable", search)
     assert lacking.is_open
-    assert "it is missing" in lacking.rejected[0]
+    assert "this object is missing" in lacking.rejected[0]

@@ -89,7 +89,7 @@ class RepeatedLook:
         self._look = look
         self._say = say
         self._found: list[CheckpointInfo] | None = None
-        self._said = ""
+        self._why = ""
 
     @property
     def has_answered(self) -> bool:
@@ -102,16 +102,17 @@ class RepeatedLook:
         Raises:
             StoreError: The durable tier refuses, or is unreachable at the first look.
         """
-        said = ""
+        said, why = "", ""
         try:
             self._found = self._look().checkpoints
         except CheckpointNotFoundError as error:
-            self._found, said = [], f"there is nothing at {error.key} yet; waiting for the first checkpoint"
+            self._found, why, said = [], "nothing", f"there is nothing at {error.key} yet"
+            said += "; waiting for the first checkpoint"
         except StoreUnavailableError as error:
             if self._found is None:
                 raise
-            said = f"{error}; asking again"
-        if said and said != self._said:
+            why, said = "silent", f"{error}; asking again"
+        if why and why != self._why:
             self._say(said)
-        self._said = said
+        self._why = why
         return self._found

@@ -86,12 +86,12 @@ def target_of(manifests: Manifests, target: str, alias: str) -> Manifest:
     """
     manifest = manifests.current(target)
     if manifest is None or manifest.alias_of is not None:
+        what = "it is an alias itself" if manifest is not None else "it was not uploaded, or is deleted"
         raise CheckpointNotFoundError(
-            f"the alias can't be made: there is no checkpoint {target} on the durable tier",
+            f"the alias can't be made: there is no checkpoint {target} on the durable tier: {what}",
             operation="alias",
             tier="durable",
             key=alias,
-            hint=f"see why the save of {target} was not uploaded",
         )
     return manifest
 

@@ -181,12 +181,14 @@ class NodeFetcher:
             seconds=self.tiers.clock.monotonic() - self._started,
         )
         if part.save_id and not fetched.temporary:
-            descriptors = restored._held.enter_context(opened(self.find(part.save_id), keep=keep))
-            descriptor, (mapped, self._mapped) = descriptors[fetched.path.name], (self._mapped, None)
-            if mapped is not None and os.path.samestat(mapped[1], os.fstat(descriptor)):
-                restored.mapped = mapped[0]
-            else:
-                restored.mapped = privately_mapped(descriptor, part.content.size)
+            with contextlib.ExitStack() as held:
+                descriptors = held.enter_context(opened(self.find(part.save_id), keep=keep))
+                descriptor, (mapped, self._mapped) = descriptors[fetched.path.name], (self._mapped, None)
+                if mapped is not None and os.path.samestat(mapped[1], os.fstat(descriptor)):
+                    restored.mapped = mapped[0]
+                else:
+                    restored.mapped = privately_mapped(descriptor, part.content.size)
+                restored._held.push(held.pop_all())
         restored._held.callback(fetched.drop)
         return restored
 
