@@ -82,6 +82,19 @@ def test_later_kernels_change_nothing(memory_dir):
     tier.close()
 
 
+def test_a_slot_that_held_a_smaller_state_meanwhile_gets_all_bytes_of_a_larger_one(memory_dir):
+    pins = HostPins()
+    tier = MemoryTier.open(memory_dir, "test", unmap=pins.unpin)
+    capturer = Capturer(tier, pins)
+    for step, size in enumerate((64, 8, 64, 8, 64), 1):
+        weight = torch.full((size << 18,), float(step), device="cuda")
+        stored = save_full(tier, capturer, {"w": weight}, f"{step}.ckpt", ids.save_id(RUN, step), step, keep_last=1)
+        loaded = torch.load(stored.file(f"{step}.ckpt"), map_location="cpu", weights_only=True)
+        assert (loaded["w"] == step).all()
+    capturer.close()
+    tier.close()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_tensors_on_several_devices():
     state = {"a": torch.randn(8 << 20, device="cuda:0"), "b": torch.randn(8 << 20, device="cuda:1")}

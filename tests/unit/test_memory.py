@@ -437,3 +437,17 @@ def test_a_part_that_is_removed_while_it_is_being_opened_is_not_found(tier, monk
     # Where it is not reused it is locked, and that may last.
     with pytest.raises(CheckpointNotFoundError), reading(stored, keep=keep):
         pass
+
+
+def test_who_registers_a_slots_pages_is_told_that_it_loses_some(memory_dir):
+    """As pinned memory: a device would go on to copy into pages that the file no longer has."""
+    told = []
+    tier = MemoryTier.open(memory_dir, "test", unmap=lambda view, left: told.append((len(view), left)))
+    first = save(tier, b"L" * 12 * MIB, 1)
+    (capacity, left), *none = told
+    assert (left, none) == (12 * MIB, [])
+    tier.remove(first)
+    save(tier, b"S" * MIB, 2)
+    assert told[1:] == [(capacity, MIB)]
+    tier.close()
+    assert told[2:] == [(capacity, 0)]

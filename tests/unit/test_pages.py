@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -27,11 +28,12 @@ def descriptor(memory_dir):
 @pytest.fixture(params=["as this kernel does", "none", "some"])
 def kernel(request, monkeypatch):
     """What the kernel gives: none at all, or none any more after the first few."""
+    monkeypatch.setattr(pages, "_resting_until", 0.0)
     if request.param == "none":
         monkeypatch.setattr(pages, "_MADV_COLLAPSE", 999)
     elif request.param == "some":
         monkeypatch.setattr(pages, "_STEP", 4 * MIB)
-        advise, left = Mapped.advise, iter([True, True])
+        advise, left = Mapped.advise, iter([True, True, True])
         monkeypatch.setattr(Mapped, "advise", lambda *args: next(left, False) and advise(*args))
     return request.param
 
@@ -72,7 +74,8 @@ def test_all_space_is_taken_and_no_more_and_bytes_that_are_there_stay(descriptor
         assert file.read() == kept.ljust(SIZE, b"\0")
 
 
-def test_what_is_taken_is_mapped_by_huge_pages_where_the_kernel_has_them(descriptor):
+def test_what_is_taken_is_mapped_by_huge_pages_where_the_kernel_has_them(descriptor, monkeypatch):
+    monkeypatch.setattr(pages, "_resting_until", 0.0)
     if not gives_huge_pages():
         pytest.skip("this kernel gives none")
     assert take_space(descriptor, 0, SIZE) == 16 * MIB
@@ -134,14 +137,40 @@ def test_a_file_may_be_open_for_reading_alone_where_the_mapping_is_private(tmp_p
     assert (tmp_path / "file").read_bytes() == b"abc"
 
 
-def test_a_forked_child_leaves_its_parents_mappings_alone(descriptor):
+def test_a_forked_child_leaves_alone_what_lies_where_its_parents_mappings_do(descriptor):
     os.pwrite(descriptor, b"abc", 0)
     mapped = Mapped(descriptor, 3, shared=True)
     address = mapped.address
     child = os.fork()
     if not child:
+        other = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | pages._MAP_FIXED
+        pages._map(address, mmap.PAGESIZE, mmap.PROT_READ, other, -1, 0)
         del mapped
         os._exit(0 if maps(address) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     del mapped
     assert not maps(address)
+
+
+def test_a_forked_child_does_not_keep_what_is_shared_and_can_end_what_is_private(descriptor):
+    os.pwrite(descriptor, bytes(SIZE), 0)
+    shared, private = Mapped(descriptor, SIZE, shared=True), Mapped(descriptor, SIZE, shared=False)
+    addresses = shared.address, private.address
+    child = os.fork()
+    if not child:
+        before = [bool(maps(each)) for each in addresses]
+        del shared, private
+        gc.collect()
+        os._exit(0 if (before, [bool(maps(each)) for each in addresses]) == ([False, True], [False, False]) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(map(maps, addresses))
+
+
+def test_a_kernel_that_is_slow_or_has_none_is_left_alone_for_a_while(descriptor, monkeypatch):
+    monkeypatch.setattr(pages, "_resting_until", 0.0)
+    asked = []
+    monkeypatch.setattr(Mapped, "advise", lambda *args: asked.append(args[1]) or args[1] != pages._MADV_COLLAPSE)
+    for end in (SIZE, 2 * SIZE):
+        assert take_space(descriptor, 0, end) == 0
+    assert asked.count(pages._MADV_COLLAPSE) <= 1
+    assert taken(descriptor) >= 2 * SIZE

@@ -18,14 +18,18 @@ from pathlib import Path
 HUGE = 2 << 20
 #: Less than that is quickly touched.
 _LEAST = 4 * HUGE
-#: What is made huge by one call, and how long that may take without the kernel searching for memory, seconds.
-_STEP, _SLOW_S = 64 << 20, 0.5
+#: What is made huge by one call, how long that may take without the kernel searching for memory, and for how long it is
+#: not asked again where it did, or gave none, seconds.
+_STEP, _SLOW_S, _REST_S = 64 << 20, 0.5, 60.0
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _TMPFS = 0x01021994
 #: Linux's, which Python does not name.
 _MADV_COLLAPSE = 25
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
+
+#: By the monotonic clock.
+_resting_until = 0.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -39,7 +43,7 @@ class Mapped:
     """A file's bytes, mapped at a multiple of :data:`HUGE`.
 
     Attributes:
-        content: They stay mapped until this, and all that was made of it, is gone.
+        content: They stay mapped until this, and all that was made of it, is gone. No ``__del__`` may read them.
         address: Where they lie.
     """
 
@@ -63,16 +67,19 @@ class Mapped:
         try:
             flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED
             _map(self.address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, start)
-        except OSError:
-            _libc.munmap(found, around)
-            raise
-        if self.address > found:
-            _libc.munmap(found, self.address - found)
-        if found + around > end:
-            _libc.munmap(end, found + around - end)
+        finally:
+            # Where it failed, what lies between may be another thread's by now.
+            if self.address > found:
+                _libc.munmap(found, self.address - found)
+            if found + around > end:
+                _libc.munmap(end, found + around - end)
+        if shared:
+            # A worker that outlives its trainer would keep the pages of files that are long unlinked.
+            self.advise(mmap.MADV_DONTFORK, 0, size)
         self.content = (ctypes.c_char * size).from_address(self.address)
         # When the process ends, someone may still be at it.
-        weakref.finalize(self.content, _unmap, self.address, size, os.getpid()).atexit = False
+        owner = os.getpid() if shared else None
+        weakref.finalize(self.content, _unmap, self.address, size, owner).atexit = False
 
     @property
     def view(self) -> memoryview:
@@ -100,7 +107,8 @@ def take_space(descriptor: int, start: int, end: int) -> int:
 
 def _take_huge(descriptor: int, start: int, end: int) -> int:
     """As :func:`take_space`, of whole huge pages, as far as the kernel gives them."""
-    if end - start < _LEAST or not (_are_there() and _is_on_tmpfs(descriptor)):
+    global _resting_until
+    if end - start < _LEAST or time.monotonic() < _resting_until or not (_are_there() and _is_on_tmpfs(descriptor)):
         return 0
     try:
         mapped = Mapped(descriptor, end - start, start=start, shared=True)
@@ -112,10 +120,10 @@ def _take_huge(descriptor: int, start: int, end: int) -> int:
         # It makes no page of nothing at all.
         taken = (_libc.fallocate(descriptor, 0, at, mmap.PAGESIZE) == 0 for at in range(low, high, HUGE))
         began = time.monotonic()
-        if not all(taken) or not mapped.advise(_MADV_COLLAPSE, low - start, high - low):
-            break
-        done = high
-        if time.monotonic() - began > _SLOW_S:
+        gives = all(taken) and mapped.advise(_MADV_COLLAPSE, low - start, high - low)
+        done = high if gives else done
+        if not gives or time.monotonic() - began > _SLOW_S:
+            _resting_until = time.monotonic() + _REST_S
             break
     return done
 
@@ -143,7 +151,7 @@ def _map(address: int | None, size: int, protection: int, flags: int, descriptor
     return found
 
 
-def _unmap(address: int, size: int, owner: int) -> None:
-    # In a child that was forked, something else may lie there by then.
-    if os.getpid() == owner:
+def _unmap(address: int, size: int, owner: int | None) -> None:
+    # Shared ones are not in a child that was forked: something else may lie there by then.
+    if owner in (None, os.getpid()):
         _libc.munmap(address, size)

@@ -52,8 +52,6 @@ class Slot:
         self.capacity = capacity
         self.reserved = self.touched = 0
         self._mapped = Mapped(descriptor, capacity, shared=True)
-        # A worker that outlives its trainer would keep the pages of files that are long unlinked.
-        self._mapped.advise(mmap.MADV_DONTFORK, 0, capacity)
         self.inode = os.fstat(descriptor).st_ino
         forks.register(self)
 
@@ -83,10 +81,10 @@ class Slot:
         os.ftruncate(self.descriptor, size)
         self.reserved, self.touched = min(self.reserved, size), min(self.touched, size)
 
-    def close(self, unmap: Callable[[memoryview], None] | None = None) -> None:
+    def close(self, unmap: Callable[[memoryview, int], None] | None = None) -> None:
         """Unmaps and closes the file; its name, if any, stays."""
         if unmap is not None:
-            unmap(self.view)
+            unmap(self.view, 0)
         # A view that someone still holds keeps the mapping alive; it goes with that view.
         del self._mapped
         descriptor, self.descriptor = self.descriptor, -1
@@ -103,7 +101,7 @@ class SlotPool:
     """Makes, lends and takes back the slots of this process, in one folder."""
 
     def __init__(
-        self, folder: str, room: Callable[[], int], clock: Clock, unmap: Callable[[memoryview], None] | None = None
+        self, folder: str, room: Callable[[], int], clock: Clock, unmap: Callable[[memoryview, int], None] | None = None
     ) -> None:
         """Makes an empty pool.
 
@@ -111,7 +109,8 @@ class SlotPool:
             folder: Where free slots lie.
             room: Bytes that the budget still allows, beyond what is in use.
             clock: For waits and names.
-            unmap: Told of each mapping before it ends (to end its registration as pinned memory).
+            unmap: Told of each mapping that loses pages, and how many bytes keep theirs: what is registered as pinned
+                memory is these pages, and a device would go on to copy into them.
         """
         self._folder = folder
         self._room = room
@@ -212,6 +211,8 @@ class SlotPool:
 
     def committed(self, slot: Slot, size: int) -> None:
         """Notes that the slot's file was moved into a checkpoint's folder."""
+        if self.unmap is not None:
+            self.unmap(slot.view, size)
         slot.cut(size)
         fcntl.flock(slot.descriptor, fcntl.LOCK_UN)
 

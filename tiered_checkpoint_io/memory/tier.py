@@ -68,7 +68,7 @@ class MemoryTier:
         root: Path,
         *,
         budget_bytes: int | None = None,
-        unmap: Callable[[memoryview], None] | None = None,
+        unmap: Callable[[memoryview, int], None] | None = None,
         folder: str = SAVES,
         left: Callable[[], int] | None = None,
         clock: Clock = SYSTEM,
@@ -105,7 +105,7 @@ class MemoryTier:
         namespace: str,
         *,
         budget_bytes: int | None = None,
-        unmap: Callable[[memoryview], None] | None = None,
+        unmap: Callable[[memoryview, int], None] | None = None,
         clock: Clock = SYSTEM,
     ) -> MemoryTier:
         """Opens the tier, making its folders, and clears what dead processes left incomplete.

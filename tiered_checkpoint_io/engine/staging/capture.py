@@ -44,12 +44,13 @@ class HostPins:
         if int(runtime.cudaHostRegister(address, len(view), 0)) == 0:
             self._pinned[address] = len(view)
 
-    def unpin(self, view: memoryview) -> None:
-        """Ends the registration of a mapping that is about to end."""
+    def unpin(self, view: memoryview, left: int = 0) -> None:
+        """Ends the registration of a mapping of which only the first bytes keep their pages, if it is of more."""
         if not self._pinned:
             return
         address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-        if self._pinned.pop(address, None) is not None:
+        if self._pinned.get(address, 0) > left:
+            del self._pinned[address]
             runtime: Any = cast("Any", torch.cuda).cudart()
             runtime.cudaHostUnregister(address)
 
