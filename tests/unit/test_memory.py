@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.parts import content_of, files_in, part_of, save
 
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -16,13 +17,12 @@ from tiered_checkpoint_io.errors import (
     MemoryFullError,
     MemoryTierError,
 )
-from tiered_checkpoint_io.memory import node, slots
+from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.parts import Shelf, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
+from tiered_checkpoint_io.model.manifest import Part
 
 MIB = 1 << 20
 RUN = ids.new_run_id()
@@ -35,34 +35,10 @@ def tier(memory_dir):
     tier.close()
 
 
-def part_of(data, number, *, durable=False):
-    entry = FileEntry(f"step={number}.ckpt", len(data), 16 << 20, (hash_bytes(data),))
-    content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry,))
-    return Part(entry.path, 0, content, "d", durable)
-
-
-def save(tier, data, number, **options):
-    slot = tier.acquire(len(data))
-    with slot.view as view:
-        view[: len(data)] = data
-    part = part_of(data, number, **options)
-    return tier.commit(part, {part.content.files[0].basename: slot})
-
-
-def content_of(tier, stored):
-    with reading(stored) as views:
-        return bytes(views[stored.part.content.files[0].basename])
-
-
 def inode(stored):
     return os.stat(stored.file(stored.part.content.files[0].basename)).st_ino
 
 
-def files_in(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-# ------------------------------------------------------------------------------------------ parts
 def test_a_committed_part_is_found_by_another_process_whole_and_private(tier, memory_dir):
     stored = save(tier, b"abc" * 1000, 1, durable=True)
     other = MemoryTier(namespace_root(memory_dir, "test"))
@@ -167,101 +143,6 @@ def test_a_slot_that_is_too_small_makes_way(tier):
     assert files_in(tier.root / "slots") == []
 
 
-def test_what_is_prepared_is_taken_by_the_next_save(tier, monkeypatch):
-    tier.prepare(MIB, lambda: False)
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("space was taken again"))
-    assert content_of(tier, save(tier, b"x" * MIB, 1)) == b"x" * MIB
-
-
-def resident(slot):
-    """Bytes of a slot's pages that its mapping has, as the kernel counts them."""
-    with open("/proc/self/smaps") as maps:
-        text = maps.read().split(os.path.basename(slot.path))[1]
-    return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Rss:"))
-
-
-def after(pieces):
-    """Lets so many pieces be prepared; the first look is whether there is anything to do."""
-    left = iter(range(pieces + 1))
-    return lambda: next(left, None) is None
-
-
-def test_preparing_touches_pages_without_changing_them(tier):
-    slot = tier.acquire(3 * MIB)
-    slot.view[:6] = b"kept\0!"
-    tier.give_back(slot)
-    tier.prepare(3 * MIB, lambda: False)
-    assert (tier.acquire(3 * MIB), slot.touched) == (slot, 3 * MIB)
-    assert bytes(slot.view[:6]) == b"kept\0!"
-    assert resident(slot) >= 3 * MIB, "or the kernel is older than MADV_POPULATE_WRITE"
-    tier.give_back(slot)
-
-
-@pytest.mark.parametrize("pieces", range(6))
-def test_a_save_takes_what_is_prepared_as_far_as_it_is(tier, monkeypatch, pieces):
-    monkeypatch.setattr(slots, "_PIECE", MIB)
-    tier.prepare(3 * MIB, after(pieces))
-    (file,) = files_in(tier.root / "slots")
-    slot = tier.acquire(3 * MIB)
-    assert os.path.basename(slot.path) == file
-    # Three pieces of space come before their pages; a save that finds none takes it as a whole.
-    assert (slot.reserved, slot.touched) == (3 * MIB if pieces else 4 * MIB, MIB * max(0, pieces - 3))
-    slot.view[: 3 * MIB] = b"x" * 3 * MIB
-    tier.give_back(slot)
-
-
-def test_who_takes_a_slot_ends_its_preparation(tier, monkeypatch):
-    monkeypatch.setattr(slots, "_PIECE", MIB)
-    taken, populate = [], slots._populate
-
-    def take(*args):
-        taken.append(tier.acquire(3 * MIB))
-        return populate(*args)
-
-    monkeypatch.setattr(slots, "_populate", take)
-    tier.prepare(3 * MIB, lambda: False)
-    (slot,) = taken
-    assert slot.touched == 0, "what it does not know is not relied upon"
-    assert files_in(tier.root / "slots") == [os.path.basename(slot.path)]
-    tier.give_back(slot)
-
-
-def test_where_there_is_no_room_nothing_is_prepared_and_nothing_given_up(memory_dir):
-    tier = MemoryTier.open(memory_dir, "test", budget_bytes=10 * MIB)
-    free = tier.acquire(4 * MIB)
-    tier.give_back(free)
-    used = tier.usage()
-    tier.prepare(7 * MIB, lambda: False)
-    assert (tier.usage(), files_in(tier.root / "slots")) == (used, [os.path.basename(free.path)])
-    tier.close()
-
-
-def test_room_that_goes_meanwhile_ends_a_preparation(tier, monkeypatch):
-    monkeypatch.setattr(slots, "_PIECE", MIB)
-    rooms = iter([9 * MIB, 9 * MIB, 9 * MIB])
-    monkeypatch.setattr(tier._pool, "_room", lambda: next(rooms, 0))
-    tier.prepare(6 * MIB, lambda: False)
-    assert (tier.usage(), files_in(tier.root / "slots")) == (0, [])
-
-
-def test_no_slot_is_made_beyond_those_that_are_kept(tier, monkeypatch):
-    held = [tier.acquire(MIB) for _ in range(2)]
-    for slot in held:
-        tier.give_back(slot)
-    monkeypatch.setattr(slots.SlotPool, "_make", lambda *_: pytest.fail("a slot was made, to be discarded"))
-    tier.prepare(9 * MIB, lambda: False)
-
-
-def test_only_so_many_free_slots_are_kept(tier):
-    stored = [save(tier, b"x" * 1000, number) for number in range(5)]
-    for part in stored:
-        tier.remove(part)
-    assert len(files_in(tier.root / "slots")) == 2
-    tier.close()
-    assert tier.usage() == 0, "and none when all is over"
-
-
-# ------------------------------------------------------------------------------------------- room
 def test_beyond_the_budget_is_an_error_and_nothing_is_lost(memory_dir):
     tier = MemoryTier.open(memory_dir, "test", budget_bytes=5 * MIB)
     stored = save(tier, b"1" * (2 * MIB), 1)
@@ -437,17 +318,3 @@ def test_a_part_that_is_removed_while_it_is_being_opened_is_not_found(tier, monk
     # Where it is not reused it is locked, and that may last.
     with pytest.raises(CheckpointNotFoundError), reading(stored, keep=keep):
         pass
-
-
-def test_who_registers_a_slots_pages_is_told_that_it_loses_some(memory_dir):
-    """As pinned memory: a device would go on to copy into pages that the file no longer has."""
-    told = []
-    tier = MemoryTier.open(memory_dir, "test", unmap=lambda view, left: told.append((len(view), left)))
-    first = save(tier, b"L" * 12 * MIB, 1)
-    (capacity, left), *none = told
-    assert (left, none) == (12 * MIB, [])
-    tier.remove(first)
-    save(tier, b"S" * MIB, 2)
-    assert told[1:] == [(capacity, MIB)]
-    tier.close()
-    assert told[2:] == [(capacity, 0)]

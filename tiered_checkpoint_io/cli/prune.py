@@ -59,7 +59,7 @@ def prune(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False,
     older_than: Annotated[
-        float, typer.Option(min=0, help="Report what is left of saves and uploads after so many hours.")
+        float, typer.Option(min=0, help="Report remains of saves and uploads that are older than so many hours.")
     ] = 24.0,
     server: Server = SERVER,
     json: Json = False,

@@ -13,7 +13,7 @@ from tiered_checkpoint_io.stores.base import Store
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What is left of incomplete saves and uploads, where nothing of it has changed for a while.
+    """Remains of incomplete saves and uploads that have not changed for a while.
 
     Attributes:
         incomplete: Ids of saves that no manifest names; a run's next commit removes them.

@@ -102,16 +102,17 @@ class RepeatedLook:
         Raises:
             StoreError: The durable tier refuses, or is unreachable at the first look.
         """
-        said, why = "", ""
+        why, said = "", ""
         try:
             self._found = self._look().checkpoints
         except CheckpointNotFoundError as error:
-            self._found, why, said = [], "nothing", f"there is nothing at {error.key} yet"
-            said += "; waiting for the first checkpoint"
+            self._found, why = [], "nothing"
+            said = f"there is nothing at {error.key} yet; waiting for the first checkpoint"
         except StoreUnavailableError as error:
             if self._found is None:
                 raise
             why, said = "silent", f"{error}; asking again"
+        # An error's text may change from look to look.
         if why and why != self._why:
             self._say(said)
         self._why = why

@@ -11,7 +11,6 @@ Who owns a file in ``slots/`` holds an exclusive lock on it; one without a lock 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -44,6 +43,7 @@ class Slot:
         touched: Bytes, from the start, whose pages are in this mapping, or huge. Others cost a fault each when they are
             first written by it, which is more than to write them by the descriptor.
         inode: The file's identity, which survives its renames.
+        mapped: Its bytes, until it is closed.
     """
 
     def __init__(self, path: str, descriptor: int, capacity: int) -> None:
@@ -51,14 +51,14 @@ class Slot:
         self.descriptor = descriptor
         self.capacity = capacity
         self.reserved = self.touched = 0
-        self._mapped = Mapped(descriptor, capacity, shared=True)
+        self.mapped = Mapped(descriptor, capacity, shared=True)
         self.inode = os.fstat(descriptor).st_ino
         forks.register(self)
 
     @property
     def view(self) -> memoryview:
         """The slot's bytes, writable, as far as they are mapped."""
-        return self._mapped.view
+        return self.mapped.view
 
     @property
     def unlinked(self) -> bool:
@@ -86,7 +86,7 @@ class Slot:
         if unmap is not None:
             unmap(self.view, 0)
         # A view that someone still holds keeps the mapping alive; it goes with that view.
-        del self._mapped
+        del self.mapped
         descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)
 
@@ -188,11 +188,10 @@ class SlotPool:
                     self._free.remove(slot)
                     self._discard(slot)
                 return True
-            # With a view, the mapping stays even if the slot is taken meanwhile.
-            view, start = slot.view, slot.touched - slot.touched % mmap.PAGESIZE
+            # The mapping stays even if the slot is taken, and closed, meanwhile.
+            mapped, start = slot.mapped, slot.touched - slot.touched % mmap.PAGESIZE
         end = min(start + _PIECE, size)
-        with view:
-            is_touched = _populate(view, start, end - start)
+        is_touched = mapped.advise(_MADV_POPULATE_WRITE, start, end - start)
         with self._lock:
             if slot in self._free:
                 # Where the kernel can't, the first copy does it.
@@ -375,16 +374,6 @@ def clean_dead(folder: str) -> None:
                 os.unlink(path)
             finally:
                 os.close(descriptor)
-
-
-def _populate(view: memoryview, start: int, length: int) -> bool:
-    """Touches pages of a mapping without changing them; False where the kernel can't."""
-    # Not by mmap.madvise, which keeps the interpreter lock: training goes on meanwhile.
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    anchor = ctypes.c_char.from_buffer(view)
-    address = ctypes.c_void_p(ctypes.addressof(anchor) + start)
-    del anchor
-    return int(madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)) == 0
 
 
 def _round_up(size: int) -> int:

@@ -120,7 +120,7 @@ class Drain:
                     operation="drain",
                     tier="memory",
                     key=str(self._root),
-                    hint="checkpoints stay in node memory, queued; end that process, and the next drain goes on",
+                    hint="checkpoints stay in node memory, queued; end that process, and the next drain uploads them",
                 )
         return is_other
 

@@ -2,7 +2,7 @@
 
 In a restore that is a group, in which every rank knows from a plan what comes next; for replication, a link of two
 ranks. Before a part, its receiver says whether it can take it. Before each chunk, its sender says whether it can send
-it. After the last one, the receiver says whether the part has arrived. So a rank that can't go on says so, whatever
+it. After the last one, the receiver says whether the part has arrived. A rank that fails says so there, whatever
 the reason, and both ranks end this transfer and begin the next. Each chunk is verified where it arrives.
 """
 

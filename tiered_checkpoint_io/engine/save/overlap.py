@@ -102,7 +102,7 @@ class Overlapped:
             yield
 
     def check(self) -> None:
-        """Looks, after the copy and before training goes on, whether all is as it was when the save began.
+        """Checks, after the copy and before training continues, whether all is as it was when the save began.
 
         Raises:
             ChangedError: It is not.
