@@ -44,6 +44,7 @@ SCRIPTS = {
     "clients": 1,
     "sharded": 1,
     "planning": 0,
+    "first": 1,
     "overlap": 0,
     "overlap --sharded": 0,
     "loop": 1,

@@ -1,10 +1,9 @@
 """One way to save a state, in a process of its own: how long training waits, until the bytes are safe, and a load.
 
 What is measured goes out as one line of JSON: seconds a round of a copy into warm tensors, of the blocking part of
-the save (``stall``), until it is where it shall be (``done``), and of the load; the first three saves beside a copy
-into cold memory; the peak of anonymous memory, bytes on tmpfs, and what the S3 server was asked. A library that is
-absent, or that refuses this torch or a machine without a GPU, gives ``error``. Of ours, ``parts`` has the seconds in
-what a save consists of.
+the save (``stall``), until it is where it shall be (``done``), and of the load; the peak of anonymous memory, bytes
+on tmpfs, and what the S3 server was asked. A library that is absent, or that refuses this torch or a machine without a
+GPU, gives ``error``. Of ours, ``parts`` has the seconds in what a save consists of.
 
 Peers run in environments of their own: see ``peers.py``, which names them.
 """
@@ -62,9 +61,7 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
     sources = all_tensors(state)
     found: dict[str, Any] = {"contender": name, "state": state_name, "tensors": len(sources)}
     found["MiB"] = sum(tensor.nbytes for tensor in sources) / MIB
-    with measure() as cold:
-        targets = [tensor.clone() for tensor in sources]
-    found["cold_copy"] = cold.seconds
+    targets = [tensor.clone() for tensor in sources]
     series: dict[str, list[float]] = {
         key: [] for key in ("memcpy", "stall", "done", "cpu", "peak", "bytes", "requests")
     }
@@ -103,10 +100,8 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
             contender.clean(number)
         if parts.seconds:
             found["parts"] = medians(rounds_of_parts[WARM_ROUNDS:])
-            found["first_parts"] = rounds_of_parts[:3]
             found["hashing_s"] = hashing_s(contender, state, parts, number)
         contender.close()
-    found["first_saves"] = series["stall"][:3]
     found["peak_MiB"], found["where"] = series.pop("peak")[-1], contender.where
     return found | {key: values[WARM_ROUNDS:] for key, values in series.items()}
 

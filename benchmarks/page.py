@@ -113,6 +113,11 @@ def planning(found: dict[str, Any]) -> Iterator[list[str]]:
         yield [name, f"{found['planning'][key]:.2f}"]
 
 
+def first_saves(found: dict[str, Any]) -> Iterator[list[str]]:
+    for way, row in found["first"]["ways"].items():
+        yield [way, *(f"{each:.2f}" for each in row["saves"]), split(row["parts"])]
+
+
 def overlapped(script: str) -> Callable[[dict[str, Any]], Iterator[list[str]]]:
     def rows(found: dict[str, Any]) -> Iterator[list[str]]:
         figures = found[script]
@@ -177,6 +182,14 @@ SECTIONS = (
         "Processor time a tensor, of 20,000, for what a save does before it copies; torch.save writes to memory.",
         ("what is planned", "us a tensor"),
         planning,
+    ),
+    Section(
+        "The first saves",
+        "first",
+        "Eager ones, beside a copy of the same state into memory that was never touched. A Lightning fit makes room for"
+        " its first save while the first batches run; saves without a Trainer, one right after another, find none.",
+        ("saves", "first", "second", "third", "the slowest of a round"),
+        first_saves,
     ),
     Section(
         "Training steps beside a save",

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("sharded", 16, "sharded_stall_ratio_to_dcp_thread="),
         ("recovery", 16, "recovery_ratio_to_s3="),
         ("replication", 16, '{"ways": '),
+        ("first", 16, '{"ways": '),
         ("restore", 16, "restore_memory_ratio_to_memcpy="),
     ],
 )
