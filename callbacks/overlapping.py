@@ -127,6 +127,9 @@ class OverlappedCapture(Callback):
         trainer = self._trainer
         state = trainer.state
         is_training = state.stage == RunningStage.TRAINING and state.status == TrainerStatus.RUNNING
+        if self._session.is_preempted:
+            # No training follows that it could overlap, and all cores are free for it.
+            return []
         if not (self._between_batches and is_training):
             say_eager(self._session, "it is not saved between two batches")
             return []

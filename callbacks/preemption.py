@@ -24,12 +24,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     ConfigError,
     DrainError,
     RestoreError,
+    TieredCheckpointError,
     UsageError,
 )
 from tiered_checkpoint_io.logs import Logger
@@ -328,23 +330,19 @@ class PreemptionCheckpoint(Callback):
         # All ranks go by the first one's clock.
         has_time = self.notice.left_s(session) > session.clock.timing.preemption_upload_s
         durable = bool(trainer.strategy.broadcast(has_time))
-        options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
-        started, before = session.clock.monotonic(), session.last_save
+        started = session.clock.monotonic()
         # Failures of earlier saves are logged and counted here; they do not prevent this one.
         session.surface()
-        try:
-            trainer.save_checkpoint(ids.join_url(session.dirpath, self.name), storage_options=options)
-        except Exception as error:
-            # Also of a hook of the user's: the job ends as it was told to, and is queued again.
-            log.error("there is no last checkpoint: %s", error)
-            # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
-            trainer.strategy.barrier("Trainer.save_checkpoint")
-            return
-        # A save may have failed, or been skipped, without an error; of a full checkpoint, rank 0 alone makes one.
-        made = session.last_save if session.last_save is not before else None
+        made = self._try(trainer, step, durable=durable)
+        if trainer.strategy.broadcast(made is None and self.notice.left_s(session) > 0):
+            # What an earlier save left to the background may have failed, which fails the next one, once.
+            made = self._try(trainer, step, durable=durable)
         if made is not None and "memory" in made.tiers:
-            where = "on the node's disk" if made.spilled else "in memory"
-            log.info("the last checkpoint is %s, after %.2f s", where, session.clock.monotonic() - started)
+            if self._is_held(made):
+                where = "on the node's disk" if made.spilled else "in memory"
+                log.info("the last checkpoint is %s, after %.2f s", where, session.clock.monotonic() - started)
+            else:
+                log.error("there is no last checkpoint: it was captured, but not completed in memory")
         elif made is None and trainer.is_global_zero:
             log.error("there is no last checkpoint: it was not saved")
         if not durable:
@@ -360,8 +358,41 @@ class PreemptionCheckpoint(Callback):
                 error,
             )
         else:
-            if made is not None:
+            # Of what all ranks save, the first one's operation is the commit.
+            if made is not None and trainer.is_global_zero and self._is_durable(made):
                 log.info("the last checkpoint is on the durable tier")
+
+    def _try(self, trainer: Trainer, step: int, *, durable: bool) -> SaveReport | None:
+        """Saves with all ranks.
+
+        Returns:
+            None where that failed, or was skipped, and on ranks that write nothing.
+        """
+        session = self._session
+        options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
+        before = session.last_save
+        try:
+            trainer.save_checkpoint(ids.join_url(session.dirpath, self.name), storage_options=options)
+        except Exception as error:
+            # Also of a hook of the user's: the job ends as it was told to, and is queued again.
+            session.log.at_step(step).error("saving the last checkpoint failed: %s", error)
+            # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
+            trainer.strategy.barrier("Trainer.save_checkpoint")
+            return None
+        return session.last_save if session.last_save is not before else None
+
+    def _is_held(self, made: SaveReport) -> bool:
+        """Whether this node has what was saved, once the background has done its part."""
+        try:
+            return any(each.save_id == made.save_id for each in self._session.open().tier.parts())
+        except (OSError, TieredCheckpointError):
+            return False
+
+    def _is_durable(self, made: SaveReport) -> bool:
+        """Whether the durable tier has what was saved, by its outcome, or because it was sent before it returned."""
+        outcome = self._session.outcome(made.save_id)
+        sent = made.tiers == {"durable"} and not made.queued
+        return sent or (outcome is not None and outcome.state == "committed")
 
     def _end(self) -> None:
         self.notice.remove()

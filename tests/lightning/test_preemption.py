@@ -3,16 +3,23 @@
 import functools
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from support.counting_proxy import CountingProxy
+from support.fault_proxy import FaultProxy, stall, where
 from support.launch import free_port, launch, said
 from support.tenants import mounted_tmpfs
-from support.training import durable, wipe
+from support.training import Model, Runs, durable, wipe
 
-from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
+from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.staging.background import BackgroundTask
+from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 
 WORKER = Path(__file__).with_name("preemption_worker.py")
@@ -199,3 +206,137 @@ def test_ranks_that_train_on_other_threads_save_together_and_go_on(job, undistur
     again = job(**told)
     assert [answer["from"][:2] for answer in again] == [["end_of_training.ckpt", 5]] * 2
     assert [answer["weight"] for answer in again] == undisturbed(job, strategy=strategy)
+
+
+class Told(Model):
+    """Is told to end at the end of step 4, after what is saved then; or in the middle of the wait of that save."""
+
+    def on_train_batch_end(self, *_):
+        if self.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def stalled(s3_url, s3_server, memory_dir, tmp_path, monkeypatch):
+    """A training whose ordinary uploads stall: what it saves as its last checkpoint, and the time left just then."""
+    left = []
+    fill = Capturer.fill
+
+    def run(callback, *, grace=6.0, **options):
+        preemption = PreemptionCheckpoint(grace_seconds=grace, requeue=False)
+
+        def filling(capturer, *args, **options):
+            left.append(preemption.notice.left_s(io.checkpointer.session))
+            return fill(capturer, *args, **options)
+
+        monkeypatch.setattr(Capturer, "fill", filling)
+        with FaultProxy(s3_server.endpoint_url, where(stall, key="step")) as proxy:
+            runs = Runs(s3_url, memory_dir, tmp_path)
+            asynchronous = options.pop("asynchronous", True)
+            io = runs.io(endpoint_url=proxy.endpoint_url, **options)
+            with pytest.raises(Preempted):
+                runs.fit(callback, preemption, model=Told(), io=io, ckpt_path=None, asynchronous=asynchronous)
+        return [each.name for each in io.checkpointer.session.standing().pending], left[-1]
+
+    return run
+
+
+@pytest.mark.parametrize("on_pending", ["wait", further("skip")])
+def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_them(on_pending, stalled, caplog):
+    callback = TieredModelCheckpoint(s3_every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    pending, left = stalled(callback, on_pending=on_pending, max_pending=2)
+    assert left > 3, "the grace time was waited away before the state was captured"
+    assert pending == ["step=2.ckpt", "step=4.ckpt", "preempted.ckpt"]
+    assert not [line for line in lines(caplog) if "preempted.ckpt stays in memory" in line]
+
+
+@pytest.mark.parametrize("waits_for", ["room", "upload"])
+def test_a_save_that_waits_for_an_upload_ends_that_when_the_job_is_told_to_end(waits_for, stalled, monkeypatch, caplog):
+    """Else nothing of the grace time is left for the last checkpoint; and what stays queued has not failed."""
+    method = "has_room" if waits_for == "room" else "wait"
+    waiting, timer = getattr(DrainHandle, method), threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+
+    def told_amid(handle, *args, **options):
+        if handle.pending_saves() and timer.ident is None:
+            timer.start()
+        return waiting(handle, *args, **options)
+
+    monkeypatch.setattr(Told, "on_train_batch_end", Model.on_train_batch_end)
+    monkeypatch.setattr(DrainHandle, method, told_amid)
+    callback = TieredModelCheckpoint(s3_every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    options = {"asynchronous": waits_for == "room", "max_pending": 1, "on_save_error": "raise"}
+    pending, left = stalled(callback, **options)
+    assert left > 3, "the grace time was waited away"
+    assert pending == ["step=2.ckpt", "preempted.ckpt"]
+    said = lines(caplog)
+    assert not [line for line in said if "saving step" in line]
+    if waits_for == "upload":
+        assert "Step 2: step=2.ckpt stays in node memory, queued for upload: the job is told to end" in said
+
+
+@pytest.mark.parametrize("staging", ["eager", "overlapped"])
+def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    seal = PartSave.seal
+
+    def fails(part, *args, **options):
+        if part.facts.name == "preempted.ckpt":
+            raise OSError("no such device")
+        seal(part, *args, **options)
+
+    monkeypatch.setattr(PartSave, "seal", fails)
+    callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=0)
+    with pytest.raises(Preempted):
+        runs.fit(
+            callback, PreemptionCheckpoint(requeue=False), model=Told(), io=runs.io(staging=staging), ckpt_path=None
+        )
+    assert not [line for line in lines(caplog) if "the last checkpoint is" in line]
+    assert "Step 5: there is no last checkpoint: it was not saved" in lines(caplog)
+    assert runs.durable() == []
+
+
+def test_the_last_checkpoint_is_captured_before_it_is_said_to_be_in_memory(runs, monkeypatch, caplog):
+    """And by all cores: no training follows that the copy could run beside."""
+    caplog.set_level("INFO")
+    beside = []
+    monkeypatch.setattr(PartSave, "fill_beside", lambda part, _: beside.append(part.facts.name) or part.fill())
+    callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=0)
+    with pytest.raises(Preempted):
+        runs.fit(
+            callback,
+            PreemptionCheckpoint(requeue=False),
+            model=Told(),
+            io=runs.io(staging="overlapped"),
+            ckpt_path=None,
+        )
+    assert beside, "ordinary saves overlap"
+    assert "preempted.ckpt" not in beside
+    assert [line for line in lines(caplog) if "the last checkpoint is in memory" in line]
+    assert runs.durable() == ["preempted.ckpt"]
+
+
+def test_an_overlapped_save_that_failed_just_before_keeps_nobody_from_the_last_checkpoint(runs, monkeypatch, caplog):
+    seal, waited = PartSave.seal, BackgroundTask.wait
+
+    def fails(part, *args, **options):
+        if part.facts.name.startswith("memory/"):
+            raise OSError("no such device")
+        seal(part, *args, **options)
+
+    class ToldAfterThat(Told):
+        def on_train_batch_end(self, *_):
+            if self.global_step == 4:
+                waited(self.trainer.io.checkpointer.session.background)
+            super().on_train_batch_end()
+
+    monkeypatch.setattr(PartSave, "seal", fails)
+    callback = TieredModelCheckpoint(memory_every_n_train_steps=4, save_top_k=0)
+    io = runs.io(staging="overlapped", on_save_error="raise")
+    with pytest.raises(Preempted):
+        runs.fit(callback, PreemptionCheckpoint(requeue=False), model=ToldAfterThat(), io=io, ckpt_path=None)
+    assert [line for line in lines(caplog) if "step=4.ckpt failed: no such device" in line]
+    assert runs.durable() == ["preempted.ckpt"]

@@ -196,7 +196,8 @@ class DrainHandle:
                 self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", why)
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
                 return True
-            if self._config.on_pending == "skip":
+            if self._config.on_pending == "skip" or self.leave_by is not None:
+                # The time that is left to a job that is told to end is for its last checkpoint.
                 return False
             if not warned:
                 self._log.warning("max_pending is reached: waiting until one of %d uploads has ended", len(waiting))
@@ -211,10 +212,11 @@ class DrainHandle:
         Args:
             op_id: Which one.
             timeout_s: For how long to wait in all, seconds.
-            moving_s: For how long while the drain moves nothing, seconds.
+            moving_s: For how long while the drain moves nothing, seconds; not at all once the process is told to end.
 
         Raises:
-            StandstillError: Nothing has moved for ``moving_s`` seconds. The operation stays queued.
+            StandstillError: Nothing has moved for ``moving_s`` seconds, or the process is told to end, where
+                ``moving_s`` is given. The operation stays queued.
             DrainError: It had none within ``timeout_s`` seconds, or how it ended is not known.
         """
         self._standstill.begin()
@@ -230,9 +232,11 @@ class DrainHandle:
                 self._seen.add((op_id, outcome.state))
                 return outcome
             self._check_drain()
-            if moving_s < math.inf and self._standstill.lasts(moving_s):
+            # The time that is left is for the job's last checkpoint.
+            is_leaving = moving_s < math.inf and self.leave_by is not None
+            if is_leaving or (moving_s < math.inf and self._standstill.lasts(moving_s)):
                 where, hint = told_as(self._config.dirpath), "it stays queued, and is uploaded once that is possible"
-                text = f"nothing has reached {where} for {moving_s:.0f} s"
+                text = "the job is told to end" if is_leaving else f"nothing has reached {where} for {moving_s:.0f} s"
                 raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
         raise self._too_slow(f"operation {op_id}", timeout_s)
 
@@ -353,8 +357,10 @@ class DrainHandle:
         if progress.name:
             done = f"{progress.bytes_done} of {progress.bytes_total} bytes of {progress.name}"
         hint = f"last error: {progress.last_error or 'none'}; {self._last_words()}"
+        is_leaving = self.leave_by is not None and self._clock.monotonic() > self.leave_by
+        when = "when this process has to end" if is_leaving else f"after {timeout_s:.0f} s"
         return self._error(
-            f"{what} not durable after {timeout_s:.0f} s ({done})",
+            f"{what} not durable {when} ({done})",
             self._config.dirpath,
             hint,
         )

@@ -204,7 +204,8 @@ def uncoordinated(
 def admit(session: Session, facts: SaveFacts, held: Collection[StoredPart] = ()) -> SaveFacts:
     """The same facts, for memory alone where too many saves wait for the durable tier already.
 
-    Waits for room on the way to the durable tier, as the configuration says.
+    Waits for room on the way to the durable tier, as the configuration says. The last save of a job that is told to
+    end neither waits for that nor is skipped: none follows it.
 
     Args:
         session: Both tiers.
@@ -213,7 +214,7 @@ def admit(session: Session, facts: SaveFacts, held: Collection[StoredPart] = ())
     """
     if not facts.durable:
         return facts
-    if _has_room(session, facts, held):
+    if session.is_preempted or _has_room(session, facts, held):
         session.known.note(facts.name, exists=True)
         return facts
     session.counts["skipped"] += 1

@@ -305,8 +305,8 @@ class PartSave:
         """Waits until the durable tier has what the drain uploads.
 
         Returns:
-            Whether it has. It has not where nothing moves for ``pending_timeout_s``: then it stays in node memory,
-            queued.
+            Whether it has. It has not where nothing moves for ``pending_timeout_s``, or the job is told to end: then it
+            stays in node memory, queued.
 
         Raises:
             SaveError: It does not get there; or nothing moves, and ``on_save_error`` is ``raise``.
@@ -322,9 +322,10 @@ class PartSave:
                 return True
             why = outcome.error
         except StandstillError as still:
-            if config.on_save_error == "warn":
-                text = "%s stays in node memory, queued for upload: %s; training continues"
-                self.session.log.at_step(facts.step).warning(text, self._label, still.message)
+            if config.on_save_error == "warn" or self.session.is_told_to_end:
+                text = "%s stays in node memory, queued for upload: %s%s"
+                goes_on = "" if self.session.is_told_to_end else "; training continues"
+                self.session.log.at_step(facts.step).warning(text, self._label, still.message, goes_on)
                 return False
             why, hint = still.message, still.hint
         raise self.not_durable(why, hint)
