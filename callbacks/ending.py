@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,6 +10,7 @@ from lightning.pytorch import Trainer
 
 from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.model import ids
 
 #: The checkpoint's name below dirpath, without its ending. One job has one of them: the next one replaces it.
@@ -75,8 +77,15 @@ class DurableEnd(SafeDeletes):
         if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             missing = is_in_memory_alone(each._resumable for each in self._siblings(trainer))
             # Rank 0 knows what became of the saves.
-            if trainer.strategy.broadcast(missing):
+            if trainer.strategy.broadcast(missing or self._has_lost()):
                 self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
+
+    def _has_lost(self) -> bool:
+        """Whether the last durable save was taken for one, and has failed since, beside training."""
+        background = self._engine.session.background
+        with contextlib.suppress(DrainError):
+            background.wait()
+        return bool(background.lost)
 
     if TYPE_CHECKING:
 

@@ -5,6 +5,7 @@ from support.training import Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.ending import Resumable, is_in_memory_alone
+from tiered_checkpoint_io.engine.save.part import PartSave
 
 
 def every(**more):
@@ -104,6 +105,22 @@ def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
     trainer.test(Model(), ckpt_path="best", verbose=False)
     again, _ = runs.fit(every(monitor="score", mode="max"), ckpt_path="last", max_steps=12)
     assert again.io.checkpointer.restored.step == 10
+
+
+def test_an_overlapped_save_that_failed_in_the_end_is_made_up_for(runs, monkeypatch):
+    """Its caller took it for durable; what memory alone has by then is an earlier step."""
+    seal = PartSave.seal
+
+    def fails(part, *args, **options):
+        if part.facts.durable and part.overlapped is not None:
+            raise OSError("no such device")
+        seal(part, *args, **options)
+
+    monkeypatch.setattr(PartSave, "seal", fails)
+    trainer, _ = runs.fit(every(save_last=None), io=runs.io(staging="overlapped"), max_steps=10)
+    assert trainer.io.checkpointer.progress().counters["failed"] == 1
+    assert runs.durable() == ["end_of_training.ckpt"]
+    assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 10
 
 
 def test_which_ends_are_not_durable():
