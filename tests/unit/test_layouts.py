@@ -3,6 +3,8 @@
 import gc
 import importlib
 import io
+import os
+import threading
 import weakref
 import zipfile
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.formats import alike as alike_module
 from tiered_checkpoint_io.formats import layouts as layouts_module
 from tiered_checkpoint_io.formats.assembly import Assembly
-from tiered_checkpoint_io.formats.image import Image, plan
+from tiered_checkpoint_io.formats.image import Image, collecting_later, plan
 from tiered_checkpoint_io.formats.layouts import Layouts
 
 
@@ -386,3 +388,25 @@ def test_the_garbage_collector_is_left_as_it_was(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+def test_a_process_that_is_forked_while_another_thread_plans_collects_garbage():
+    """A worker of a DataLoader lives for an epoch at least, and has no thread that would switch the collector on."""
+    may_end, began = threading.Event(), threading.Event()
+
+    def plans():
+        with collecting_later():
+            began.set()
+            may_end.wait(20)
+
+    planning = threading.Thread(target=plans)
+    planning.start()
+    assert began.wait(20)
+    assert not gc.isenabled()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(gc.isenabled()))
+    may_end.set()
+    planning.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert gc.isenabled()

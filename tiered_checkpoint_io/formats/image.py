@@ -137,16 +137,32 @@ def plan(state: object) -> Image:
         return _plan_by_saving(state)
 
 
+#: One for each block that has switched the collector off, and is to switch it on again.
+_off: list[None] = []
+
+
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
     """Without the garbage collector, which would look at all objects of the process several times meanwhile."""
     enabled = gc.isenabled()
-    gc.disable()
+    _off.extend([None] * enabled)
     try:
+        gc.disable()
         yield
     finally:
         if enabled:
             gc.enable()
+            del _off[-1:]
+
+
+def _collect_in_child() -> None:
+    # The thread that would switch it on again is not there.
+    if _off:
+        _off.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_collect_in_child)
 
 
 def _plan_by_layout(state: object) -> Image:
