@@ -21,6 +21,7 @@ from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.staging_choice import StagingChoice
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.save.overlap import Overlap
+from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 
 OPTIMIZERS = {
@@ -256,6 +257,21 @@ def test_what_else_changes_a_weight_fails_that_save_and_later_ones_are_eager(run
     for name in names:
         assert same(trainer.io.load_checkpoint(name, weights_only=False), moments.states[name])
     trainer.io.teardown()
+
+
+def test_what_a_save_that_failed_beside_training_was_to_replace_goes_once_the_next_is_durable(runs, monkeypatch):
+    seal = PartSave.seal
+
+    def fails(part, *args, **options):
+        if part.facts.step == 4:
+            raise OSError("no such device")
+        seal(part, *args, **options)
+
+    monkeypatch.setattr(PartSave, "seal", fails)
+    callback = TieredModelCheckpoint(s3_every_n_train_steps=2)
+    trainer, _ = runs.fit(callback, io=runs.io(staging="overlapped"), max_steps=8, ckpt_path=None)
+    assert trainer.io.checkpointer.progress().counters["failed"] == 1
+    assert runs.durable() == ["epoch=0-step=8.ckpt"]
 
 
 class InBackward(Normed):

@@ -350,7 +350,7 @@ class CoordinatedSaver:
             lost.update([part.facts.name] if part.facts.durable else [])
             raise
         if part.facts.durable:
-            lost.clear()
+            self._session.background.regain(part.facts.name)
         part.prepare_next()
 
     def _report(self, captured: _Captured, *, wait: bool = False) -> None:

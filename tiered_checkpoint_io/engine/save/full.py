@@ -92,7 +92,7 @@ class FullSaver:
         self._retain(part)
         part.prepare_next()
         if part.facts.durable:
-            self._session.background.lost.clear()
+            self._session.background.regain(part.facts.name)
 
     def _retain(self, part: PartSave) -> None:
         """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""

@@ -30,6 +30,8 @@ class BackgroundTask:
         self._log = log
         self.lost: set[str] = set()
         self._followers: deque[Future[None]] = deque()
+        #: By name, what is done once a later durable save has succeeded.
+        self._put_off: dict[str, Callable[[], None]] = {}
         self._tasks: list[tuple[str, Future[Any]]] = []
         self._pool: ThreadPoolExecutor | None = None
         self._thread: int | None = None
@@ -49,14 +51,16 @@ class BackgroundTask:
 
         Args:
             name: A checkpoint's name.
-            work: What to do. It is not done where the last durable save, or that of ``needs``, is :attr:`lost`.
-            needs: A name.
+            work: What to do. Where the last durable save is :attr:`lost`, it waits for the next; see :meth:`regain`.
+            needs: A name: where that is lost, it is not done at all.
         """
 
         def unless_lost() -> None:
             if self.lost and (not needs or needs in self.lost):
                 lost = ", ".join(sorted(self.lost))
                 self._log.warning("%s stays as it is: the save of %s failed", name, lost)
+                if not needs:
+                    self._put_off[name] = work
                 return
             work()
 
@@ -64,6 +68,17 @@ class BackgroundTask:
             self._followers.append(self._submit(name, unless_lost))
         else:
             unless_lost()
+
+    def regain(self, name: str) -> None:
+        """Takes note of a durable save: what was put off for one that is :attr:`lost` is done after it.
+
+        Args:
+            name: Its own; what was to be done with an earlier checkpoint of that name is not done any more.
+        """
+        self.lost.clear()
+        due, self._put_off = self._put_off, {}
+        due.pop(name, None)
+        self._followers.extend(self._submit(each, work) for each, work in due.items())
 
     def show(self) -> None:
         """Waits for what runs; on its own thread, looks at what has ended.
