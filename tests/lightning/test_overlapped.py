@@ -274,6 +274,36 @@ def test_what_a_save_that_failed_beside_training_was_to_replace_goes_once_the_ne
     assert runs.durable() == ["epoch=0-step=8.ckpt"]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("every", [2, 1], ids=["goes on", "saves again"])
+def test_a_capture_that_takes_too_long_is_given_up_and_stops_no_training(every, runs, monkeypatch, caplog):
+    fill, ended = PartSave.fill, threading.Event()
+
+    def slow(part, *, hashed=True):
+        if part.facts.step == 4 and part.overlapped is not None:
+            ended.wait(20)
+        fill(part, hashed=hashed)
+
+    class Ends(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 5:
+                # Where the next save has waited for it in vain.
+                threading.Timer(0 if every == 2 else 2, ended.set).start()
+
+    monkeypatch.setattr(PartSave, "fill", slow)
+    callback = TieredModelCheckpoint(memory_every_n_train_steps=every, save_top_k=0)
+    io = runs.io(staging="overlapped", wait_timeout_s=1, memory_keep_last=100)
+    trainer, _ = runs.fit(Ends(), callback, io=io, max_steps=10, ckpt_path=None)
+    assert trainer.global_step == 10
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if "that checkpoint is given up, training continues" in line]
+    assert [line for line in said if "step=4.ckpt failed: the checkpoint is not saved: it took so long" in line]
+    assert trainer.io.load_checkpoint("tiered:latest")["global_step"] == 10
+    held = {stored.part.content.step for stored in trainer.io.checkpointer.session.open().tier.parts()}
+    assert 4 not in held
+    trainer.io.teardown()
+
+
 class InBackward(Normed):
     """Its optimizer steps during the backward pass."""
 

@@ -291,7 +291,7 @@ class CoordinatedSaver:
                 part.fill(hashed=not background)
             elif part.streams:
                 # Training waits for all of it.
-                overlapped.check()
+                overlapped.begin_to_send()
             else:
                 part.fill_beside(overlapped)
             small = None if rank == facts.coordinator else dict[str, bytes]

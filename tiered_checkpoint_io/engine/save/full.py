@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import warn_at_first_save
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, MemoryFullError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, DrainError, InvalidNameError, MemoryFullError, UsageError
 from tiered_checkpoint_io.formats.layouts import Layouts
 from tiered_checkpoint_io.model.manifest import Metric
 
@@ -52,7 +52,12 @@ class FullSaver:
         """As :meth:`Checkpointer.save`."""
         session, started = self._session, self._session.clock.monotonic()
         with session.turn.taken(name):
-            self.show()
+            try:
+                self.show()
+            except DrainError as error:
+                # What the background has not ended in time, this save can't wait for any longer.
+                self._failed(name, position(state, name)[0], error, durable=durable)
+                return None
             session.surface()
             session.claims.check()
             if durable and current_rank() == 0:

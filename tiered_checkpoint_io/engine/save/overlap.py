@@ -33,6 +33,7 @@ OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredMo
 FOUND_CHANGED = "a capture has found the state changed"
 #: Set to anything, what was copied is compared, once it is, with another copy that was made when the save began.
 CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
+_SLOW = "see whether the node is out of memory or of processor time; or use staging: eager"
 #: Where more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
 #: So many tensors, so many bytes of each, are compared with what was captured.
@@ -56,6 +57,8 @@ class Overlapped:
         size: Bytes of the state, as far as it was told.
         stall_s: How long the save's caller waited, seconds.
         made: What the caller was told of the save, where it is planned in the background.
+        is_late: Whether training has gone on before the copy was done.
+        is_sent: Whether it is not copied, but sent from the live state.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -64,6 +67,9 @@ class Overlapped:
     size: int = 0
     stall_s: float = 0.0
     made: SaveReport | None = None
+    is_late: bool = False
+    is_sent: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _seen: list[tuple[int, int]] = field(default_factory=list)
     _samples: list[bytes] = field(default_factory=list)
     _expected: list[torch.Tensor] = field(default_factory=list)
@@ -101,12 +107,32 @@ class Overlapped:
                 streams.enter_context(torch.cuda.stream(stream))
             yield
 
+    def give_up(self) -> bool:
+        """Has this save fail, so that training need not wait; False where it is being sent from the live state."""
+        with self._lock:
+            self.is_late = not self.is_sent
+        return self.is_late
+
+    def begin_to_send(self) -> None:
+        """As :meth:`check`, before it is sent from the live state: from now on it can't be given up."""
+        with self._lock:
+            self.is_sent = True
+        self.check()
+
     def check(self) -> None:
         """Checks, after the copy and before training continues, whether all is as it was when the save began.
 
         Raises:
             ChangedError: It is not.
+            SaveError: Training has not waited for that any longer.
         """
+        if self.is_late:
+            raise SaveError(
+                "the checkpoint is not saved: it took so long to capture that training went on",
+                operation="capture",
+                tier="memory",
+                hint=_SLOW,
+            )
         what = ""
         if _witnesses(self.tensors) != self._seen:
             what = "a parameter, or an optimizer's tensor, was written to before the next optimizer step"
@@ -193,21 +219,23 @@ class Overlap:
     def wait(self) -> None:
         """Waits until nothing of the live state is needed any more: to be called before it may change.
 
+        Where that takes longer than ``wait_timeout_s``, training goes on, and the save fails.
+
         Raises:
-            SaveError: It takes longer than ``wait_timeout_s``.
+            SaveError: It takes longer, and ``on_save_error`` is ``raise``, or the live state is being sent.
         """
         current = self._current
         if current is None:
             return
         current.wanted.set()
-        timeout_s = float(self._session.config.wait_timeout_s)
+        config = self._session.config
+        timeout_s = float(config.wait_timeout_s)
         if not current.copied.wait(timeout_s):
-            raise SaveError(
-                f"the state is not captured after {timeout_s:.0f} s, and the optimizer would change it",
-                operation="capture",
-                tier="memory",
-                hint="see whether the node is out of memory or of processor time; or use staging: eager",
-            )
+            text = f"the state is not captured after {timeout_s:.0f} s, and the optimizer would change it"
+            # What is copied after that is not looked at: it is of no step.
+            if config.on_save_error == "raise" or not current.give_up():
+                raise SaveError(text, operation="capture", tier="memory", hint=_SLOW)
+            self._session.log.warning("%s: that checkpoint is given up, training continues — %s", text, _SLOW)
         self._current = None
 
 
