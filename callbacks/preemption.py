@@ -6,6 +6,7 @@ all-reduce over gloo that runs during the next batch: it is waited for at the ne
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -176,6 +177,19 @@ class _Agreement:
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._group)
         return float(numbers)
 
+    def leave(self) -> None:
+        """Waits until all ranks are about to leave: what has started them mostly kills the others once one has ended.
+
+        A rank that does not come, or is dead, is not waited for beyond the time that is left.
+        """
+        if self._group is None:
+            return
+        work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+        left_s = self._notice.left_s(self._session)
+        bound_s = self._session.clock.timing.preemption_margin_s + (0.0 if math.isinf(left_s) else left_s)
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=bound_s))
+
     def close(self) -> None:
         """Gives the process group up."""
         group, self._group = self._group, None
@@ -323,6 +337,8 @@ class PreemptionCheckpoint(Callback):
         requeues = isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
         if trainer.is_global_zero and (requeues if self.requeue is None else self.requeue):
             requeue(session.log, session.clock.timing.requeue_s)
+        if self._agreement is not None:
+            self._agreement.leave()
         raise Preempted(128 + number)
 
     def _save(self, trainer: Trainer, step: int) -> None:

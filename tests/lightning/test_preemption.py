@@ -4,13 +4,14 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 from support.counting_proxy import CountingProxy
-from support.fault_proxy import FaultProxy, stall, where
+from support.fault_proxy import FaultProxy, late, stall, where
 from support.launch import free_port, launch, said
 from support.tenants import mounted_tmpfs
 from support.training import Model, Runs, durable, wipe
@@ -206,6 +207,22 @@ def test_ranks_that_train_on_other_threads_save_together_and_go_on(job, undistur
     again = job(**told)
     assert [answer["from"][:2] for answer in again] == [["end_of_training.ckpt", 5]] * 2
     assert [answer["weight"] for answer in again] == undisturbed(job, strategy=strategy)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(120)
+def test_a_rank_that_has_nothing_to_upload_does_not_leave_before_the_one_that_has(s3_url, s3_server, memory_dir):
+    """Lightning's launcher, as others do, kills all ranks within 5 s of the end of one."""
+    slow = where(late(9), operation="put", key="preempted.ckpt", calls=[1])
+    with FaultProxy(s3_server.endpoint_url, slow) as proxy:
+        told = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url}
+        worker = str(WORKER.with_name("launched_worker.py"))
+        command = [sys.executable, worker, json.dumps({**told, "wait_timeout_s": 60})]
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+        assert done.returncode == 143, done.stderr
+    assert "the last checkpoint is on the durable tier" in done.stderr
+    assert durable(s3_url) == ["preempted.ckpt"]
 
 
 class Told(Model):
