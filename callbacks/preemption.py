@@ -1,212 +1,31 @@
-"""PreemptionCheckpoint: one last checkpoint, and a clean stop, when the job is told to end.
-
-The signal handler only notes the signal. All ranks exchange their notes at the same boundaries, by one small
-all-reduce over gloo that runs during the next batch: it is waited for at the next boundary, when it has long ended.
-"""
+"""PreemptionCheckpoint: one last checkpoint, and a clean stop, when the job is told to end; see :mod:`notice`."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Iterable
-from datetime import timedelta
-from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks.notice import Agreement, Notice
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     ConfigError,
     DrainError,
-    RestoreError,
     TieredCheckpointError,
     UsageError,
 )
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-
-#: Part of the grace time that is left for the end of the interpreter and of the launcher.
-_MARGIN = 0.1
-
-
-class _Notice:
-    """Takes note of signals that tell a job to end.
-
-    Attributes:
-        received: The first of them; None before.
-        leave_by: When this process should have left, by the monotonic clock, seconds; None before.
-    """
-
-    def __init__(self, signals: Iterable[str | int], grace_seconds: float) -> None:
-        self.signals = tuple(map(_signal, signals))
-        if not self.signals:
-            raise ConfigError("signals is empty", hint="name those that tell the job to end, such as SIGTERM")
-        is_number = isinstance(grace_seconds, int | float) and not isinstance(grace_seconds, bool)
-        if not is_number or not math.isfinite(grace_seconds) or grace_seconds <= 0:
-            raise ConfigError(f"grace_seconds is {grace_seconds!r}", hint="allowed: a number of seconds above 0")
-        self.grace_seconds = float(grace_seconds)
-        self.received: signal.Signals | None = None
-        self.leave_by: float | None = None
-        #: Of the job that is handled; None while none is.
-        self._session: Session | None = None
-        self._earlier: dict[signal.Signals, Any] = {}
-
-    def install(self, session: Session) -> None:
-        """Handles the signals from now on; off the main thread, where Python can't, does nothing."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._session = session
-        for number in self.signals:
-            if signal.getsignal(number) != self._handle:
-                self._earlier[number] = signal.signal(number, self._handle)
-
-    def remove(self) -> None:
-        """Restores the earlier handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._session = None
-        for number in self.signals:
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, self._handler_before(number))
-
-    def left_s(self, session: Session) -> float:
-        """How many seconds are left; without a notice, all there are."""
-        return math.inf if self.leave_by is None else max(0.0, self.leave_by - session.clock.monotonic())
-
-    def expect(self, leave_by: float, session: Session) -> None:
-        """Takes over this rank's notice, or another's; what waits for the durable tier waits no longer than that."""
-        if self.leave_by is None or leave_by < self.leave_by:
-            self.leave_by = leave_by
-            session.leave_by(leave_by)
-
-    def _handler_before(self, number: signal.Signals) -> Any:
-        earlier = self._earlier.get(number)
-        # None: installed by other means than Python's.
-        return signal.SIG_DFL if earlier is None else earlier
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        session = self._session
-        if session is None:
-            # Another library that replaced this handler meanwhile has restored it since.
-            earlier = self._handler_before(signal.Signals(number))
-            signal.signal(number, earlier)
-            if callable(earlier):
-                earlier(number, frame)
-            else:
-                signal.raise_signal(number)
-        elif self.received is None:
-            self.received = signal.Signals(number)
-            margin = max(session.clock.timing.preemption_margin_s, _MARGIN * self.grace_seconds)
-            used = self.grace_seconds - min(self.grace_seconds / 2, margin)
-            self.expect(session.clock.monotonic() + used, session)
-
-
-def is_unhandled(number: int) -> bool:
-    """Whether no handler is set for a signal; one that Lightning has put back after the training it was for is none."""
-    handler = signal.getsignal(number)
-    notice = getattr(handler, "__self__", None)
-    return handler in (None, signal.SIG_DFL) or (isinstance(notice, _Notice) and notice._session is None)
-
-
-class _Agreement:
-    """Whether any rank has had notice, as all ranks learn at the same boundary; all make one together."""
-
-    def __init__(self, notice: _Notice, session: Session) -> None:
-        self.is_reached = False
-        self._notice = notice
-        self._session = session
-        self._bound = timedelta(seconds=float(session.config.wait_timeout_s))
-        self._group: Any = None
-        #: What this rank sent at the boundary before, and when.
-        self._told: tuple[torch.Tensor, Any, float] | None = None
-        if current_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=self._bound)
-
-    def at_boundary(self) -> bool:
-        """Whether to stop here; each rank asks as often as all others, and all get the same answer.
-
-        Raises:
-            RestoreError: A rank has not come to the boundary before within the bound, or is dead.
-        """
-        if self.is_reached:
-            return True
-        notice = self._notice
-        if self._group is None:
-            self.is_reached = notice.received is not None
-            return self.is_reached
-        if self._told is not None:
-            told, work, since = self._told
-            try:
-                work.wait(self._bound)
-            except RuntimeError as error:
-                raise RestoreError(
-                    f"not all ranks have come to the end of the batch before: {error}",
-                    operation="agree",
-                    rank=dist.get_rank(),
-                    hint="see the logs of the other ranks",
-                ) from error
-            left = -float(told)
-            if not math.isinf(left):
-                notice.expect(since + left, self._session)
-                self.is_reached = True
-                return True
-        mine = -math.inf if notice.received is None else -notice.left_s(self._session)
-        tensor = torch.tensor([mine], dtype=torch.float64)
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._told = tensor, work, self._session.clock.monotonic()
-        return False
-
-    def least(self, count: float) -> float:
-        """The least of all ranks' numbers; all ranks call this together."""
-        if self._group is None:
-            return count
-        numbers = torch.tensor([count], dtype=torch.float64)
-        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._group)
-        return float(numbers)
-
-    def leave(self) -> None:
-        """Waits until all ranks are about to leave: what has started them mostly kills the others once one has ended.
-
-        A rank that does not come, or is dead, is not waited for beyond the time that is left.
-        """
-        if self._group is None:
-            return
-        work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
-        left_s = self._notice.left_s(self._session)
-        bound_s = self._session.clock.timing.preemption_margin_s + (0.0 if math.isinf(left_s) else left_s)
-        with contextlib.suppress(RuntimeError):
-            work.wait(timedelta(seconds=bound_s))
-
-    def close(self) -> None:
-        """Gives the process group up."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
-
-
-def _signal(told: str | int) -> signal.Signals:
-    try:
-        number = signal.Signals[told.upper()] if isinstance(told, str) else signal.Signals(told)
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"there is no signal {told!r}", hint="such as SIGTERM or SIGUSR1") from error
-    if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise ConfigError(
-            f"{number.name} cannot be handled", hint="name a signal that comes before it, such as SIGTERM"
-        )
-    return number
 
 
 class Preempted(SIGTERMException):
@@ -252,13 +71,13 @@ class PreemptionCheckpoint(Callback):
             ConfigError: A value is not allowed.
             InvalidNameError: The name is not.
         """
-        self.notice = _Notice(signals, grace_seconds)
+        self.notice = Notice(signals, grace_seconds)
         self.name = ids.validate_name(f"{name}.ckpt")
         if requeue not in (True, False, None):
             raise ConfigError(f"requeue is {requeue!r}", hint="allowed: true, false or null")
         self.requeue = requeue
         self._io: TieredCheckpointIO | None = None
-        self._agreement: _Agreement | None = None
+        self._agreement: Agreement | None = None
         self._validation_batches = 0.0
 
     # ------------------------------------------------------------------------------------ hooks
@@ -287,7 +106,7 @@ class PreemptionCheckpoint(Callback):
 
     def on_train_start(self, *_: Any) -> None:
         if self._agreement is None:
-            self._agreement = _Agreement(self.notice, self._session)
+            self._agreement = Agreement(self.notice, self._session)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Stops here, if a rank had notice before the batch.

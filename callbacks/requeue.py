@@ -16,7 +16,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks.preemption import PreemptionCheckpoint, is_unhandled
+from tiered_checkpoint_io.callbacks.notice import is_unhandled
+from tiered_checkpoint_io.callbacks.preemption import PreemptionCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import on_rank_0
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model import ids

@@ -336,11 +336,6 @@ class Session:
         return max(0.0, min(float(timeout_s), self._leave_by - self.clock.monotonic()))
 
     @property
-    def is_told_to_end(self) -> bool:
-        """Whether this process has to end by some time: see :meth:`leave_by`."""
-        return self._leave_by is not None
-
-    @property
     def _is_leaving(self) -> bool:
         return self._leave_by is not None and self.clock.monotonic() >= self._leave_by
 

@@ -349,8 +349,7 @@ class CoordinatedSaver:
             part.give_back()
             lost.update([part.facts.name] if part.facts.durable else [])
             raise
-        if part.facts.durable:
-            self._session.background.regain(part.facts.name)
+        self._session.background.saved(part.facts.name, durable=part.facts.durable)
         part.prepare_next()
 
     def _report(self, captured: _Captured, *, wait: bool = False) -> None:

@@ -96,8 +96,7 @@ class FullSaver:
         # Before the next save's slot is prepared: what goes may be that slot.
         self._retain(part)
         part.prepare_next()
-        if part.facts.durable:
-            self._session.background.regain(part.facts.name)
+        session.background.saved(part.facts.name, durable=part.facts.durable)
 
     def _retain(self, part: PartSave) -> None:
         """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""

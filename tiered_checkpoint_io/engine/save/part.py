@@ -322,10 +322,10 @@ class PartSave:
                 return True
             why = outcome.error
         except StandstillError as still:
-            if config.on_save_error == "warn" or self.session.is_told_to_end:
-                text = "%s stays in node memory, queued for upload: %s%s"
-                goes_on = "" if self.session.is_told_to_end else "; training continues"
-                self.session.log.at_step(facts.step).warning(text, self._label, still.message, goes_on)
+            ends = drain.leave_by is not None
+            if ends or config.on_save_error == "warn":
+                text = "%s stays in node memory, queued for upload: %s" + ("" if ends else "; training continues")
+                self.session.log.at_step(facts.step).warning(text, self._label, still.message)
                 return False
             why, hint = still.message, still.hint
         raise self.not_durable(why, hint)

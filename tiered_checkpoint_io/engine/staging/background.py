@@ -51,7 +51,7 @@ class BackgroundTask:
 
         Args:
             name: A checkpoint's name.
-            work: What to do. Where the last durable save is :attr:`lost`, it waits for the next; see :meth:`regain`.
+            work: What to do. Where the last durable save is :attr:`lost`, it waits for the next; see :meth:`saved`.
             needs: A name: where that is lost, it is not done at all.
         """
 
@@ -69,16 +69,18 @@ class BackgroundTask:
         else:
             unless_lost()
 
-    def regain(self, name: str) -> None:
-        """Takes note of a durable save: what was put off for one that is :attr:`lost` is done after it.
+    def saved(self, name: str, *, durable: bool) -> None:
+        """Takes note of a save: after a durable one, what was put off for one that is :attr:`lost` is done.
 
         Args:
             name: Its own; what was to be done with an earlier checkpoint of that name is not done any more.
+            durable: Whether it goes to the durable tier.
         """
-        self.lost.clear()
-        due, self._put_off = self._put_off, {}
-        due.pop(name, None)
-        self._followers.extend(self._submit(each, work) for each, work in due.items())
+        self._put_off.pop(name, None)
+        if durable:
+            self.lost.clear()
+            due, self._put_off = self._put_off, {}
+            self._followers.extend(self._submit(each, work) for each, work in due.items())
 
     def show(self) -> None:
         """Waits for what runs; on its own thread, looks at what has ended.
@@ -95,7 +97,7 @@ class BackgroundTask:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "tiered-seal", self._begin)
         future = self._pool.submit(work)
-        self._tasks = [*self._tasks, (name, future)]
+        self._tasks.append((name, future))
         return future
 
     def _begin(self) -> None:
@@ -109,18 +111,18 @@ class BackgroundTask:
         """
         if threading.get_ident() == self._thread:
             return
-        if not self.is_busy:
-            return
-        tasks = self._tasks
-        _, left = wait([future for _, future in tasks], self._timeout_s)
-        if left:
-            name = next(name for name, future in tasks if future in left)
-            raise DrainError(
-                f"{name} is not complete in memory after {self._timeout_s:.0f} s",
-                operation="save",
-                tier="memory",
-                hint="see whether the node is out of memory or of processor time",
-            )
+        # What runs may leave more to do.
+        while self.is_busy:
+            tasks = list(self._tasks)
+            _, left = wait([future for _, future in tasks], self._timeout_s)
+            if left:
+                name = next(name for name, future in tasks if future in left)
+                raise DrainError(
+                    f"{name} is not complete in memory after {self._timeout_s:.0f} s",
+                    operation="save",
+                    tier="memory",
+                    hint="see whether the node is out of memory or of processor time",
+                )
 
     @property
     def is_busy(self) -> bool:
