@@ -153,6 +153,10 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
             load(f"{io.config.dirpath}/../../x.ckpt")
     with pytest.raises(CheckpointNotFoundError, match="a.ckpt.*tiered-ckpt ls"):
         io.load_checkpoint("a.ckpt")
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"'tiered:best'.*allowed: tiered:latest, tiered:last, tiered://b"
+    ):
+        io.load_checkpoint("tiered:best")
     assert io.load_checkpoint("tiered:latest")["global_step"] == 1
     assert not list(tmp_path.rglob("x.ckpt"))
 

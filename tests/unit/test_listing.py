@@ -126,6 +126,13 @@ def test_where_the_durable_tier_is_silent_memory_is_listed(memory_dir, monkeypat
     assert f"node memory has checkpoints of s3://bucket/run at {endpoint}, which is another server" in other.stderr
 
 
+def test_a_sentinel_that_there_is_not_is_refused_with_the_one_there_is(node, memory_dir):
+    node.save("1.ckpt", b"A")
+    for wrong in ("tiered:last", "tiered://last", "tiered:lastest"):
+        refused = command("show", node.dirpath, wrong, "--memory-dir", memory_dir)
+        assert (refused.exit_code, "allowed: a name, or tiered:latest" in " ".join(refused.stderr.split())) == (2, True)
+
+
 def test_nothing_at_a_dirpath_is_an_error_unless_memory_has_something_of_it(node, memory_dir):
     where = (node.dirpath, "--memory-dir", memory_dir)
     assert isinstance(command("ls", *where).exception, CheckpointNotFoundError)

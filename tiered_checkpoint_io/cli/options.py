@@ -162,4 +162,6 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 def name_of(config: TieredCheckpointConfig, name: str) -> str:
     """A checkpoint's name, given as such, or as a path or URL below dirpath; ``tiered:latest`` stays."""
     with wrong_use():
+        if name != ids.LATEST and name.startswith(f"{ids.SENTINELS}:"):
+            raise InvalidNameError(f"{name!r} is no name here", hint=f"allowed: a name, or {ids.LATEST}")
         return name if name == ids.LATEST else ids.name_in(config.dirpath, name)

@@ -374,6 +374,8 @@ class Search:
                 " remove what is damaged",
             )
         hint = "see `tiered-ckpt ls` for those that exist"
+        if by_name and selector.name.startswith(f"{ids.SENTINELS}:"):
+            hint = f"allowed: {ids.LATEST}, {ids.LAST}, {ids.best_url('val_loss', 'min')}, a name, a path or a URL"
         if self._accepts == "local":
             hint += "; local ones that several nodes hold in memory alone are loaded by name"
         return CheckpointNotFoundError(

@@ -10,6 +10,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from tiered_checkpoint_io.errors import InvalidNameError
 from tiered_checkpoint_io.redaction import holds_secrets
 
+#: The scheme of what stands for a choice of checkpoint.
+SENTINELS = "tiered"
 #: What a user passes as ``ckpt_path`` to resume from the newest intact checkpoint, or from scratch.
 LATEST = "tiered:latest"
 #: The same for the newest checkpoint that a callback called "last"; used by ``ckpt_path="last"``.
