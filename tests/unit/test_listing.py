@@ -177,6 +177,7 @@ def test_metrics_that_are_added_later_belong_to_their_save_under_all_its_names(n
     assert {tuple(each.metrics.items()) for each in list_checkpoints(node.dirpath)} == {tuple(added.items())}
     assert len({hash(each) for each in list_checkpoints(node.dirpath)}) == 3
     assert command("ls", node.dirpath, *where).stdout.count("\tval_loss=0.5, bleu=30\t") == 3
+    assert "\nnote: copy of 1.ckpt\n" in command("show", node.dirpath, "copy.ckpt", *where).stdout
     shown = command("show", node.dirpath, "1.ckpt", *where)
     assert "\nmetrics: val_loss = 0.5, bleu = 30.0\n" in shown.stdout
     # A later save of the name has none of them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from tiered_checkpoint_io.cli.output import is_terminal
@@ -19,13 +19,18 @@ def table_of(
     checkpoints: Sequence[CheckpointInfo], now: datetime, *, with_dirpath: bool = False
 ) -> tuple[list[str], list[tuple[str, ...]]]:
     """The columns of a table of these, and its rows; on a terminal, without columns that say nothing."""
-    names = {each.save_id: each.name for each in checkpoints if not each.alias_of}
+    names = names_of(checkpoints)
     columns = [*COLUMNS, *(["dirpath"] if with_dirpath else [])]
     rows = [(*_row(each, names, now), *([each.dirpath] if with_dirpath else [])) for each in checkpoints]
     if rows and is_terminal():
         kept = [index for index in range(len(columns)) if any(row[index] not in ("", "full") for row in rows)]
         return [columns[index] for index in kept], [tuple(row[index] for index in kept) for row in rows]
     return columns, rows
+
+
+def names_of(checkpoints: Iterable[CheckpointInfo]) -> dict[str, str]:
+    """What :func:`note_of` takes: the names of saves, by their ids."""
+    return {each.save_id: each.name for each in checkpoints if not each.alias_of}
 
 
 def _row(each: CheckpointInfo, names: dict[str, str], now: datetime) -> tuple[str, ...]:

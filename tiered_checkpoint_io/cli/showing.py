@@ -13,7 +13,7 @@ from tiered_checkpoint_io.cli.documents import Shown
 from tiered_checkpoint_io.cli.listing import look_at
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of
 from tiered_checkpoint_io.cli.output import printable, say, show, write_json
-from tiered_checkpoint_io.cli.rows import age_text, note_of, state_text
+from tiered_checkpoint_io.cli.rows import age_text, names_of, note_of, state_text
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.inventory.details import PartHere, Save, details_of
 from tiered_checkpoint_io.inventory.record import iso
@@ -54,21 +54,21 @@ def show_checkpoint(
         for number, each in enumerate(found):
             if number:
                 say("")
-            _show(each)
+            _show(each, names_of(look.checkpoints))
     if error is not None:
         raise error
     is_damaged = any(each.checkpoint.state in ("corrupt", "newer_release") or each.problem for each in found)
     raise typer.Exit(1 if is_damaged else 0)
 
 
-def _show(each: Save) -> None:
+def _show(each: Save, names: dict[str, str]) -> None:
     info = each.checkpoint
     facts = {
         "name": info.name,
         "url": info.url,
         "state": state_text(info),
         "where": ", ".join(info.where),
-        "note": note_of(replace(info, problem=""), {}),
+        "note": note_of(replace(info, problem=""), names),
         "problem": info.problem,
         "step": info.step,
         "epoch": info.epoch,
