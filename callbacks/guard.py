@@ -45,6 +45,8 @@ class StrategyGuard(Callback):
         self._first_save = FirstSave()
         self._targets: list[Target] = []
         self._overlapping: OverlappedCapture | None = None
+        #: Whether a callback was Lightning's own when ckpt_path was resolved.
+        self._adopted = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
@@ -67,6 +69,7 @@ class StrategyGuard(Callback):
                 # Classes derived from it are their authors' business.
                 if type(callback) is ModelCheckpoint:
                     _place(callback, trainer, io)
+                    self._adopted = True
             on_rank_0(trainer, lambda: preflight(io.checkpointer.session, _need(trainer, pl_module)))
             take_over_requeue(trainer, pl_module, io)
             if io.config.staging != "eager":
@@ -92,8 +95,9 @@ class StrategyGuard(Callback):
         self._first_save.begin(trainer, io)
         if not trainer.is_global_zero:
             return
-        # In setup, Lightning does not show ckpt_path yet.
-        if trainer.ckpt_path is not None:
+        # In setup, Lightning does not show ckpt_path yet. Where tiered:latest finds nothing, there is nothing to name.
+        looked_for_last = trainer.ckpt_path in (ids.LAST, ids.LAST_URL) and io.found_nothing
+        if trainer.ckpt_path is not None and not looked_for_last:
             return
         engine, session = io.checkpointer, io.checkpointer.session
         is_first = session.last_save is None and engine.restored is None and "ckpt_path" not in session.warned
@@ -102,9 +106,14 @@ class StrategyGuard(Callback):
         session.warned.add("ckpt_path")
         found = newest(session, io.companion)
         if found is not None:
+            why = "fit was called without ckpt_path"
+            if looked_for_last:
+                why = "there is no last checkpoint (save_last is off, or it was not yet saved)"
+            elif self._adopted:
+                why += ", or by 'last', for which Lightning's ModelCheckpoint does not look there"
             session.log.warning(
-                "fit was called without ckpt_path, so training does not resume; ckpt_path=%r would resume from %s"
-                " (step %d, %s tier)",
+                "%s, so training does not resume; ckpt_path=%r would resume from %s (step %d, %s tier)",
+                why,
                 ids.LATEST,
                 found.name,
                 found.content.step,
@@ -130,7 +139,10 @@ class StrategyGuard(Callback):
             return
         if io.found_nothing:
             raise CheckpointNotFoundError(
-                f"there is no checkpoint at {io.config.dirpath}", operation="load", key=str(trainer.ckpt_path)
+                f"there is no checkpoint to resume from at {io.config.dirpath}",
+                operation="load",
+                key=str(trainer.ckpt_path),
+                hint="weights alone are loaded by their names: see `tiered-ckpt ls`",
             )
 
     on_test_start = on_predict_start = on_validation_start

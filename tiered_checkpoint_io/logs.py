@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tiered_checkpoint_io.errors import ConfigError
+
 GIB = 1 << 30
 _FORMAT = (
     "[%(asctime)s] [%(namespace)s] [%(name)s] [%(levelname)s] [%(filename)s:%(lineno)d] [Rank %(rank)s] %(message)s"
@@ -73,6 +75,9 @@ def get_logger(
         rank: The global rank.
         log_dir: Where to append to ``{namespace}_checkpointing.log`` as well; made if absent.
         logger: The user's own logger to send everything to, in place of ours.
+
+    Raises:
+        ConfigError: The file in ``log_dir`` can't be opened.
     """
     target: Any = logger if logger is not None else _own_logger()
     while isinstance(target, logging.LoggerAdapter):
@@ -167,8 +172,13 @@ def _add_file(logger: logging.Logger, namespace: str, log_dir: str) -> None:
     for handler in logger.handlers:
         if isinstance(handler, logging.FileHandler) and handler.baseFilename == path:
             return
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    logger.addHandler(_JobFile(path, namespace))
+    try:
+        os.makedirs(log_dir, exist_ok=True)
+        handler = _JobFile(path, namespace)
+    except OSError as error:
+        hint = "name a folder that this user can write to, or null for no file"
+        raise ConfigError(f"log_dir is {log_dir!r}: no log can be written there: {error}", hint=hint) from error
+    logger.addHandler(handler)
 
 
 def _formatter() -> logging.Formatter:

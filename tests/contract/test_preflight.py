@@ -1,5 +1,6 @@
 """What saves will need is tried before the first batch: one error for what no retry can mend, else a warning."""
 
+import contextlib
 import logging
 import secrets
 import time
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support.clocks import hurried
 from support.fault_proxy import refuse, stall, where
 from support.refusing import BUCKET, ServerWithRights, in_region
@@ -176,7 +178,7 @@ def test_preflight_warn_and_off(runs, proxy):
     assert (error, trainer.global_step) == (None, 3)
     (line,) = said
     assert line.startswith("preflight: S3 list failed (AccessDenied, HTTP 403); S3 put failed")
-    assert "training continues: " in line
+    assert "training continues, unless ckpt_path needs an answer from there: " in line
     proxy.counts.clear()
     trainer, error, said = fit(runs, memory_steps=False, endpoint_url=proxy.endpoint_url, preflight="off")
     assert (error, trainer.global_step, said, dict(proxy.counts)) == (None, 3, [], {})
@@ -225,7 +227,10 @@ def test_what_may_pass_is_one_warning_with_the_deadline(server, runs, proxy):
     (line,) = said
     assert line.startswith("preflight: ")
     assert {"silent": "no answer within 1 s", "away": "EndpointConnectionError", "busy": "SlowDown"}[server] in line
-    assert "training continues: a save waits at most 7 s for the durable tier (pending_timeout_s)" in line
+    assert (
+        "unless ckpt_path needs an answer from there: a save waits at most 7 s for the durable tier (pending_timeout_s)"
+        in line
+    )
 
 
 def test_not_asking_for_the_checkpoint_that_is_there_is_one_warning(runs):
@@ -246,6 +251,22 @@ def test_not_asking_for_the_checkpoint_that_is_there_is_one_warning(runs):
     (line,) = hints(fit(runs, memory_steps=False, namespace=f"other-{secrets.token_hex(2)}")[2])
     assert "would resume from epoch=1-step=4.ckpt (step 4, durable tier)" in line
     assert probes(runs) == []
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "Lightning's own"])
+def test_last_that_is_not_found_is_one_warning_that_names_the_newest(stock, runs):
+    """Else a script that resumes from "last" would start from scratch each time, without a word of what is there."""
+    make = ModelCheckpoint if stock else TieredModelCheckpoint
+    assert fit(runs, callback=make(every_n_train_steps=2, save_last=stock))[1] is None
+    with contextlib.ExitStack() as warned:
+        if stock:
+            warned.enter_context(pytest.warns(UserWarning, match="there is no last checkpoint available"))
+        trainer, error, said = fit(runs, ckpt_path="last", callback=make(every_n_train_steps=2, save_last=stock))
+    assert (error, trainer.global_step) == (None, 3)
+    (line,) = (line for line in said if "ckpt_path" in line)
+    assert "so training does not resume; ckpt_path='tiered:latest' would resume from" in line
+    assert ("or by 'last', for which Lightning's ModelCheckpoint does not look there" in line) == stock
+    assert ("there is no last checkpoint (save_last is off" in line) != stock
 
 
 def test_a_new_run_on_a_node_whose_clock_is_behind_saves_what_is_newer(runs, monkeypatch):

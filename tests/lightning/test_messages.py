@@ -71,7 +71,7 @@ OURS = re.compile(r"(?:\[[^]]*\] ){2}\[tiered_checkpoint_io[\w.]*\] \[(\w+)\] \[
 
 RESUME = 'INFO to resume: trainer.fit(..., ckpt_path="tiered:latest")'
 STORY = [
-    "INFO no checkpoint at DIR",
+    "INFO no checkpoint to resume from at DIR",
     "INFO Step 10: saved step=10.ckpt to memory: AMOUNT; upload to DIR queued",
     "INFO Step 10: step=10.ckpt is durable on DIR: AMOUNT",
     "INFO Step 20: saved step=20.ckpt to memory: AMOUNT; upload to DIR queued",

@@ -178,7 +178,7 @@ def test_last_and_latest_without_any_start_from_scratch_but_are_no_test(runs):
         trainer, _ = runs.fit(every(memory_every_n_train_steps=None), ckpt_path=sentinel, max_steps=3)
         assert trainer.global_step == 3
         trainer = runs.trainer([every()])
-        with pytest.raises(CheckpointNotFoundError, match="no checkpoint at"):
+        with pytest.raises(CheckpointNotFoundError, match="no checkpoint to resume from at"):
             trainer.test(Model(), ckpt_path=sentinel, verbose=False)
 
 

@@ -12,7 +12,7 @@ import torch
 from support.bad_input import state
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.errors import ConfigError, SaveError
 from tiered_checkpoint_io.logs import GIB, get_logger, rate, size_text
 
 LINE = re.compile(
@@ -63,7 +63,7 @@ def test_a_life_in_lines(job, tmp_path):
     texts = [(each["file"], each["step"], each["text"]) for each in said]
     amount = r"20\.00 MiB in \d+\.\d+ s \(\d+\.\d+ GiB/s\)"
     for file, step, text in (
-        ("checkpointer.py", None, "no checkpoint at .*/d"),
+        ("checkpointer.py", None, "no checkpoint to resume from at .*/d"),
         ("part.py", "7", f"saved a.ckpt to memory and .*/d: {amount}"),
         ("restore.py", "7", r"resuming from a.ckpt \(memory, 20.00 MiB\) after \d+\.\d+ s"),
     ):
@@ -132,6 +132,17 @@ def test_the_rank_and_the_step_are_those_given(tmp_path):
     first, second = lines(tmp_path / "ns_checkpointing.log")
     assert (first["rank"], first["step"], first["text"], first["file"]) == ("3", "12", "text 5", "test_logs.py")
     assert second["step"] is None
+
+
+@pytest.mark.parametrize("taken", ["folder", "file"])
+def test_a_log_dir_that_can_not_be_written_is_an_error_that_names_it(taken, tmp_path):
+    folder = tmp_path / "logs"
+    if taken == "folder":
+        folder.write_text("a file in its place")
+    else:
+        (folder / "ns_checkpointing.log").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="log_dir is '.*/logs': no log can be written there: .* — name a folder"):
+        get_logger("ns", log_dir=str(folder))
 
 
 def test_amounts():

@@ -27,6 +27,7 @@ from tiered_checkpoint_io.adapters.read_already import read_already
 from tiered_checkpoint_io.adapters.state import SHARDED, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
 from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, REST, StrategyPlanner, StrategyReader, StrategyWriter
+from tiered_checkpoint_io.engine.checkpointer import nothing_to_resume
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
@@ -251,7 +252,7 @@ class TieredSharding(_Base):
             if selector.kind == "best":
                 raise
             self._tiered_io.found_nothing = True
-            session.log.info("no checkpoint at %s", dirpath)
+            session.log.info("%s", nothing_to_resume(selector, dirpath))
             return FreshStart(dirpath)
         rest = self._load_shards(reader, weights_only)
         opened = reader.opened

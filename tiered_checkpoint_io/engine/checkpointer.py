@@ -44,6 +44,12 @@ class NoCheckpoint(dict[str, Any]):
         return False
 
 
+def nothing_to_resume(selector: Selector, dirpath: str) -> str:
+    """What is said where a sentinel finds nothing: there may be others, such as weights alone."""
+    which = " that is named last" if selector.kind == "last" else ""
+    return f"no checkpoint{which} to resume from at {dirpath}"
+
+
 class Checkpointer:
     """Both tiers of one job, as one process uses them. Opens nothing before it is used."""
 
@@ -257,7 +263,7 @@ class Checkpointer:
                 hint="see `tiered-ckpt ls` for those that exist",
             )
         if restored is None:
-            self.session.log.info("no checkpoint at %s", dirpath)
+            self.session.log.info("%s", nothing_to_resume(selector, dirpath))
             return NoCheckpoint()
         state: Any = None
         error: Exception | None = None

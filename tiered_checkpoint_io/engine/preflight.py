@@ -66,11 +66,13 @@ class Problem(NamedTuple):
         error: As it is raised.
         permanent: Whether no retry can mend it.
         consequence: What follows where training continues.
+        unless: Where it does not continue.
     """
 
     error: TieredCheckpointError
     permanent: bool
     consequence: str
+    unless: str = ""
 
 
 def preflight(session: Session, need: Need) -> None:
@@ -101,9 +103,10 @@ def preflight(session: Session, need: Need) -> None:
     stopping = next((each for each in problems if each.permanent), None)
     if stopping is not None and config.preflight == "error" and not holds:
         raise _refusal(stopping.error)
-    why = ", because node memory holds a checkpoint to resume from" if holds else ""
     for each in problems:
-        reason = why if each.permanent and config.preflight == "error" else ""
+        reason = "" if holds else each.unless
+        if each.permanent and config.preflight == "error":
+            reason = ", because node memory holds a checkpoint to resume from"
         session.log.warning("preflight: %s; training continues%s: %s", each.error, reason, each.consequence)
 
 
@@ -153,7 +156,9 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
         else f"a save waits at most {config.pending_timeout_s} s for the durable tier (pending_timeout_s); after that"
         " its checkpoint stays in node memory"
     )
-    return [Problem(error, not first.retryable, consequence)]
+    # The restore comes after this, and never takes silence for an empty tier.
+    unless = ", unless ckpt_path needs an answer from there"
+    return [Problem(error, not first.retryable, consequence, unless)]
 
 
 def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[Problem]:
@@ -180,7 +185,9 @@ def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[P
 
 def _refusal(error: TieredCheckpointError) -> TieredCheckpointError:
     """The error that is raised for a problem."""
-    hint = "; ".join(filter(None, [error.hint, "to train all the same, set preflight: warn"]))
+    hint = "; ".join(
+        filter(None, [error.hint, "to train from scratch all the same, set preflight: warn, and leave ckpt_path out"])
+    )
     return type(error)(
         f"preflight: {error.message}", operation=error.operation, tier=error.tier, key=error.key, hint=hint
     )
