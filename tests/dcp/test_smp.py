@@ -34,13 +34,26 @@ def test_any_rank_coordinates_and_a_full_checkpoint_ends_the_training(job, tmp_p
     assert [answer["ended"] for answer in got(local)] == [["step_3"]] * 3
     assert [answer["saved"] for answer in got(whole)] == [False, True, False]
     io = TieredCheckpointIO(dirpath=str(tmp_path / "durable"), memory_dir=memory_dir)
-    # It is the newest of all, behind the local ones.
-    for loaded in (torch.load(tmp_path / "durable" / "export" / "model.pt"), io.load_checkpoint("tiered:latest")):
+    for loaded in (torch.load(tmp_path / "durable" / "export" / "model.pt"), io.load_checkpoint("export/model.pt")):
         assert loaded["step"] == 5
         found = {key: value.double().sum().item() for key, value in loaded["model"].items()}
         assert found.items() <= got(whole)[0]["totals"].items()
         assert all(type(value) is torch.Tensor for value in loaded["model"].values())
     io.teardown()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "durable tier alone"])
+def test_a_restart_passes_by_the_full_checkpoint_that_ended_the_training(kind, memory, memory_dir, tmp_path):
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
+    dcp.save({"t": torch.full((3,), 1.0)}, checkpoint_id="step_1", kind=kind, **options)
+    report = dcp.save_full({"t": torch.full((3,), 9.0)}, checkpoint_id="export/model.pt", **options)
+    assert report is not None
+    if not memory:
+        options["namespace"] = "another-node"
+    state = {"t": torch.zeros(3)}
+    dcp.load(state, kind=kind, **options)
+    assert state["t"].tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])

@@ -318,8 +318,8 @@ def save_full(
     Returns, on all ranks, once the coordinator's save is committed on the durable tier, or has failed.
 
     For the end of training: the coordinator needs memory for the whole state, on the CPU. Every rank of
-    the group has to call it. The file is one of ``torch.save``: read it by ``torch.load``, or by
-    ``TieredCheckpointIO``.
+    the group has to call it. The file is one of ``torch.save``: read it by ``torch.load``, or by its name with
+    ``TieredCheckpointIO``. A restart passes it by: it resumes from what :func:`save` and :func:`async_save` wrote.
 
     Args:
         state_dict: The state; DTensors and ShardedTensors are gathered, all else is taken as the
@@ -352,7 +352,8 @@ def save_full(
         try:
             tiers = TIERS if settings.is_durable(max(0, located.step), writer.save_to_s3) else {"memory"}
             checkpointer = Checkpointer(settings.config, session=writer.session)
-            report = checkpointer.save(whole, str(writer.checkpoint_id), tiers=tiers, wait=wait)
+            # The ranks can't load it as they save: as the newest, it would end each restart with an error.
+            report = checkpointer.save(whole, str(writer.checkpoint_id), tiers=tiers, wait=wait, resumable=False)
         except Exception as error:
             # The others wait to hear of it.
             failed = error
