@@ -110,7 +110,7 @@ class StrategyGuard(Callback):
             if looked_for_last:
                 why = "there is no last checkpoint (save_last is off, or it was not yet saved)"
             elif self._adopted:
-                why += ", or by 'last', for which Lightning's ModelCheckpoint does not look there"
+                why += ", or with 'last', which Lightning's own ModelCheckpoint can't find there"
             session.log.warning(
                 "%s, so training does not resume; ckpt_path=%r would resume from %s (step %d, %s tier)",
                 why,

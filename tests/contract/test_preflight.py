@@ -265,7 +265,7 @@ def test_last_that_is_not_found_is_one_warning_that_names_the_newest(stock, runs
     assert (error, trainer.global_step) == (None, 3)
     (line,) = (line for line in said if "ckpt_path" in line)
     assert "so training does not resume; ckpt_path='tiered:latest' would resume from" in line
-    assert ("or by 'last', for which Lightning's ModelCheckpoint does not look there" in line) == stock
+    assert ("or with 'last', which Lightning's own ModelCheckpoint can't find there" in line) == stock
     assert ("there is no last checkpoint (save_last is off" in line) != stock
 
 
