@@ -10,10 +10,11 @@ from support.draining import Node, names, objects, readable
 from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.drain import log, queue
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.errors import StoreAccessError
+from tiered_checkpoint_io.errors import MemoryFullError, StoreAccessError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
@@ -197,6 +198,58 @@ def test_a_cancelled_save_is_given_up_and_holds_deletes_back(node, store):
     assert node.queue.outcome(lost).state == "skipped"
     assert readable(store, "a.ckpt") == b"A"
     assert [request.op_id for request in node.queue.requests()] == [held]
+
+
+def test_a_delete_waits_for_a_later_save_however_many_have_failed_meanwhile(node, store, monkeypatch):
+    """Outcomes are kept of the newest saves alone, but for the first failure since what was good."""
+    monkeypatch.setattr(queue, "_KEEP", 8)
+    node.save("good.ckpt", b"A")
+    drain(node).run(once=True)
+    broken, before = Broken(store, lambda key: StoreAccessError("no")), "good.ckpt"
+    for number in range(12):
+        lost, _ = node.save(f"{number}.ckpt", b"B"), node.delete(before)
+        before = f"{number}.ckpt"
+        node.cancel(lost)
+        drain(node, broken).run(once=True)
+        assert names(store) == ["good.ckpt"], f"after {number + 1} that failed"
+    assert len(node.queue.outcomes()) <= 10
+    node.save("new.ckpt", b"C")
+    drain(node).run(once=True)
+    assert names(store) == objects(store) == ["new.ckpt"]
+    assert not node.queue.requests()
+
+
+def test_what_failed_is_forgotten_once_it_is_replaced(node, store, monkeypatch):
+    monkeypatch.setattr(queue, "_KEEP", 4)
+    node.cancel(node.save("lost.ckpt", b"A"))
+    for number in range(8):
+        node.save(f"{number}.ckpt", b"B")
+        drain(node).run(once=True)
+    assert {outcome.state for outcome in node.queue.outcomes()} == {"committed"}
+    assert len(node.queue.outcomes()) <= 5
+
+
+@pytest.mark.parametrize("spare", [8, 1 << 30], ids=["", "of-an-earlier-release"])
+def test_a_log_that_is_full_of_requests_empties_again(spare, node, store, monkeypatch):
+    """An outcome is larger than its request: where it found no room, the same request was carried out for ever."""
+    monkeypatch.setattr(log, "_HALF", 1 << 14)
+    monkeypatch.setattr(log, "_SPARE", spare)
+    monkeypatch.setattr(queue, "_LEAST", 4)
+    with pytest.raises(MemoryFullError, match="too much is queued"):
+        for number in range(1000):
+            node.delete(f"{number}.ckpt")
+    assert number > 40
+    saved, stop = node.save("a.ckpt", b"A"), threading.Event()
+    thread = threading.Thread(target=drain(node, stop=stop, stay=True).run)
+    thread.start()
+    try:
+        until(lambda: not node.queue.requests(), "all is done")
+        until(lambda: node.queue.outcome(saved), "the save too")
+    finally:
+        stop.set()
+        thread.join()
+    assert names(store) == ["a.ckpt"]
+    assert {outcome.state for outcome in node.queue.outcomes()} == {"committed"}
 
 
 def test_a_request_of_another_release_fails_and_is_out_of_the_way(node, store):

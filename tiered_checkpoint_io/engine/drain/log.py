@@ -44,6 +44,8 @@ _BEAT_AT, _BEAT_SIZE = 4096, 4096
 _HALVES_AT = 8192
 #: Room for the outcomes that are kept, and for some thousand requests. Taken from the memory tier, so no more.
 _HALF = 1 << 20
+#: One part in so many of a half is left to the writes by which it empties.
+_SPARE = 8
 
 _log = logging.getLogger("tiered_checkpoint_io.drain")
 
@@ -109,8 +111,12 @@ class OperationLog:
         with self._guard, self._locked():
             return
 
-    def write(self, changes: Mapping[str, Any]) -> None:
+    def write(self, changes: Mapping[str, Any], *, leaves_room: bool = False) -> None:
         """Sets keys to JSON values, or removes those whose value is None: all of them, or none.
+
+        Args:
+            changes: What to set, and to remove.
+            leaves_room: Whether it leaves to others the room that :data:`_SPARE` tells.
 
         Raises:
             MemoryFullError: There is no space for the file, or too much in it.
@@ -119,7 +125,7 @@ class OperationLog:
         with self._guard, self._locked() as file:
             state = {key: value for key, value in {**self._state, **changes}.items() if value is not None}
             data = json.dumps(state, separators=(",", ":")).encode()
-            if len(data) > _HALF:
+            if len(data) > _HALF - (_HALF // _SPARE if leaves_room else 0):
                 text = "too much is queued for the operation log"
                 raise MemoryFullError(text, operation="write", tier="memory", key=str(self._path))
             generation = self._generation + 1

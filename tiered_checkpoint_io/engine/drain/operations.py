@@ -153,6 +153,16 @@ def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
     ]
 
 
+def first_unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """The first that :func:`unreplaced` gives of each durable tier and action: the same deletes wait for these."""
+    first: dict[tuple[Place, Action], Outcome] = {}
+    for save in unreplaced(outcomes):
+        earlier = first.setdefault((save.place, save.action), save)
+        if save.op_id < earlier.op_id:
+            first[save.place, save.action] = save
+    return [*first.values()]
+
+
 def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> list[Request]:
     """Deletes that wait for a further save, because a save before them failed."""
     first: dict[Place, str] = {}

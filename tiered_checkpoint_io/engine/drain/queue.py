@@ -21,6 +21,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     Action,
     Outcome,
     Request,
+    first_unreplaced,
     held_back,
     in_order,
     unreplaced,
@@ -35,8 +36,8 @@ LOG_FILE = "operations.log"
 _ACTIONS = (*NAMING, "delete", "retain", "cancel")
 _REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
 _DRAIN, _LEAVE = "drain", "leave"
-#: Outcomes that are kept, of the newest saves: they take a third of the log at most.
-_KEEP = 512
+#: Outcomes that are kept, of the newest saves: they take a third of the log at most. And how many where it is full.
+_KEEP, _LEAST = 512, 32
 #: Characters of an error that are kept.
 _SHORT = 1000
 #: Bytes of a note that fit into the log beside all else.
@@ -107,7 +108,8 @@ class Queue:
             MemoryFullError: There is no space for the log.
         """
         ids.validate_save_id(request.op_id)
-        self._log.write({_REQUEST + request.op_id: _facts(request)})
+        # An outcome takes its request out of the log, but is the larger of the two.
+        self._log.write({_REQUEST + request.op_id: _facts(request)}, leaves_room=True)
 
     def requests(self) -> list[Request]:
         """What is queued, in order; what this release does not understand has the action ``unknown``."""
@@ -152,17 +154,36 @@ class Queue:
 
     # ---------------------------------------------------------------------------------- outcomes
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
-        """Notes an outcome; with a final one, the request and the note of its work go, in the same write."""
-        changes: dict[str, Any] = {_OUTCOME + outcome.op_id: _facts(replace(outcome, error=outcome.error[:_SHORT]))}
+        """Notes an outcome; with a final one, the request and the note of its work go, in the same write.
+
+        Raises:
+            MemoryFullError: It has no room; the request and the note are gone all the same, where there is a log.
+        """
+        done: dict[str, Any] = {}
         if final:
             self._notes.pop(outcome.op_id, None)
-            changes |= {_REQUEST + outcome.op_id: None, _NOTE + outcome.op_id: None}
+            done = {_REQUEST + outcome.op_id: None, _NOTE + outcome.op_id: None}
+        said = {_OUTCOME + outcome.op_id: _facts(replace(outcome, error=outcome.error[:_SHORT]))}
+        try:
+            try:
+                self._log.write({**self._forgotten(outcome, _KEEP), **said, **done})
+            except MemoryFullError:
+                self._log.write({**self._forgotten(outcome, _LEAST), **said, **done})
+        except MemoryFullError:
+            # An earlier release has left nothing free in it: what stayed would be done again and again.
+            self._log.write(done)
+            raise
+
+    def _forgotten(self, news: Outcome, count: int) -> dict[str, None]:
+        """The change by which about ``count`` outcomes stay, of the newest saves, beside another one."""
         kept = sorted(self._log.entries(_OUTCOME))
-        if len(kept) > _KEEP:
-            # Those of one save stay or go together.
-            first = ids.save_id_of_op(kept[-_KEEP])
-            changes |= {_OUTCOME + op_id: None for op_id in kept if ids.save_id_of_op(op_id) < first}
-        self._log.write(changes)
+        if len(kept) <= count:
+            return {}
+        # Those of one save stay or go together. What deletes wait for stays, however much has failed since.
+        first = ids.save_id_of_op(kept[-count])
+        outcomes = [*(each for each in self.outcomes() if each.op_id != news.op_id), news]
+        needed = {each.op_id for each in first_unreplaced(outcomes)}
+        return {_OUTCOME + each: None for each in kept if ids.save_id_of_op(each) < first and each not in needed}
 
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done, or too long ago."""
@@ -232,7 +253,7 @@ class Note:
         self._large = dict(state)
         if len(json.dumps(state)) <= _NOTE_SIZE:
             with contextlib.suppress(MemoryFullError):
-                self._log.write({self._key: state})
+                self._log.write({self._key: state}, leaves_room=True)
                 self._large = None
 
     def clear(self) -> None:
