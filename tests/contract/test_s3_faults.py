@@ -4,8 +4,11 @@ import os
 
 import pytest
 from support.clocks import quick
+from support.draining import Node, names
 from support.fault_proxy import lose_answer, object_lock, refuse, reset, short_pages, truncate, whole_object
 
+from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     StoreAccessError,
@@ -281,6 +284,26 @@ def test_an_outage_leaves_the_upload_to_the_next_process(open_store, proxy, uplo
     assert again.get("x") == data
     assert uploads() == []
     assert journal.read() is None
+
+
+def test_the_uploads_that_an_outage_cut_off_are_ended_once_a_later_save_replaces_them(
+    open_store, proxy, uploads, memory_dir, s3_url
+):
+    """Each holds nearly a checkpoint on the server, and a drain that lives for weeks looks for such only at its start."""
+    node, patient = Node(memory_dir, s3_url), Clock(Timing(redo_first_s=600.0, redo_max_s=600.0))
+    proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 1 else None
+    for name in ("a.ckpt", "b.ckpt"):
+        node.save(name, os.urandom(10 * MIB))
+    drain = Drain(node.root, clock=patient, open_store=lambda *_: open_store(deadline_s=0.1, write_concurrency=1))
+    drain.run(once=True)
+    assert set(node.states().values()) == {"failed"}
+    assert len(uploads()) == 2
+    proxy.plan = lambda *_: None
+    node.save("c.ckpt", b"C")
+    drain.run(once=True)
+    assert sorted(node.states().values()) == ["committed", "skipped", "skipped"]
+    assert names(open_store()) == ["c.ckpt"]
+    assert uploads() == []
 
 
 def test_an_outage_without_a_journal_leaves_nothing(open_store, proxy, uploads):

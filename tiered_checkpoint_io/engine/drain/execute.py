@@ -126,7 +126,7 @@ class Executor:
         if fate == "waits":
             return
         if fate == "replaced":
-            self._give_up(operation, "a later save has taken its name")
+            self._give_up(operation, "a later save has taken its name", answers=True)
             return
         if why_not:
             self.log.warning("retention skipped: %s", why_not)
@@ -141,7 +141,7 @@ class Executor:
             self.deltas.uploaded(part)
             # Before it leaves the queue: else a caller that waits for the queue would find only failed saves there.
             for old in superseded(operations, self._lost(part), operation):
-                self._give_up(old, f"superseded by {part.name}")
+                self._give_up(old, f"superseded by {part.name}", answers=True)
             # After the outcome: a drain that dies in between finds it committed, and reports it again.
             self._mark_drained(stored)
             what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
@@ -288,10 +288,11 @@ class Executor:
             if other.action in SAVES and ids.save_id_of_op(other.op_id) == ids.save_id_of_op(operation.target):
                 self._give_up(other, "cancelled to keep the queue bounded")
 
-    def _give_up(self, operation: Request, reason: str) -> None:
+    def _give_up(self, operation: Request, reason: str, *, answers: bool = False) -> None:
+        """Ends an operation that will not be carried out; ``answers``: the durable tier did so just now."""
         stored, journal = operation.stored, self.queue.journal(operation.op_id)
         assert stored is not None, operation
-        if journal.read() is not None and not self.begun.get(operation.op_id, Begun()).failures:
+        if journal.read() is not None and (answers or not self.begun.get(operation.op_id, Begun()).failures):
             # What cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
                 commit.abandon(self.stores.get(operation.place), stored.part, journal)
