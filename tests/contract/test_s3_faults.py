@@ -313,6 +313,21 @@ def test_an_outage_without_a_journal_leaves_nothing(open_store, proxy, uploads):
     assert uploads() == []
 
 
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidToken", "RequestTimeTooSkewed"])
+def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(code, open_store, proxy, uploads):
+    data, journal = os.urandom(40 * MIB), MemoryJournal()
+    proxy.plan = lambda *_: refuse(400, code) if proxy.counts["part"] > 2 else None
+    with pytest.raises(StoreAccessError):
+        open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal)
+    proxy.plan = lambda *_: None
+    again = open_store()
+    again.upload("x", memoryview(data), journal=journal)
+    assert again.metrics.snapshot()["requests.part"] == 3
+    assert again.get("x") == data
+    assert uploads() == []
+    assert journal.read() is None
+
+
 def test_a_refused_part_ends_the_upload_and_leaves_nothing(open_store, proxy, uploads):
     journal = MemoryJournal()
     proxy.plan = on("part", refuse(403, "AccessDenied"), numbers=[2])

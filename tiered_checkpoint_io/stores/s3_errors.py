@@ -141,6 +141,11 @@ def is_just_denied(error: StoreError) -> bool:
     )
 
 
+def lacks_credentials(error: BaseException) -> bool:
+    """Whether one of our errors is for credentials that are missing, wrong or expired: with others, it may go on."""
+    return isinstance(error, StoreAccessError) and not is_just_denied(error)
+
+
 def may_be_credentials(error: StoreError) -> bool:
     """Whether one of our errors may be for credentials that others have taken the place of."""
     # So is a HEAD with a token that has expired.

@@ -25,6 +25,7 @@ from tiered_checkpoint_io.model.delta import Piece, pieces_of
 from tiered_checkpoint_io.stores.base import Content, CopyRefusedError, Delta, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import S3Client
+from tiered_checkpoint_io.stores.s3_errors import lacks_credentials
 from tiered_checkpoint_io.stores.s3_parts import (
     MARK,
     Condition,
@@ -230,8 +231,10 @@ class MultipartUploads:
             # Completed, and just the answer was lost? Then the object bears the upload's mark.
             return len(arrived) == len(upload.numbers) and self._made(upload)
         except BaseException as error:
-            # With a journal, what has arrived is taken up by the next attempt.
-            if journal is None or (isinstance(error, StoreError) and not error.retryable):
+            # With a journal, what has arrived is taken up by the next attempt, maybe with other credentials. Without
+            # any, it could not be removed either.
+            is_final = isinstance(error, StoreError) and not error.retryable and not lacks_credentials(error)
+            if journal is None or is_final:
                 self._abort_after(error, key, upload.upload_id)
                 if journal is not None:
                     journal.clear()
