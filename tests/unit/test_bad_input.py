@@ -145,6 +145,9 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
         with pytest.raises(InvalidNameError) as caught:
             io.save_checkpoint(state(2), name)
         assert "dirpath" in caught.value.hint
+    for name in ("part.json", "a/drained", ".drained", "pinned", "replicated"):
+        with pytest.raises(InvalidNameError, match=r"its own files.*such as '\.ckpt'"):
+            io.save_checkpoint(state(2), name)
     for options in ({"tier": ["memory"]}, {"tiers": ["disk"]}, {"tiers": []}):
         with pytest.raises(UsageError, match="allowed: "):
             io.save_checkpoint(state(2), "a.ckpt", storage_options=options)

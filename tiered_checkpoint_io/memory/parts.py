@@ -16,7 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ManifestError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidNameError,
+    ManifestError,
+)
 from tiered_checkpoint_io.memory.private import sync_folder, write_atomic, write_private
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model import ids
@@ -30,6 +35,8 @@ DRAINED = "drained"
 PINNED = "pinned"
 REPLICATED = "replicated"
 MARKERS = (DRAINED, PINNED, REPLICATED)
+#: What no file of a part can be called.
+_RESERVED = {PART_FILE, *MARKERS, *(f".{name}" for name in MARKERS)}
 #: How the name of a folder ends that is still being made.
 NEW = ".new"
 
@@ -124,6 +131,16 @@ class Shelf:
         part = last[1] if last and last[0] == stamp else Part.from_json(Path(path).read_bytes(), where=path)
         known[path] = (stamp, part)
         return part
+
+
+def check_file_name(path: str) -> None:
+    """Refuses, with an InvalidNameError, a file that would lie in its part's folder in the place of another."""
+    if path.rpartition("/")[2] in _RESERVED:
+        raise InvalidNameError(
+            f"checkpoint name {path!r} ends in a word that node memory has for its own files",
+            operation="save",
+            hint="give it another ending, such as '.ckpt'",
+        )
 
 
 def prepare_markers(folder: Path, *, drained: bool) -> None:

@@ -22,7 +22,7 @@ from tiered_checkpoint_io.engine.save.small import warn_streamed
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Scope
 from tiered_checkpoint_io.errors import MemoryFullError
-from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart, check_file_name
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Kind, Metric, Part
@@ -162,7 +162,8 @@ def alone(
     metric: Metric | None = None,
     resumable: bool = True,
 ) -> SaveFacts:
-    """The facts of a save of one rank that has the whole state."""
+    """The facts of a save of one rank that has the whole state; InvalidNameError where it can't be named so."""
+    check_file_name(name)
     step, epoch = position(state, name)
     return SaveFacts(
         name,
