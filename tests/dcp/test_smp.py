@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
+from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.errors import SaveError
 
 from .test_local import got, job  # noqa: F401
@@ -50,10 +51,12 @@ def test_a_restart_passes_by_the_full_checkpoint_that_ended_the_training(kind, m
     report = dcp.save_full({"t": torch.full((3,), 9.0)}, checkpoint_id="export/model.pt", **options)
     assert report is not None
     if not memory:
+        close_shared(settings_of(None, options))
         options["namespace"] = "another-node"
     state = {"t": torch.zeros(3)}
     dcp.load(state, kind=kind, **options)
     assert state["t"].tolist() == [1.0] * 3
+    close_shared(settings_of(None, options))
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
