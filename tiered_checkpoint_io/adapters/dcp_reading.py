@@ -138,8 +138,9 @@ class PlanReader:
                 if layout is not None and layout.fits(view[info.offset : info.offset + info.length]):
                     _copy(view, item, info, layout, planner)
                     continue
-                view = self._files.ensure(basename, [(info.offset, info.length)])
-                self._load(view, item, info, planner)
+                # It may be another file, if damage has shown since, and the view's other bytes were made sure of alone.
+                whole = self._files.ensure(basename, [(info.offset, info.length)])
+                self._load(whole, item, info, planner)
 
     def spans(self, plan: LoadPlan) -> dict[str, list[Span]]:
         """``(offset, length)`` of all that the plan needs of each file; whole items, for safety."""
