@@ -74,6 +74,17 @@ def test_what_another_node_sends_is_verified(ranks, memory_dir):
         assert answer[0]["got"]["name"] == "step_1"
 
 
+def test_damage_that_one_of_two_ranks_of_a_node_finds_leads_to_the_durable_copy(ranks, memory_dir):
+    """The other one still holds that file: it needs no byte of the chunk that is damaged."""
+    rows = {"rows": 540_000}
+    ranks(3, ["save", 1, rows], ["wait"], ["close"], nodes="aab", save_to_s3=True)
+    (path,) = Path(memory_dir, "a").glob("tiered-*/*/saves/*/rank-00001/__1_0-*.distcp")
+    flip(path, at=10 << 20)
+    for answer in ranks(3, ["load", 1, rows], nodes="aab"):
+        assert answer[0].get("got", answer[0])["matches"]
+    assert list(Path(memory_dir, "a").glob("tiered-*/*/quarantine/*rank-00001/reason.txt"))
+
+
 def test_one_rank_loads_without_the_others(ranks):
     answers = ranks(2, ["group_save", 7, [0]], ["load_alone", 7, 1])
     assert answers[1][1]["got"] == [0.0] * 4

@@ -33,5 +33,16 @@ def test_a_source_that_failed_is_left_out_for_that_file_alone():
     assert [(each.basename, each.source) for each in transfers(needs, {("x", 0), ("x", 1)})[1]] == [("y", 0)]
 
 
+def test_no_rank_sends_to_its_own_node_what_another_one_there_has_found_damaged():
+    x = entry("x", 3)
+    needs = [Need("a", holds={"x": x}), Need("a", {"x": [(5, 10)]}), Need("b", {"x": [(0, 1)]})]
+    assert transfers(needs) == ({}, [])
+    assert transfers([*needs, Need("c", holds={"x": x})])[1] == [
+        Transfer("x", 0, 3, 0),
+        Transfer("x", 0, 3, 2),
+        Transfer("x", 1, 3, 0),
+    ]
+
+
 def test_a_file_that_nobody_holds_is_left_to_whoever_needs_it():
     assert transfers([Need("a", {"x": [(0, 1)]}), Need("b")]) == ({}, [])

@@ -48,7 +48,8 @@ def transfers(
 ) -> tuple[dict[str, FileEntry], list[Transfer]]:
     """The files that are concerned, and what has to travel, in the order in which all ranks do it; pure.
 
-    A file that no node holds is left out: reading it raises.
+    A file that no node holds is left out: reading it raises. So is a node of which some rank lacks a file that others
+    there hold: it is one file, in which that rank has found damage.
 
     Args:
         needs: Of each rank, by rank.
@@ -56,10 +57,11 @@ def transfers(
     """
     holders: dict[str, list[tuple[int, FileEntry]]] = {}
     leaders: dict[str, int] = {}
+    damaged = {(need.node, basename) for need in needs for basename in need.lacks}
     for rank, need in enumerate(needs):
         leaders.setdefault(need.node, rank)
         for basename, entry in need.holds.items():
-            if (basename, rank) not in without:
+            if (basename, rank) not in without and (need.node, basename) not in damaged:
                 holders.setdefault(basename, []).append((rank, entry))
     wanted: set[Transfer] = set()
     entries: dict[str, FileEntry] = {}
