@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tiered_checkpoint_io.engine.chunks import unverified
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
 from tiered_checkpoint_io.engine.durable.metrics import rated
 from tiered_checkpoint_io.engine.restore.choice import Held, Selector
 from tiered_checkpoint_io.engine.session import Session
@@ -22,6 +23,7 @@ from tiered_checkpoint_io.errors import (
     ManifestError,
     RestoreError,
     StoreNotFoundError,
+    StoreUnavailableError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -34,6 +36,7 @@ from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifes
 from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 from tiered_checkpoint_io.stores import place_of
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
+from tiered_checkpoint_io.stores.silence import answer_within
 
 #: Manifests that are read at once when looking for the newest, and how many of them are picked by
 #: the step that their name tells.
@@ -217,6 +220,40 @@ def _read(store: Store, names: Sequence[str], found: DurableCatalog) -> None:
     results += in_parallel(read, sorted(targets))
     found.manifests += [manifest for manifest in results if isinstance(manifest, Manifest)]
     found.rejected += [note for note in results if isinstance(note, str)]
+
+
+class Versions:
+    """Of which saves the durable tier had the content under each name, when its manifest was read."""
+
+    def __init__(self) -> None:
+        self._save_ids: dict[str, set[str]] = {}
+
+    def note(self, manifests: Iterable[Manifest]) -> None:
+        """Takes what was read."""
+        self._save_ids.update({each.name: _save_ids([each]) for each in manifests})
+
+    def changed(self, tiers: Tiers, name: str) -> set[str] | None:
+        """The saves of which it has the content under a name by now; None where they are as they were, or not known.
+
+        What could not be read as its manifest says may have been overwritten or removed meanwhile: the drain of the run
+        before may still be at work, and have committed its next checkpoint.
+        """
+        bound = float(tiers.config.durable_timeout_s)
+        ask = functools.partial(discover, tiers, Selector("name", name), {})
+        try:
+            there = answer_within(bound, ask, clock=tiers.clock)
+        except StoreUnavailableError:
+            return None
+        now = _save_ids(there.manifests)
+        if there.error is not None or there.rejected or now == self._save_ids.get(name, now):
+            return None
+        del self._save_ids[name]
+        tiers.log.warning("%s was removed or overwritten while it was read: asking the durable tier again", name)
+        return now
+
+
+def _save_ids(manifests: Iterable[Manifest]) -> set[str]:
+    return {content.save_id for content in contents_of(manifests)}
 
 
 def _foreign(store: Store, name: str, accepts: Kind | None) -> Content | None:

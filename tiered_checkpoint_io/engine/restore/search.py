@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 from tiered_checkpoint_io.engine.drain.progress import told_as
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.ranks.world import current_rank
-from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, discover, look
+from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, Versions, discover, look
 from tiered_checkpoint_io.engine.restore.choice import (
     Candidate,
     Catalog,
@@ -144,6 +144,9 @@ class Search:
         self._tried: set[str] = set()
         #: Those that were tried while no manifest of theirs was known: the durable tier may have them intact.
         self._tried_in_memory: set[str] = set()
+        #: What the durable tier had under each name, and whether that has changed since.
+        self._versions = Versions()
+        self._has_changed = False
         self._notes: list[str] = []
 
     # ------------------------------------------------------------------------------------ looking
@@ -291,6 +294,7 @@ class Search:
                 self._tiers.skipped(note)
             self._notes += known.rejected
             self._seen |= {manifest.content.save_id for manifest in known.manifests}
+            self._versions.note(known.manifests)
             options = self._untried(known.manifests)
             if known.error is not None:
                 # Training must go on while S3 is away, if memory can carry it; but no rank may start from scratch
@@ -303,6 +307,11 @@ class Search:
                 refuse_other_kind(candidate, self._accepts, self._tiers.dirpath)
                 (self._tried if candidate.durable is not None else self._tried_in_memory).add(candidate.save_id)
                 yield candidate
+                now = self._versions.changed(self._tiers, candidate.name) if candidate.durable is not None else None
+                if now is not None:
+                    self._tried -= now  # One may have been tried before its bytes were there.
+                    self._has_changed = True
+                    break
         self.reject(self._notes)
         if known.foreign is not None and not self.rejected:
             self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
@@ -324,7 +333,7 @@ class Search:
         """What the durable tier says, and more of it while that is asked for.
 
         Where memory has what is meant, its silence is waited for no longer than ``durable_timeout_s``, and said; after
-        what memory has, the answer itself follows.
+        what memory has, the answer itself follows. What has changed since is asked for anew.
         """
         tiers, timing = self._tiers, self._tiers.clock.timing
         where, bound = told_as(tiers.dirpath), float(tiers.config.durable_timeout_s)
@@ -339,6 +348,8 @@ class Search:
                 question.within(longer, self._said("node memory has no checkpoint that serves; giving up"))
                 known = question.result()
             yield known
+            if self._has_changed:
+                known, self._has_changed = None, False
 
     def _said(self, what: str) -> Callable[[float, float], None]:
         """Says on rank 0 that the durable tier does not answer, and what follows."""
