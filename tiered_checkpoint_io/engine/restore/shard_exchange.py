@@ -112,10 +112,15 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
             files.expect(entries[basename])
         missed = _carry(group, files, entries, planned)
         notes += missed.values()
-        gathered: list[tuple[str, list[tuple[str, int]]]] = group.all_gather((group.node, list(missed)))
+        gathered: list[tuple[str, list[tuple[str, int]], bool]] = group.all_gather(
+            (group.node, list(missed), files.is_aside)
+        )
         # Each round leaves out one more source of a file at least, so there is an end to it.
-        without.update(miss for _, theirs in gathered for miss in theirs)
-        failed = failed - concerned | {name for node, theirs in gathered if node == group.node for name, _ in theirs}
+        without.update(miss for _, theirs, _ in gathered for miss in theirs)
+        failed = failed - concerned | {name for node, theirs, _ in gathered if node == group.node for name, _ in theirs}
+        if any(is_aside for node, _, is_aside in gathered if node == group.node):
+            # Memory had no room for it: it is where this rank would not look.
+            files.step_aside()
         done |= concerned - failed
     for basename in failed:
         # What the durable tier has is read from there; of the rest, reading says so.

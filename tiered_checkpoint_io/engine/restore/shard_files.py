@@ -1,14 +1,15 @@
 """The bytes of a sharded checkpoint, as one rank reads them: only what it needs, and all of it verified.
 
 A file lies in this node's memory as a rank's part, or is fetched from the durable tier, a hashed
-chunk at a time, into a file that all ranks of the node map. A rank for whose chunks memory has no
-room has them in a private folder for temporary files.
+chunk at a time, into a file that all ranks of the node map. Where memory has no room for them,
+the ranks of the node have such a file in the folder for temporary files.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,12 +20,13 @@ from tiered_checkpoint_io.engine.chunks import Span, chunks_of, verify
 from tiered_checkpoint_io.engine.durable.files import Files, files_of
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
+from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, read_chunk
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError
 from tiered_checkpoint_io.formats.filling import default_threads
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
+from tiered_checkpoint_io.memory.private import private_folder
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 
@@ -63,9 +65,11 @@ class ShardFiles:
         self._exits = ExitStack()
         self._held: dict[str, _HeldFile] = {}
         self._fetched: dict[str, FetchedFile] = {}
-        self._private: Path | None = None
+        #: Where memory has no room.
+        self._aside: SharedFolder | None = None
         url = ids.join_url(tiers.dirpath, candidate.name)
         key = candidate.save_id or hashlib.sha256(url.encode()).hexdigest()[:32]
+        self._key = f"{hashlib.sha256(os.fsencode(tiers.memory.root)).hexdigest()[:16]}.{key}"
         self._folder = SharedFolder(tiers.memory.root, key, tiers.clock)
         self._exits.callback(self._folder.close)
         try:
@@ -195,19 +199,34 @@ class ShardFiles:
             raise
         file.verified.update(wanted)
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether memory had no room, so that this rank has what comes here in the folder for temporary files."""
+        return self._aside is not None
+
+    def step_aside(self) -> None:
+        """Has all that comes here in the folder for temporary files, as another rank of this node has."""
+        if self._aside is not None:
+            return
+        root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}")
+        private_folder(root)
+        clear_reads(root)
+        self._aside = SharedFolder(root, self._key, self._tiers.clock)
+        self._exits.callback(self._aside.close)
+        # What was read from the earlier files stays valid: they are closed at the end.
+        earlier, self._fetched = self._fetched, {}
+        for name, each in earlier.items():
+            each.copy_to(self._fetched_file(name))
+
     def _with_room(self, basename: str, work: Callable[[FetchedFile], None]) -> FetchedFile:
-        """Works on a fetched file; where memory has no room for it, in a private folder for temporary files."""
+        """Works on a fetched file; where memory has no room for it, in the folder for temporary files."""
         try:
             file = self._fetched_file(basename)
             work(file)
         except MemoryFullError:
-            if self._private is not None:
+            if self._aside is not None:
                 raise
-            self._private = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="tiered-reads-")))
-            # What was read from the earlier files stays valid: they are closed at the end.
-            earlier, self._fetched = self._fetched, {}
-            for name, each in earlier.items():
-                each.copy_to(self._fetched_file(name))
+            self.step_aside()
             file = self._fetched_file(basename)
             work(file)
         return file
@@ -225,7 +244,7 @@ class ShardFiles:
             fetched = self._fetched[basename] = FetchedFile(
                 entry,
                 self._tiers.store,
-                self._private or self._folder.path,
+                (self._aside or self._folder).path,
                 concurrency=self._concurrency,
                 timeout_s=float(self._tiers.config.wait_timeout_s),
                 clock=self._tiers.clock,
