@@ -8,9 +8,11 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from support.clocks import hurried
 from support.restoring import (
     CHUNK,
     flip,
@@ -318,6 +320,26 @@ def test_unavailable_is_an_error_but_memory_carries_on(world):
     restored, data = world.restore(store=away)
     assert data == NEW
     assert "injected" in restored.rejected[0]
+
+
+def test_a_store_that_never_answers_is_an_error_after_the_bound_that_is_told(world, caplog):
+    """As a folder of a file server that is gone: what asks it has no bound of its own."""
+    gone = threading.Event()
+
+    class Gone(DirectoryStore):
+        def list(self, prefix):
+            gone.wait(30)
+            return super().list(prefix)
+
+    try:
+        with hurried(retry_deadline_s=0.3, s3_read_s=0.3, silence_line_s=0.1):
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailableError, match="has not answered for 1 s"):
+                world.restore(store=Gone(world.store.url))
+            assert time.monotonic() - started < 10
+    finally:
+        gone.set()
+    assert "giving up in" in caplog.text
 
 
 def test_refused_access_is_an_error_even_if_memory_has_something(world):
