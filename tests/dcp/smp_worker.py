@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -108,13 +109,28 @@ def same(mine, theirs):
 
 
 def save_local(
-    job, number, step=None, content=None, only=None, fail=None, dies=None, shard=None, large=0, sync=False, **more
+    job,
+    number,
+    step=None,
+    content=None,
+    only=None,
+    fail=None,
+    dies=None,
+    shard=None,
+    large=0,
+    sync=False,
+    lock=None,
+    **more,
 ):
-    """Saves a local checkpoint; the tensors change at once behind it. A rank may fail, or die, in the middle."""
+    """Saves a local checkpoint; the tensors change at once behind it. A rank may fail, or die, in the middle.
+
+    What the rank ``lock`` has of the state can't be pickled.
+    """
     step, shard = step or number, dist.get_rank() if shard is None else shard
     if only is not None and dist.get_rank() not in only:
         return None
     state = state_of(shard, content or number, large=large)
+    state |= {"lock": threading.Lock()} if lock == dist.get_rank() else {}
     kept = [state["model"]["weight"].to_local(), state["model"]["local"], *([state["ballast"]] if large else [])]
     began = time.monotonic()
     tier = worker.writer(job).session.open().tier

@@ -141,6 +141,28 @@ def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, m
     dcp.TieredStorageWriter(**options).close()
 
 
+def test_nodes_keep_what_is_whole_while_a_rank_has_nothing_that_can_be_saved(job):
+    """They hold but their own parts: only that rank knows that the newer checkpoints have none of its own."""
+    failing = [step for number in (3, 4, 5) for step in (["save_local", number, {"lock": 1}], ["meet"])]
+    *_, failed, _, held, loaded = job(
+        2,
+        ["save_local", 1],
+        ["meet"],
+        ["save_local", 2],
+        ["meet"],
+        *failing,
+        ["parts"],
+        ["load_local", 2, {"checkpoint_id": "step_2"}],
+        nodes="ab",
+        memory_keep_last=2,
+        save_to_s3=False,
+    )
+    assert [answer["saved"] for answer in got(failed)] == [True, False]
+    of_rank = [{name for name, *_ in parts} for parts in got(held)]
+    assert all("step_2" in names for names in of_rank), of_rank
+    assert [answer["same"] for answer in got(loaded)] == [True, True]
+
+
 def test_one_rank_of_each_replication_group_writes_and_all_load_its_file(job, tmp_path, memory_dir):
     # Ranks 0 and 1 on node a, their replicas on node b.
     saved, held, _, loaded, brought, told, _, named = job(

@@ -15,11 +15,11 @@ from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
-from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
+from tiered_checkpoint_io.engine.save.sameness import Stretches, stretches_of_state
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place, save_local
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
-from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.formats.image import Image, plan
 
 
 def save_local_state(
@@ -49,22 +49,25 @@ def save_local_state(
     if not place.writes:
         return None
     settings.check_world_size(place.degree, writer.checkpoint_id)
-    try:
+
+    def planned() -> tuple[Image, Stretches]:
         state = local_part(state_dict)
         image = plan(state)
         if place.shard == 0:
             # The others hold the same beside their tensors.
             warn_at_first_save(session, settings.config, session.log, located.name, image)
+        return image, stretches_of_state(state, image)
+
+    try:
         return save_local(
             session,
-            image,
+            planned,
             place,
             name=located.name,
             step=located.step,
             durable=settings.is_durable(located.step, writer.save_to_s3),
             wait=writer.waits,
             threads=writer.threads,
-            stretches=stretches_of_state(state, image),
         )
     except (ConfigError, InvalidNameError, UsageError):
         raise

@@ -54,7 +54,7 @@ class LocalSave:
 
 def save_local(
     session: Session,
-    image: Image,
+    planned: Callable[[], tuple[Image, Stretches]],
     place: Place,
     *,
     name: str,
@@ -62,7 +62,6 @@ def save_local(
     durable: bool,
     wait: bool = False,
     threads: int | None = None,
-    stretches: Stretches | None = None,
 ) -> LocalSave | None:
     """Captures this rank's shard on its node, and queues its upload.
 
@@ -72,14 +71,14 @@ def save_local(
 
     Args:
         session: Both tiers.
-        image: The state, planned.
+        planned: Plans the state's file; gives it, and where it holds the model's tensors, and the optimizer's. Called
+            here, so that the other ranks are told where it fails, and remove nothing for this save.
         place: Which shard it is.
         name: The checkpoint's name.
         step: The training step; -1 where it is not known.
         durable: Whether it is to go to the durable tier, where there is room on the way.
         wait: Whether to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
         threads: How many threads copy.
-        stretches: Where the file holds the model's tensors, and the optimizer's.
 
     Returns:
         None where it is of memory alone and was skipped, because there is no room for it.
@@ -87,6 +86,7 @@ def save_local(
     Raises:
         SaveError: It did not reach the durable tier while we waited; then on all ranks that wait.
         UsageError: The run's id could not be learnt; or another live run writes to the same dirpath.
+        Exception: Whatever ``planned`` raises.
     """
     started = session.clock.monotonic()
     session.claims.check()
@@ -101,7 +101,8 @@ def save_local(
         facts = admit(session, facts, held)
         if durable and not facts.durable:
             run.report_missing("durable")
-        part = PartSave(session, facts, place.shard, image, threads, started, stretches or {})
+        image, stretches = planned()
+        part = PartSave(session, facts, place.shard, image, threads, started, stretches)
         part.capture(retained=_make_room(part, held, run))
         if part.streams:
             # Before the others come to the next save, and remove older ones for this one.
