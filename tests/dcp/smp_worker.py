@@ -272,13 +272,13 @@ def save_by(job, number, ranks, coordinator, **more):
     }
 
 
-def save_whole(job, number, coordinator=None):
+def save_whole(job, number, coordinator=None, refuses=None):
     model, optimizer = worker.fsdp_job(number)
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     weights, states = get_state_dict(model, optimizer)
     report = dcp.save_full(
-        {"model": weights, "optim": states, "step": number},
+        {"model": weights, "optim": states, "step": number, "of": {"loader": worker.Refusing(refuses)}},
         checkpoint_id="export/model.pt",
         coordinator_rank=coordinator,
         **job["options"],

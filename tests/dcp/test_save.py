@@ -87,6 +87,20 @@ def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(ranks, memory_dir,
     assert plain(gathered(memory_dir, "step_1", tmp_path / "read"), 1)
 
 
+@pytest.mark.parametrize("refuses", [pytest.param(0, marks=pytest.mark.matrix), 1])
+def test_an_object_that_refuses_its_state_on_a_rank_fails_the_save_on_all(ranks, memory_dir, tmp_path, refuses):
+    """The others do not wait for a rank that never comes to save."""
+    saves = [[1], [2, {"refuses": refuses}], [3, {"refuses": refuses, "background": True}], [4]]
+    raising = ["save_stateful", 5, {"refuses": refuses, "on_save_error": "raise"}]
+    for answer in ranks(2, *(["save_stateful", *save] for save in saves), raising, ["save", 6]):
+        assert [step.get("got", step) for step in answer[:4]] == [True, False, False, True]
+        assert answer[4]["error"] == "CheckpointException"
+        assert "this rank's loader has ended" in answer[4]["message"]
+        assert "got" in answer[5], answer[5]
+        assert max(step["seconds"] for step in answer) < 30
+    assert plain(gathered(memory_dir, "step_6", tmp_path / "read"), 6)
+
+
 @pytest.mark.parametrize("durable", [pytest.param(False, marks=pytest.mark.matrix), True], ids=["memory", "durable"])
 def test_a_rank_that_dies_before_the_commit_leaves_the_checkpoint_before_the_newest(ranks, durable):
     options = {"save_to_s3": durable, "wait": durable}

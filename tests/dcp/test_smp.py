@@ -15,12 +15,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_any_rank_coordinates_and_a_full_checkpoint_ends_the_training(job, tmp_path, memory_dir):  # noqa: F811
-    by_last, by_global, local, whole = job(
+    by_last, by_global, local, refused, whole = job(
         3,
         ["save_by", 1, [0, 1, 2], 2],
         # SMP names the coordinator by its global rank.
         ["save_by", 2, [1, 2], 2],
         ["save_local", 3],
+        ["save_whole", 4, 1, 2],
         ["save_whole", 5, 1],
     )
     for answers, number, coordinator in ((by_last, 1, 2), (by_global[1:], 2, 1)):
@@ -33,10 +34,12 @@ def test_any_rank_coordinates_and_a_full_checkpoint_ends_the_training(job, tmp_p
         assert (tmp_path / "durable" / f"step_{number}" / ".metadata").exists()
     assert by_global[0]["got"] is None
     assert [answer["ended"] for answer in got(local)] == [["step_3"]] * 3
+    for answer in refused:
+        assert "this rank's loader has ended" in answer["message"], "an object of one rank, and no rank waits"
     assert [answer["saved"] for answer in got(whole)] == [False, True, False]
     io = TieredCheckpointIO(dirpath=str(tmp_path / "durable"), memory_dir=memory_dir)
     for loaded in (torch.load(tmp_path / "durable" / "export" / "model.pt"), io.load_checkpoint("export/model.pt")):
-        assert loaded["step"] == 5
+        assert (loaded["step"], loaded["of"]) == (5, {"loader": {"position": 7}})
         found = {key: value.double().sum().item() for key, value in loaded["model"].items()}
         assert found.items() <= got(whole)[0]["totals"].items()
         assert all(type(value) is torch.Tensor for value in loaded["model"].values())

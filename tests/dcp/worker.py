@@ -351,6 +351,31 @@ def save_behind(job, seed, fails=None, dies=None, **more):
     return {"ended": ended, "parts": described(mine)}
 
 
+class Refusing:
+    """Stateful; refuses to tell its state on one rank."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        if dist.get_rank() == self.rank:
+            raise ValueError("this rank's loader has ended")
+        return {"position": 7}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def save_stateful(job, seed, refuses=None, background=False, **more):
+    """Our ``save`` or ``async_save`` of an object that refuses on a rank; whether it saved."""
+    from tiered_checkpoint_io import dcp as ours
+
+    state = {"weight": torch.full((4,), float(seed)), "loader": Refusing(refuses)}
+    how = {"checkpoint_id": f"step_{seed}", **job["options"], **more}
+    saved = ours.async_save(state, **how).result(60) if background else ours.save(state, **how)
+    return saved is not None
+
+
 def main():
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(60)

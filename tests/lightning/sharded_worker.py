@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import threading
+import time
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -13,6 +15,7 @@ from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
 
@@ -61,6 +64,25 @@ class Average(Callback):
         self.mean = {name: value.clone() for name, value in state["mean"].items()}
 
 
+class Unpicklable(Callback):
+    # Its state can't be saved at one step; rank 0 alone saves what is not sharded.
+    def state_dict(self):
+        return {"lock": threading.Lock()} if trainer.global_step == told["unpicklable"] else {}
+
+
+def stall(seconds):
+    """Has the first part of step 4 on rank 1 come to memory so much later."""
+    commit = MemoryTier.commit
+
+    def late(tier, part, *args, **options):
+        if part.content.step == 4 and part.rank == 1 and MemoryTier.commit is not commit:
+            MemoryTier.commit = commit
+            time.sleep(seconds)
+        return commit(tier, part, *args, **options)
+
+    MemoryTier.commit = late
+
+
 class Late:
     # Captures that overlap training begin only once training waits for them; counts them.
     begun = 0
@@ -102,15 +124,16 @@ if __name__ == "__main__":
     block = {
         "dirpath": told["dirpath"],
         "memory_dir": told["memory_dir"],
-        "wait_timeout_s": 60,
+        "wait_timeout_s": told.get("wait_timeout_s", 60),
         "enable_async_checkpointing": told.get("async", True),
-        "on_save_error": "raise",
+        "on_save_error": told.get("on_save_error", "raise"),
         "staging": told.get("staging", "eager"),
         "memory_every_n_train_steps": 2,
         "s3_every_n_train_steps": 4,
     }
     Overlapped.let_caller_return = Late.let_caller_return
     io = TieredCheckpointIO.from_config(block)
+    stall(told.get("stall_s", 0))
     average = Average()
     callbacks = [
         TieredModelCheckpoint.from_config(
@@ -126,7 +149,9 @@ if __name__ == "__main__":
     trainer = Trainer(
         plugins=[io],
         strategy=strategy,
-        callbacks=callbacks + ([average] if told.get("average") else []),
+        callbacks=callbacks
+        + ([average] if told.get("average") else [])
+        + ([Unpicklable()] if "unpicklable" in told else []),
         max_steps=told["steps"],
         accelerator="cpu",
         devices=told["ranks"],

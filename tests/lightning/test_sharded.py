@@ -94,6 +94,26 @@ def test_a_weight_that_changes_beside_a_sharded_capture_fails_the_save_on_all_ra
     assert first["from"][0] == "memory/epoch=0-step=2.ckpt"
 
 
+@pytest.mark.parametrize("staging", ["eager", pytest.param("overlapped", marks=pytest.mark.matrix)])
+def test_what_rank_0_cannot_pickle_fails_the_save_on_all_ranks_and_training_goes_on(fit, tmp_path, staging):
+    answers = fit(9, unpicklable=4, on_save_error="warn", staging=staging)
+    assert [sorted(answer["losses"]) for answer in answers] == [list(range(9))] * 2
+    assert not (tmp_path / "durable" / "step=4.ckpt").exists()
+    assert (tmp_path / "durable" / "step=8.ckpt" / ".metadata").exists()
+    for answer in fit(13, unpicklable=12, fails=True):
+        assert "saving step=12.ckpt failed on ranks [0]: cannot pickle '_thread.lock' object" in answer["error"]
+
+
+@pytest.mark.matrix
+def test_a_rank_that_takes_too_long_behind_an_overlapped_save_costs_the_saves_meanwhile_and_no_more(fit, tmp_path):
+    answers = fit(13, staging="overlapped", stall_s=6, wait_timeout_s=2, on_save_error="warn")
+    assert [sorted(answer["losses"]) for answer in answers] == [list(range(13))] * 2
+    assert "is not complete in memory after 2 s" in said(tmp_path, 0)
+    more = {"dirpath": tmp_path / "other", "staging": "overlapped", "stall_s": 6, "wait_timeout_s": 2}
+    for answer in fit(13, **more, fails=True):
+        assert "is not complete in memory after 2 s" in answer["error"]
+
+
 @pytest.mark.matrix
 def test_full_checkpoints_of_a_sharded_model_and_sharded_ones_replace_each_other(fit, tmp_path, memory_dir):
     (whole, _) = fit(12, dirpath=tmp_path / "whole")

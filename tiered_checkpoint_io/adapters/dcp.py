@@ -21,7 +21,7 @@ from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import place_of, rank_in_group, save_planner, world
 from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
-from tiered_checkpoint_io.adapters.state import gathered
+from tiered_checkpoint_io.adapters.state import gathered, prepared, told
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
@@ -129,10 +129,11 @@ def _save_sharded(
     writer.reset(checkpoint_id)
     if not alone:
         writer.meet_peers(process_group)
+    state, writer.failed = prepared(_plain, state_dict)
     try:
         # DCP's own save has the first rank coordinate.
         metadata: Metadata = state_dict_saver._save_state_dict(
-            _plain(state_dict),
+            state,
             writer,
             process_group=process_group,
             coordinator_rank=coordinator,
@@ -345,8 +346,10 @@ def save_full(
     if world() is not None:
         group = coordination.GivenGroup("", process_group or world())
     mine = group.rank == coordinator
-    report, failed = None, None
-    whole = gathered(state_dict, coordinator, keep=mine)
+    state, failed = prepared(told, state_dict)
+    coordination.agree(group, failed)
+    report = None
+    whole = gathered(state, coordinator, keep=mine)
     if mine:
         located, settings = writer.located, writer.settings
         try:

@@ -106,6 +106,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self.facts: dict[str, Any] = {}
         #: The name and content of a small file beside the shards.
         self.extra: tuple[str, bytes] | None = None
+        #: What went wrong on this rank before the save began, raised where DCP tells all ranks of it.
+        self.failed: Exception | None = None
         #: Whether a save returns once all ranks have captured the state, and hashes and commits it in the background.
         self.seals_in_background = False
         #: Where this is on a background task, beside training: how.
@@ -160,7 +162,15 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             self.session.meet_peers(process_group)
 
     def storage_meta(self) -> StorageMeta:
-        """What the planner is told of the checkpoint."""
+        """What the planner is told of the checkpoint; the first call of a save in which an error reaches all ranks.
+
+        Raises:
+            Exception: :attr:`failed`.
+        """
+        failed, self.failed = self.failed, None
+        if failed is not None:
+            with self._counting("preparing"):
+                raise failed
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @property

@@ -45,6 +45,14 @@ def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
     return value
 
 
+def prepared(by: Callable[[Any], Any], state: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
+    """What a function makes of a state, or its error: the other ranks would wait for one that does not come to save."""
+    try:
+        return by(state), None
+    except Exception as error:
+        return {}, error
+
+
 # ------------------------------------------------------------------------------------------- local
 def local_part(state: Any) -> Any:
     """The state, with this rank's own tensor in place of each DTensor, and a list of them for a ShardedTensor."""
@@ -174,8 +182,19 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # -------------------------------------------------------------------------------------------- full
+def told(state: Any) -> Any:
+    """The state, with what it says of itself in place of each ``Stateful``."""
+
+    def tell(value: Any) -> Any:
+        if isinstance(value, Stateful) and not isinstance(value, torch.Tensor | dict):
+            return told(value.state_dict())
+        return value
+
+    return _mapped(state, tell)
+
+
 def gathered(state: Any, coordinator: int, *, keep: bool) -> Any:
-    """The state with whole tensors; None in place of each where it is not kept."""
+    """The state, as :func:`told` gives it, with whole tensors; None in place of each where it is not kept."""
 
     def whole(value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -185,8 +204,6 @@ def gathered(state: Any, coordinator: int, *, keep: bool) -> Any:
             out = torch.empty(value.size(), dtype=value.dtype) if keep else None
             value.gather(coordinator, out)
             return out
-        if isinstance(value, Stateful) and not isinstance(value, torch.Tensor | dict):
-            return _mapped(value.state_dict(), whole)
         return value
 
     return _mapped(state, whole)

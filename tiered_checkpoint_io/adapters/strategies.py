@@ -35,6 +35,7 @@ from tiered_checkpoint_io.engine.save.overlap import ChangedError
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
+    DrainError,
     OtherKindError,
     RestoreError,
     SaveError,
@@ -138,22 +139,25 @@ class TieredSharding(_Base):
         Raises:
             SaveError: It failed on some rank, and ``on_save_error`` is ``raise``; on all ranks.
         """
-        path = str(self.broadcast(os.fspath(filepath)))
+        # Rank 0 says for all whether the last save has ended: they save together, or not at all.
+        path, late = self.broadcast((os.fspath(filepath), self._late()))
         if not self._saves_shards:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        self._show()
         tiers, metric, may_wait = read_storage_options(storage_options)
         session = self._tiered_io.checkpointer.session
         started = session.clock.monotonic()
-        name = ids.name_in(session.dirpath, path)
+        name, step = ids.name_in(session.dirpath, path), checkpoint.get("global_step", -1)
+        if late is not None:
+            session.failed(name, step, late)
+            return
+        self._show()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         rest, sharded = part_off(rest)
         state: dict[str, Any] = {self._model_key: checkpoint["state_dict"]}
         state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
         state.update({SHARDED: sharded} if sharded else {})
-        step = checkpoint.get("global_step", -1)
         wait = may_wait and "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer = StrategyWriter(
             self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
@@ -164,12 +168,17 @@ class TieredSharding(_Base):
             "metric": metric,
             "resumable": is_resumable(checkpoint, path),
         }
-        if self.is_global_zero:
-            buffer = io.BytesIO()
-            torch.save(rest, buffer)
-            writer.extra = (REST, buffer.getvalue())
-        overlap = writer.saver.overlap if writer.seals_in_background else None
-        begun = overlap.begin_state(state) if overlap is not None else None
+        begun = None
+        try:
+            if self.is_global_zero:
+                buffer = io.BytesIO()
+                torch.save(rest, buffer)
+                writer.extra = (REST, buffer.getvalue())
+            overlap = writer.saver.overlap if writer.seals_in_background else None
+            begun = overlap.begin_state(state) if overlap is not None else None
+        except Exception as error:
+            # The other ranks are told of it where they save; they would wait for one that does not come.
+            writer.failed = error
         if begun is None:
             self._save(state, writer)
             return
@@ -217,6 +226,15 @@ class TieredSharding(_Base):
                 self._save(state, writer)
         finally:
             writer.overlapped.copied.set()
+
+    def _late(self) -> DrainError | None:
+        """Waits for the last save, where it was left to the background; the error where that takes too long."""
+        try:
+            if self._saving is not None:
+                self._tiered_io.checkpointer.session.background.wait()
+        except DrainError as error:
+            return error
+        return None
 
     def _show(self) -> None:
         """Waits for the last save, where it was left to the background, and raises its failure."""
