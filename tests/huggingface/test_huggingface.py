@@ -71,6 +71,24 @@ def test_a_killed_trainer_resumes_bit_identically(train, tmp_path, args, die_aft
     assert (state["global_step"], len(state["rng"])) == (last, ranks)
 
 
+@pytest.mark.parametrize(
+    "saves",
+    [
+        {"save_strategy": "epoch", "load_best_model_at_end": True, "save_total_limit": 1},
+        pytest.param({}, marks=pytest.mark.matrix),
+    ],
+    ids=["best", "last"],
+)
+def test_an_evaluation_that_ends_the_training_leaves_the_last_step_durable(train, tmp_path, saves):
+    train("stopped", args={**BY_EPOCH, **saves}, stops=1)
+    durable = tmp_path / "stopped" / "durable"
+    assert sorted(path.name for path in durable.glob("*.ckpt")) == ["step=5.ckpt", "step=6.ckpt"]
+    state = torch.load(durable / "step=6.ckpt")
+    assert state["global_step"] == 6
+    # What was evaluated is known.
+    assert '"eval_loss"' in state["trainer_state"]
+
+
 def test_a_killed_loop_with_accelerate_resumes_bit_identically(train):
     (whole,) = train("whole", loop="accelerate", steps=8)
     assert train("killed", loop="accelerate", steps=8, die_after=4) == [None]

@@ -63,6 +63,13 @@ class Death(TrainerCallback):
             die()
 
 
+class Stop(TrainerCallback):
+    """Ends the training by the evaluation of an epoch, as EarlyStoppingCallback does."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.epoch == told.get("stops")
+
+
 def by_trainer():
     tiered = TieredCheckpointCallback(**told["options"])
     args = TrainingArguments(
@@ -77,7 +84,7 @@ def by_trainer():
         **{"save_strategy": "no", **told.get("args", {})},
     )
     data = Examples()
-    trainer = Trainer(gpt2(), args, train_dataset=data, eval_dataset=data, callbacks=[tiered, Death()])
+    trainer = Trainer(gpt2(), args, train_dataset=data, eval_dataset=data, callbacks=[tiered, Death(), Stop()])
     folder = tiered.restore()
     trainer.train(resume_from_checkpoint=folder)
     restored = tiered.checkpointer.restored

@@ -71,6 +71,8 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._due: Collection[str] = ()
         #: Whether the first save of a training has been prepared.
         self._is_prepared = False
+        #: The step that ended a training, once it is saved.
+        self._ended = -1
 
     @classmethod
     def from_config(cls, block: Any, **overrides: Any) -> TieredCheckpointCallback:
@@ -144,7 +146,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 hint="leave it out, or resume from a checkpoint of the Trainer's own (save_strategy)",
             )
         train_here()
-        session, self._due, self._is_prepared = self._engine.session, (), False
+        session, self._due, self._is_prepared, self._ended = self._engine.session, (), False, -1
         weights = sum(each.numel() * each.element_size() for each in kw["model"].state_dict().values())
         memory, durable = self.config.memory_every_n_train_steps, self.config.s3_every_n_train_steps
         ends = self.config.save_on_train_end
@@ -177,15 +179,32 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
         """Saves the last step of a training, before the Trainer may put the best weights in place of the last."""
         if control.should_training_stop or state.global_step >= state.max_steps:
-            self._due = TIERS if self.config.save_on_train_end else self._due
-            self._save(state, **kw)
+            self._save_last(state, **kw)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002
-        """Waits for uploads, and frees everything; the callback may be used again."""
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        """As :meth:`on_epoch_end`, where only the evaluation after an epoch has ended the training."""
+        if control.should_training_stop:
+            self._save_last(state, **kw)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        """Saves the last step where that has not been done; waits for uploads, and frees everything.
+
+        The callback may be used again.
+        """
+        has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if self._is_prepared and not has_best:
+            self._save_last(state, **kw)
         self._remove_folder(args)
         self._engine.close()
 
     # ---------------------------------------------------------------------------------------- effects
+    def _save_last(self, state: TrainerState, **kw: Any) -> None:
+        """Saves the step that ends a training, once."""
+        if self._ended != state.global_step:
+            self._ended = state.global_step
+            self._due = TIERS if self.config.save_on_train_end else self._due
+            self._save(state, **kw)
+
     def _save(self, state: TrainerState, **kw: Any) -> None:
         tiers, self._due = self._due, ()
         if not tiers:
