@@ -145,8 +145,7 @@ class Search:
         #: Those that were tried while no manifest of theirs was known: the durable tier may have them intact.
         self._tried_in_memory: set[str] = set()
         #: What the durable tier had under each name, and whether that has changed since.
-        self._versions = Versions()
-        self._has_changed = False
+        self._versions, self._has_changed = Versions(), False
         self._notes: list[str] = []
 
     # ------------------------------------------------------------------------------------ looking
