@@ -86,13 +86,14 @@ class AsyncSave(Future[Any]):
         session = self._session
         outcome = session.open().drain.wait(op_id, float(session.config.wait_timeout_s))
         if outcome.state != "committed":
+            given_up = "it is given up, and not tried again"
             raise SaveError(
                 f"{self.name} did not reach the durable tier: {outcome.error}",
                 operation="save",
                 tier="durable",
                 key=session.dirpath,
                 step=self.step if self.step >= 0 else None,
-                hint="it stays in node memory and is tried again",
+                hint=given_up if outcome.state == "skipped" else "it stays in node memory and is tried again",
             )
         say_outcome(session.log, outcome, session.config)
 

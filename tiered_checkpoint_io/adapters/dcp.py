@@ -191,8 +191,8 @@ def async_save(
     Returns:
         A future of what :func:`save` gives: done once the checkpoint is on the durable tier, if it is to go
         there, else once it is whole in memory; on ranks other than the coordinator (``local``: shard 0), once
-        this rank's part is. It holds the exception of a save that did not get there, whatever
-        ``on_save_error`` says.
+        this rank's part is. It holds the exception of a captured save that did not get there, whatever
+        ``on_save_error`` says; None where nothing could be captured, and ``on_save_error`` is ``warn``.
 
     Raises:
         TieredCheckpointError: The state could not be captured, or an earlier asynchronous save failed, and
