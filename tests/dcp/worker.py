@@ -101,6 +101,27 @@ def save(job, seed, **more):
     return described(mine)
 
 
+def of_shards_alone(seed):
+    """A state of which no rank's file has anything that another rank needs."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"weight": distribute_tensor(torch.arange(40_000.0) + seed, mesh, [Shard(0)])}
+
+
+def save_shards(job, seed):
+    mine = writer(job)
+    dcp.save(of_shards_alone(seed), checkpoint_id=f"step_{seed}", storage_writer=mine)
+    dist.barrier()
+    return described(mine)
+
+
+def load_shards(job, seed):
+    from tiered_checkpoint_io import TieredStorageReader
+
+    state = of_shards_alone(0)
+    dcp.load(state, checkpoint_id=f"step_{seed}", storage_reader=TieredStorageReader(**reading(job)))
+    return {"matches": torch.equal(state["weight"].to_local(), of_shards_alone(seed)["weight"].to_local())}
+
+
 def save_async(job, seed, kind="thread", **more):
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 

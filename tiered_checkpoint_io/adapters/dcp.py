@@ -21,7 +21,7 @@ from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import place_of, rank_in_group, save_planner, world
 from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
-from tiered_checkpoint_io.adapters.state import gathered, prepared, told
+from tiered_checkpoint_io.adapters.state import as_save_error, gathered, prepared, told
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
@@ -359,7 +359,7 @@ def save_full(
             report = checkpointer.save(whole, str(writer.checkpoint_id), tiers=tiers, wait=wait, resumable=False)
         except Exception as error:
             # The others wait to hear of it.
-            failed = error
+            failed = as_save_error(error)
         if report is None and failed is None:
             # Who exports wants to know, whatever on_save_error says of saves while training goes on.
             failed = SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)

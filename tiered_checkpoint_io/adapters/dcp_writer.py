@@ -170,7 +170,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         failed, self.failed = self.failed, None
         if failed is not None:
             with self._counting("preparing"):
-                raise failed
+                self.saver.fail(failed)
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @property

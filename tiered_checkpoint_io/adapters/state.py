@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tiered_checkpoint_io.errors import RestoreError, UsageError
+from tiered_checkpoint_io.errors import RestoreError, SaveError, TieredCheckpointError, UsageError
 
 #: The key that marks a note, and below which the tensors are saved.
 SHARDED = "tiered_sharded"
@@ -50,7 +50,16 @@ def prepared(by: Callable[[Any], Any], state: dict[str, Any]) -> tuple[dict[str,
     try:
         return by(state), None
     except Exception as error:
-        return {}, error
+        return {}, as_save_error(error)
+
+
+def as_save_error(error: Exception) -> TieredCheckpointError:
+    """An error of the state's own code as one that reaches the other ranks: any other might not survive a pickle."""
+    if isinstance(error, TieredCheckpointError):
+        return error
+    failed = SaveError(f"{type(error).__name__}: {error}", operation="save")
+    failed.__cause__ = error
+    return failed
 
 
 # ------------------------------------------------------------------------------------------- local

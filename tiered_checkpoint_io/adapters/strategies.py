@@ -24,7 +24,7 @@ from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.adapters.read_already import read_already
-from tiered_checkpoint_io.adapters.state import SHARDED, part_off, put_back
+from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
 from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, REST, StrategyPlanner, StrategyReader, StrategyWriter
 from tiered_checkpoint_io.engine.checkpointer import nothing_to_resume
@@ -178,7 +178,7 @@ class TieredSharding(_Base):
             begun = overlap.begin_state(state) if overlap is not None else None
         except Exception as error:
             # The other ranks are told of it where they save; they would wait for one that does not come.
-            writer.failed = error
+            writer.failed = as_save_error(error)
         if begun is None:
             self._save(state, writer)
             return

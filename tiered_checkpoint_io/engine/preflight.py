@@ -104,9 +104,10 @@ def preflight(session: Session, need: Need) -> None:
     if stopping is not None and config.preflight == "error" and not holds:
         raise _refusal(stopping.error)
     for each in problems:
-        reason = "" if holds else each.unless
+        # Of what is refused, a restore makes an error, whatever memory holds.
+        reason = each.unless if each.permanent or not holds else ""
         if each.permanent and config.preflight == "error":
-            reason = ", because node memory holds a checkpoint to resume from"
+            reason = ", because node memory holds a checkpoint to resume from" + each.unless
         session.log.warning("preflight: %s; training continues%s: %s", each.error, reason, each.consequence)
 
 

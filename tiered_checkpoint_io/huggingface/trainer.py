@@ -191,11 +191,13 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         The callback may be used again.
         """
-        has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        if self._is_prepared and not has_best:
-            self._save_last(state, **kw)
-        self._remove_folder(args)
-        self._engine.close()
+        try:
+            # Whether there is a best one is looked up on each node's own disk, and all ranks save together, or none.
+            if self._is_prepared and not args.load_best_model_at_end:
+                self._save_last(state, **kw)
+        finally:
+            self._remove_folder(args)
+            self._engine.close()
 
     # ---------------------------------------------------------------------------------------- effects
     def _save_last(self, state: TrainerState, **kw: Any) -> None:

@@ -41,7 +41,9 @@ def write_over(path: Path, data: bytes) -> None:
         file.truncate()
 
 
-def private_folder(folder: Path) -> None:
+def private_folder(
+    folder: Path, what: str = "the memory tier's folder", hint: str = "remove it, or name another memory_dir"
+) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     facts = os.lstat(folder)
@@ -56,11 +58,11 @@ def private_folder(folder: Path) -> None:
         problem = f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
     if problem:
         raise MemoryUnsafeError(
-            f"the memory tier's folder {problem}",
+            f"{what} {problem}",
             operation="open",
             tier="memory",
             key=str(folder),
-            hint="remove it, or name another memory_dir",
+            hint=hint,
         )
 
 

@@ -42,6 +42,8 @@ from tiered_checkpoint_io.stores.silence import answer_within
 #: the step that their name tells.
 _BATCH = 32
 _BY_STEP = 8
+#: After so many checkpoints that have changed while they were read, others are taken.
+_MOST_CHANGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,8 @@ class Versions:
 
     def __init__(self) -> None:
         self._save_ids: dict[str, set[str]] = {}
+        #: A run that lives may overwrite a checkpoint again and again, faster than it is read.
+        self._left = _MOST_CHANGES
 
     def note(self, manifests: Iterable[Manifest]) -> None:
         """Takes what was read."""
@@ -238,6 +242,8 @@ class Versions:
         What could not be read as its manifest says may have been overwritten or removed meanwhile: the drain of the run
         before may still be at work, and have committed its next checkpoint.
         """
+        if not self._left:
+            return None
         bound = float(tiers.config.durable_timeout_s)
         ask = functools.partial(discover, tiers, Selector("name", name), {})
         try:
@@ -248,6 +254,7 @@ class Versions:
         if there.error is not None or there.rejected or now == self._save_ids.get(name, now):
             return None
         del self._save_ids[name]
+        self._left -= 1
         tiers.log.warning("%s was removed or overwritten while it was read: asking the durable tier again", name)
         return now
 

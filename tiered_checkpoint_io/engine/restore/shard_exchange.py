@@ -108,7 +108,8 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
         if not planned:
             break
         concerned = lacks.keys() & entries.keys()
-        for basename in concerned:
+        # The lowest rank of a node receives what the others there lack, too.
+        for basename in concerned | {each.basename for each in planned if each.target == group.rank}:
             files.expect(entries[basename])
         missed = _carry(group, files, entries, planned)
         notes += missed.values()

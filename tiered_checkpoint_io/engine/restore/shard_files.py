@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.engine.chunks import Span, chunks_of, verify
 from tiered_checkpoint_io.engine.durable.files import Files, files_of
+from tiered_checkpoint_io.engine.ranks.coordination import node_of
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
@@ -69,7 +70,7 @@ class ShardFiles:
         self._aside: SharedFolder | None = None
         url = ids.join_url(tiers.dirpath, candidate.name)
         key = candidate.save_id or hashlib.sha256(url.encode()).hexdigest()[:32]
-        self._key = f"{hashlib.sha256(os.fsencode(tiers.memory.root)).hexdigest()[:16]}.{key}"
+        self._key = key
         self._folder = SharedFolder(tiers.memory.root, key, tiers.clock)
         self._exits.callback(self._folder.close)
         try:
@@ -208,8 +209,10 @@ class ShardFiles:
         """Has all that comes here in the folder for temporary files, as another rank of this node has."""
         if self._aside is not None:
             return
-        root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}")
-        private_folder(root)
+        # It may be a file server's: other nodes see neither our locks nor, at once, what we write to a mapping.
+        node = hashlib.sha256(node_of(self._tiers.memory.root).encode()).hexdigest()[:16]
+        root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}-{node}")
+        private_folder(root, "the folder for what is read", "remove it, or set TMPDIR to another folder")
         clear_reads(root)
         self._aside = SharedFolder(root, self._key, self._tiers.clock)
         self._exits.callback(self._aside.close)

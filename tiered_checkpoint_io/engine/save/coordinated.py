@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NoReturn
 
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
@@ -99,6 +100,12 @@ class CoordinatedSaver:
                 tier="memory",
                 hint="this save is not made; the next one is",
             ) from error
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raises what keeps this rank from :meth:`begin`, by which others may learn that the last save failed."""
+        # It does not come to hear of that.
+        self._finished = None
+        raise error
 
     def close(self) -> None:
         """Waits for this rank's part of the last save, and shows its failure.
