@@ -253,7 +253,9 @@ def test_not_asking_for_the_checkpoint_that_is_there_is_one_warning(runs):
     assert probes(runs) == []
 
 
-@pytest.mark.parametrize("stock", [False, True], ids=["ours", "Lightning's own"])
+@pytest.mark.parametrize(
+    "stock", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["ours", "Lightning's own"]
+)
 def test_last_that_is_not_found_is_one_warning_that_names_the_newest(stock, runs):
     """Else a script that resumes from "last" would start from scratch each time, without a word of what is there."""
     make = ModelCheckpoint if stock else TieredModelCheckpoint

@@ -141,6 +141,7 @@ def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, m
     dcp.TieredStorageWriter(**options).close()
 
 
+@pytest.mark.matrix
 def test_nodes_keep_what_is_whole_while_a_rank_has_nothing_that_can_be_saved(job):
     """They hold but their own parts: only that rank knows that the newer checkpoints have none of its own."""
     failing = [step for number in (3, 4, 5) for step in (["save_local", number, {"lock": 1}], ["meet"])]

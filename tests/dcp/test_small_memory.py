@@ -61,6 +61,7 @@ def test_a_durable_save_that_memory_has_no_room_for(ranks, small, tmp_path, node
     assert all(torch.equal(state["model"][key], value) for key, value in whole.items())
 
 
+@pytest.mark.matrix
 def test_what_another_node_sends_and_memory_has_no_room_for_is_there_for_all_ranks_of_the_node(ranks, small):
     """Only one of them receives it."""
     ranks(2, ["save", 1, LARGE], ["save", 2, LARGE], nodes="bb")

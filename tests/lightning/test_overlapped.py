@@ -275,7 +275,7 @@ def test_what_a_save_that_failed_beside_training_was_to_replace_goes_once_the_ne
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("every", [2, 1], ids=["goes on", "saves again"])
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.matrix)], ids=["goes on", "saves again"])
 def test_a_capture_that_takes_too_long_is_given_up_and_stops_no_training(every, runs, monkeypatch, caplog):
     fill, ended = PartSave.fill, threading.Event()
 

@@ -271,7 +271,7 @@ def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_
     assert not [line for line in lines(caplog) if "preempted.ckpt stays in memory" in line]
 
 
-@pytest.mark.parametrize("waits_for", ["room", "upload"])
+@pytest.mark.parametrize("waits_for", ["room", further("upload")])
 def test_a_save_that_waits_for_an_upload_ends_that_when_the_job_is_told_to_end(waits_for, stalled, monkeypatch, caplog):
     """Else nothing of the grace time is left for the last checkpoint; and what stays queued has not failed."""
     method = "has_room" if waits_for == "room" else "wait"
@@ -295,7 +295,7 @@ def test_a_save_that_waits_for_an_upload_ends_that_when_the_job_is_told_to_end(w
         assert "Step 2: step=2.ckpt stays in node memory, queued for upload: the job is told to end" in said
 
 
-@pytest.mark.parametrize("staging", ["eager", "overlapped"])
+@pytest.mark.parametrize("staging", [further("eager"), "overlapped"])
 def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, monkeypatch, caplog):
     caplog.set_level("INFO")
     seal = PartSave.seal
@@ -336,6 +336,7 @@ def test_the_last_checkpoint_is_captured_before_it_is_said_to_be_in_memory(runs,
     assert runs.durable() == ["preempted.ckpt"]
 
 
+@pytest.mark.matrix
 def test_an_overlapped_save_that_failed_just_before_keeps_nobody_from_the_last_checkpoint(runs, monkeypatch, caplog):
     seal, waited = PartSave.seal, BackgroundTask.wait
 
