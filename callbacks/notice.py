@@ -171,7 +171,8 @@ class Agreement:
         left_s = self._notice.left_s(self._session)
         bound_s = self._session.clock.timing.preemption_margin_s + (0.0 if math.isinf(left_s) else left_s)
         with contextlib.suppress(RuntimeError):
-            dist.all_reduce(torch.zeros(1), group=self._group, async_op=True).wait(timedelta(seconds=bound_s))
+            # It leaves nothing under way, for which closing the group would wait.
+            dist.monitored_barrier(self._group, timedelta(seconds=bound_s))
 
     def close(self) -> None:
         """Gives the process group up."""

@@ -17,6 +17,7 @@ from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.notice import Agreement, Notice
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     ConfigError,
@@ -217,9 +218,12 @@ class PreemptionCheckpoint(Callback):
         return session.last_save if session.last_save is not before else None
 
     def _is_held(self, made: SaveReport) -> bool:
-        """Whether this node has what was saved, once the background has done its part."""
+        """Whether this node has what this rank saved, once the background has done its part."""
         try:
-            return any(each.save_id == made.save_id for each in self._session.open().tier.parts())
+            parts = self._session.open().tier.parts()
+            # Those of other ranks, and replicas, are there too.
+            mine = [each for each in parts if each.part.rank == current_rank() and not each.is_replica]
+            return made.save_id in (each.save_id for each in mine)
         except (OSError, TieredCheckpointError):
             return False
 

@@ -15,6 +15,7 @@ from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
+from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
@@ -83,6 +84,18 @@ def stall(seconds):
     MemoryTier.commit = late
 
 
+def unsealed(name):
+    """Has rank 1 fail to complete its part of a save."""
+    seal = PartSave.seal
+
+    def fails(part, *args, **options):
+        if (part.facts.name, part.rank) == (name, 1):
+            raise OSError("no such device")
+        seal(part, *args, **options)
+
+    PartSave.seal = fails
+
+
 class Late:
     # Captures that overlap training begin only once training waits for them; counts them.
     begun = 0
@@ -134,6 +147,7 @@ if __name__ == "__main__":
     Overlapped.let_caller_return = Late.let_caller_return
     io = TieredCheckpointIO.from_config(block)
     stall(told.get("stall_s", 0))
+    unsealed(told.get("unsealed"))
     average = Average()
     callbacks = [
         TieredModelCheckpoint.from_config(

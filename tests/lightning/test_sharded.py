@@ -118,6 +118,16 @@ def test_a_rank_that_takes_too_long_behind_an_overlapped_save_costs_the_saves_me
 
 
 @pytest.mark.matrix
+def test_a_last_save_that_one_rank_lost_in_the_background_is_made_up_for(fit, tmp_path, memory_dir):
+    """Its rank 0 takes it for saved; and the save after one that failed is not made, but the next is."""
+    fit(8, unsealed="step=8.ckpt", on_save_error="warn")
+    assert (tmp_path / "durable" / "end_of_training.ckpt" / ".metadata").exists()
+    wipe(memory_dir)
+    first, _ = fit(9)
+    assert first["from"] == ["end_of_training.ckpt", 8, "durable"]
+
+
+@pytest.mark.matrix
 def test_full_checkpoints_of_a_sharded_model_and_sharded_ones_replace_each_other(fit, tmp_path, memory_dir):
     (whole, _) = fit(12, dirpath=tmp_path / "whole")
     wipe(memory_dir)

@@ -108,8 +108,8 @@ class Queue:
             MemoryFullError: There is no space for the log.
         """
         ids.validate_save_id(request.op_id)
-        # An outcome takes its request out of the log, but is the larger of the two.
-        self._log.write({_REQUEST + request.op_id: _facts(request)}, leaves_room=True)
+        # An outcome takes its request out of the log, but is the larger of the two. Cancels empty it as well.
+        self._log.write({_REQUEST + request.op_id: _facts(request)}, leaves_room=request.action != "cancel")
 
     def requests(self) -> list[Request]:
         """What is queued, in order; what this release does not understand has the action ``unknown``."""
@@ -166,7 +166,7 @@ class Queue:
         said = {_OUTCOME + outcome.op_id: _facts(replace(outcome, error=outcome.error[:_SHORT]))}
         try:
             try:
-                self._log.write({**self._forgotten(outcome, _KEEP), **said, **done})
+                self._log.write({**self._forgotten(outcome, _KEEP), **said, **done}, leaves_room=True)
             except MemoryFullError:
                 self._log.write({**self._forgotten(outcome, _LEAST), **said, **done})
         except MemoryFullError:

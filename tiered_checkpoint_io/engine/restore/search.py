@@ -345,7 +345,7 @@ class Search:
                     yield DurableCatalog(error=silence(where, bound))
                 longer = timing.retry_deadline_s + timing.s3_read_s
                 # A store whose own waits have no bound, as a folder of a file server's that is gone, may never answer.
-                ends = question.within(longer, self._said("node memory has no checkpoint that serves; giving up"))
+                ends = question.ends_within(longer, self._said("node memory has no checkpoint that serves; giving up"))
                 known = question.result() if ends else DurableCatalog(error=silence(where, longer))
             yield known
             if self._has_changed:

@@ -316,6 +316,10 @@ class CoordinatedSaver:
             with self._lock:
                 self._captured = _Captured(part, False, None) if rank == facts.coordinator else None
             return False
+        except BaseException:
+            # What was copied of a state that has changed, or that training no longer waited for.
+            part.give_back()
+            raise
         return not part.streams
 
     def seal_in_background(self) -> None:

@@ -62,6 +62,7 @@ class BackgroundTask:
                 if not needs:
                     self._put_off[name] = work
                 return
+            self._put_off.pop(name, None)
             work()
 
         if self.is_busy:
