@@ -66,22 +66,24 @@ class DurableEnd(SafeDeletes):
             parts = [each.part for each in self._engine.session.open().tier.parts() if each.part.name == restored.name]
             self._resumable = Resumable(step, step if any(part.durable for part in parts) else -1)
 
-    def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> None:
+    def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> SaveReport | None:
         """Saves the whole training state below the IO's dirpath, beside what ModelCheckpoint counts."""
         report = self._save(trainer, ids.join_url(self._engine.dirpath, name), {"tiers": tiers}, weights_only=False)
         self._resumable = self._resumable.after(trainer.global_step, report)
+        return report
 
     def _save_end(self, trainer: Trainer) -> None:
         """Saves the last state to the durable tier, where the newest is in memory alone; all ranks call this."""
         wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end
-        # A sharded save after one that failed in the background is not made, and the next one is.
-        for _ in range(2 if wanted and not trainer.fast_dev_run else 0):  # type: ignore[attr-defined]
+        if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             missing = is_in_memory_alone(each._resumable for each in self._siblings(trainer))
             # Rank 0 knows what became of the saves, and each rank what it has lost of them since.
             lost = trainer.strategy.reduce_boolean_decision(self._has_lost(), all=False)
-            if not trainer.strategy.broadcast(missing or lost):
-                break
-            self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
+            if trainer.strategy.broadcast(missing or lost):
+                made = self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
+                # A sharded save after one that failed in the background is not made, and the next one is.
+                if trainer.strategy.broadcast(lost and made is None):
+                    self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
 
     def _has_lost(self) -> bool:
         """Whether the last durable save was taken for one, and has failed since, beside training."""

@@ -10,7 +10,7 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -170,9 +170,21 @@ class Agreement:
             return
         left_s = self._notice.left_s(self._session)
         bound_s = self._session.clock.timing.preemption_margin_s + (0.0 if math.isinf(left_s) else left_s)
+        ends = self._session.clock.monotonic() + bound_s
+        others = range(1, dist.get_world_size())
+        # By messages: a collective would be under way when its bound is over, and closing the group would wait for it.
         with contextlib.suppress(RuntimeError):
-            # It leaves nothing under way, for which closing the group would wait.
-            dist.monitored_barrier(self._group, timedelta(seconds=bound_s))
+            if dist.get_rank() == 0:
+                self._pass(dist.irecv, others, ends)
+                self._pass(dist.isend, others, ends)
+            else:
+                self._pass(dist.isend, [0], ends)
+                self._pass(dist.irecv, [0], ends)
+
+    def _pass(self, how: Callable[..., Any], ranks: Iterable[int], ends: float) -> None:
+        passing = [(how(box, rank, group=self._group), box) for rank in ranks for box in [torch.zeros(1)]]
+        for work, _ in passing:
+            work.wait(timedelta(seconds=max(0.001, ends - self._session.clock.monotonic())))
 
     def close(self) -> None:
         """Gives the process group up."""

@@ -135,7 +135,7 @@ def test_without_memory_it_is_an_error_after_the_longer_bound(io_of, proxy, book
             io.load_checkpoint("tiered:latest")
     assert proxy.counts["list"] >= 2, "it is asked again, and never started from scratch"
     assert book.having("has not answered for")[0] == (
-        "S3 has not answered for 1 s; node memory has no checkpoint that serves; giving up in 3 s"
+        "S3 has not answered for 1 s; node memory has no checkpoint that serves; giving up in 5 s"
     )
 
 

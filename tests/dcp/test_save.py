@@ -94,7 +94,7 @@ def test_an_object_that_refuses_its_state_on_a_rank_fails_the_save_on_all(ranks,
     raising = ["save_stateful", 5, {"refuses": refuses, "on_save_error": "raise"}]
     for answer in ranks(2, *(["save_stateful", *save] for save in saves), raising, ["save", 6]):
         assert [step.get("got", step) for step in answer[:4]] == [True, False, False, True]
-        assert answer[4]["error"] == "CheckpointException"
+        assert answer[4]["error"] == "SaveError"
         assert "this rank's loader has ended" in answer[4]["message"]
         assert "got" in answer[5], answer[5]
         assert max(step["seconds"] for step in answer) < 30

@@ -41,28 +41,32 @@ def write_over(path: Path, data: bytes) -> None:
         file.truncate()
 
 
-def private_folder(
-    folder: Path, what: str = "the memory tier's folder", hint: str = "remove it, or name another memory_dir"
-) -> None:
+def problem_with(folder: Path) -> str:
+    """Makes a folder of this user alone; what is wrong with the one that is there, if anything."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     facts = os.lstat(folder)
-    problem = None
     if stat.S_ISLNK(facts.st_mode):
-        problem = "is a symbolic link"
-    elif not stat.S_ISDIR(facts.st_mode):
-        problem = "is not a folder"
-    elif facts.st_uid != os.getuid():
-        problem = f"belongs to user {facts.st_uid}, not to {os.getuid()}"
-    elif stat.S_IMODE(facts.st_mode) & 0o077:
-        problem = f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
+        return "is a symbolic link"
+    if not stat.S_ISDIR(facts.st_mode):
+        return "is not a folder"
+    if facts.st_uid != os.getuid():
+        return f"belongs to user {facts.st_uid}, not to {os.getuid()}"
+    if stat.S_IMODE(facts.st_mode) & 0o077:
+        return f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
+    return ""
+
+
+def private_folder(folder: Path) -> None:
+    """Makes a folder of the memory tier; a MemoryUnsafeError where the one that is there is not this user's alone."""
+    problem = problem_with(folder)
     if problem:
         raise MemoryUnsafeError(
-            f"{what} {problem}",
+            f"the memory tier's folder {problem}",
             operation="open",
             tier="memory",
             key=str(folder),
-            hint=hint,
+            hint="remove it, or name another memory_dir",
         )
 
 

@@ -63,10 +63,6 @@ class Question(Generic[_T]):
                 count_down(line, seconds - line)
         return True
 
-    def ends_within(self, seconds: float, count_down: CountDown) -> bool:
-        """As :meth:`within`, and a little longer: what the store says when it gives up tells more than its silence."""
-        return self.within(seconds, count_down) or self.within(seconds + self._clock.timing.s3_read_s)
-
     def result(self) -> _T:
         """What was asked for, waited for without a bound but the store's own; raises what ``ask`` raised."""
         while not self._clock.wait(self._ended, self._clock.timing.silence_line_s):

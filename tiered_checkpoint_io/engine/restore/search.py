@@ -343,9 +343,9 @@ class Search:
             with contextlib.closing(Question(ask, clock=tiers.clock)) as question:
                 if self._untried() and not question.within(bound, self._said("resuming from node memory")):
                     yield DurableCatalog(error=silence(where, bound))
-                longer = timing.retry_deadline_s + timing.s3_read_s
-                # A store whose own waits have no bound, as a folder of a file server's that is gone, may never answer.
-                ends = question.ends_within(longer, self._said("node memory has no checkpoint that serves; giving up"))
+                # What a store says when it gives up tells more; a folder of a file server's that is gone never does.
+                longer = timing.retry_deadline_s + 2 * timing.s3_read_s
+                ends = question.within(longer, self._said("node memory has no checkpoint that serves; giving up"))
                 known = question.result() if ends else DurableCatalog(error=silence(where, longer))
             yield known
             if self._has_changed:

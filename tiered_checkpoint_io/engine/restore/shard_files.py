@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,16 +19,15 @@ from pathlib import Path
 
 from tiered_checkpoint_io.engine.chunks import Span, chunks_of, verify
 from tiered_checkpoint_io.engine.durable.files import Files, files_of
-from tiered_checkpoint_io.engine.ranks.coordination import node_of
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, read_chunk
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError, RestoreError
 from tiered_checkpoint_io.formats.filling import default_threads
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
-from tiered_checkpoint_io.memory.private import private_folder
+from tiered_checkpoint_io.memory.private import problem_with
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 
@@ -210,9 +210,12 @@ class ShardFiles:
         if self._aside is not None:
             return
         # It may be a file server's: other nodes see neither our locks nor, at once, what we write to a mapping.
-        node = hashlib.sha256(node_of(self._tiers.memory.root).encode()).hexdigest()[:16]
+        node = hashlib.sha256(f"{socket.gethostname()}\0{self._tiers.memory.root}".encode()).hexdigest()[:16]
         root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}-{node}")
-        private_folder(root, "the folder for what is read", "remove it, or set TMPDIR to another folder")
+        problem = problem_with(root)
+        if problem:
+            hint = "remove it, or set TMPDIR to another folder"
+            raise RestoreError(f"the folder for what is read {problem}", operation="restore", key=str(root), hint=hint)
         clear_reads(root)
         self._aside = SharedFolder(root, self._key, self._tiers.clock)
         self._exits.callback(self._aside.close)

@@ -173,7 +173,7 @@ class PartSave:
             tier.commit(self._describe(small), {**small, **file}, keep_slots=self.facts.durable)
         except MemoryFullError as error:
             if not self.facts.durable:
-                # The tier has given up the slot as well.
+                self.slot = None  # The tier has given it up.
                 raise
             self._stream_slot(error, small, watching)
             return
