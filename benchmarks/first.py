@@ -21,8 +21,9 @@ import warnings
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from measure import MIB, measure
+from overlap import Layers
 from parts import OF_SAVE, Parts, medians
 from running import shm_folder, show_table
 
@@ -34,26 +35,11 @@ SAVES, EVERY, WIDTH = 3, 8, 1024
 LIMIT_S = 60.0
 
 
-class Model(LightningModule):
-    """AdamW on linear layers, with so many bytes of weights and moments."""
-
-    def __init__(self, mebibytes: int) -> None:
-        super().__init__()
-        layers = max(1, mebibytes * MIB // (3 * 4 * WIDTH * WIDTH))
-        self.net = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
-
-    def training_step(self, batch: Any, _: int) -> Any:
-        return self.net(batch).pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
 class Taking:
     """What each call of a plugin's ``save_checkpoint`` takes, beside a copy of the first one's tensors."""
 
     def __init__(self, io: TieredCheckpointIO) -> None:
-        self.io, self.save = io, io.save_checkpoint
+        self.save = io.save_checkpoint
         self.copy_s = 0.0
         self.seconds: list[float] = []
         self.parts: list[dict[str, float]] = []
@@ -110,7 +96,9 @@ def run(way: str, folder: str, mebibytes: int) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(mebibytes), torch.utils.data.DataLoader(torch.ones(SAVES * EVERY, WIDTH)))
+    # Weights, and AdamW's two moments of each.
+    layers = max(1, mebibytes * MIB // (3 * 4 * WIDTH * WIDTH))
+    trainer.fit(Layers(WIDTH, layers), torch.utils.data.DataLoader(torch.ones(SAVES * EVERY, WIDTH)))
     return taking.figures
 
 
