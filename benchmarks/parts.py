@@ -26,7 +26,7 @@ from typing import Any
 
 #: What ours does in a save of a full checkpoint.
 OF_SAVE = {
-    "planning": ["tiered_checkpoint_io.formats.layouts:Layouts.plan"],
+    "planning": [f"tiered_checkpoint_io.formats.layouts:Layouts.{name}" for name in ("take", "plan")],
     "taking a slot": ["tiered_checkpoint_io.engine.save.part:PartSave.reserve"],
     "copying and hashing": ["tiered_checkpoint_io.engine.save.part:PartSave.fill"],
     "hashing": ["tiered_checkpoint_io.formats.image:Image.hashes"],

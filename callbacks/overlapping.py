@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.adapters.sizes import tensors_of_optimizers
+from tiered_checkpoint_io.adapters.sizes import WHOLE, parameters_of, tensors_of_optimizers
 from tiered_checkpoint_io.callbacks.staging_choice import StagingChoice
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
@@ -32,8 +32,6 @@ from tiered_checkpoint_io.formats.filling import default_threads
 
 #: Steps without a capture beside them, to compare the others with.
 _STEPS = 33
-#: Tensors that are whole on each rank.
-_WHOLE = {torch.Tensor, torch.nn.Parameter}
 
 
 class OverlappedCapture(Callback):
@@ -135,13 +133,13 @@ class OverlappedCapture(Callback):
             return []
         if self._choice is not None and not self._choice.overlaps:
             return []
-        held = list(tensors_of_optimizers(trainer.optimizers))
-        if any(map(attrgetter("_post_accumulate_grad_hooks"), held)):
+        if any(map(attrgetter("_post_accumulate_grad_hooks"), parameters_of(trainer.optimizers))):
             say_eager(self._session, "a parameter's optimizer steps during the backward pass")
             return []
-        tensors = held if set(map(type, held)) <= _WHOLE else list(map(local, held))
+        held = tensors_of_optimizers(trainer.optimizers)
+        tensors = held if set(map(type, held)) <= WHOLE else list(map(local, held))
         # Whatever shares memory with a buffer may change in the forward pass.
-        buffers = {local(each).untyped_storage()._cdata for each in trainer.lightning_module.buffers()}
+        buffers = {local(each).untyped_storage()._cdata for each in _buffers_of(trainer.lightning_module)}
         return [each for each in tensors if each.untyped_storage()._cdata not in buffers] if buffers else tensors
 
     # -------------------------------------------------------------------------------- the choice
@@ -169,6 +167,14 @@ class OverlappedCapture(Callback):
             self._session.log.info(
                 "staging is auto, and overlapped captures have cost training more than eager ones: saves are eager"
             )
+
+
+def _buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """As ``module.buffers()``, in a tenth of the time where there are many modules."""
+    modules = [module]
+    for each in modules:
+        modules.extend(child for child in each._modules.values() if child is not None)
+    return [buffer for each in modules for buffer in each._buffers.values() if buffer is not None]
 
 
 def _has_idle_cores(device: torch.device) -> bool:

@@ -98,9 +98,9 @@ class Moments:
             self.states[name] = copy.deepcopy(state)
             return save(saver, state, name, **options)
 
-        def leaving(saver, part):
+        def leaving(saver, *taken):
             self.due.clear()
-            return leave(saver, part)
+            return leave(saver, *taken)
 
         def waiting(overlap):
             self.due.set()
@@ -111,10 +111,10 @@ class Moments:
                 self.due.set()
             wait_for_all(task)
 
-        def finishing(saver, part, overlapped):
+        def finishing(saver, part, *taken):
             self.overlapped += 1
             self.due.wait(LATE_S)
-            finish(saver, part, overlapped)
+            finish(saver, part, *taken)
 
         monkeypatch.setattr(FullSaver, "save", saving)
         monkeypatch.setattr(FullSaver, "_leave", leaving)
@@ -356,10 +356,10 @@ finish = FullSaver._finish
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def finishing(saver, part, overlapped):
+def finishing(saver, part, *taken):
     if part.facts.step == 6 and amid == "the copy":
         Overlapped.check = lambda *_: kill()
-    finish(saver, part, overlapped)
+    finish(saver, part, *taken)
     if part.facts.step == 6:
         kill()
 

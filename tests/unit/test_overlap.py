@@ -23,11 +23,12 @@ class Job:
         )
         self.checkpointer = Checkpointer(config)
         self.weight = torch.zeros(ROWS)
+        self.more = {}
         self.overlap = self.checkpointer.saver.overlap = Overlap(self.checkpointer.session, lambda: [self.weight])
         self.may_copy = threading.Event()
 
     def save(self, step, *, tiers=("memory", "durable")):
-        state = {"w": self.weight, "global_step": step}
+        state = {"w": self.weight, "global_step": step, **self.more}
         return self.checkpointer.save(state, f"step={step}.ckpt", tiers=tiers, wait=False)
 
     def go_on(self):
@@ -137,6 +138,30 @@ def test_a_save_that_memory_has_no_room_for_is_sent_before_it_returns(job, monke
     assert (report.tiers, report.overlapped) == ({"durable"}, False)
     job.weight.fill_(7.0)
     assert job.checkpointer.load("tiered:latest")["w"].sum() == 0
+
+
+def test_what_changes_right_after_a_save_is_not_in_it_however_it_is_planned(job):
+    job = job(memory_keep_last=100)
+    job.may_copy.set()
+    noted, extra, expected = {"losses": [0.5]}, torch.zeros(4), {}
+    job.more = {"noted": noted, "extra": extra}
+    for step in range(1, 9):
+        if step == 6:
+            # Larger than the slot that was taken for it.
+            job.weight = torch.zeros(3 * ROWS)
+        job.may_copy.clear()
+        expected[step] = (list(noted["losses"]), float(extra.sum()), len(job.weight))
+        report = job.save(step, tiers=["memory"])
+        assert report.overlapped
+        noted["losses"].append(step)
+        extra.fill_(step)
+        job.go_on()
+        job.weight.fill_(float(step))
+    for step, (losses, total, length) in expected.items():
+        loaded = job.checkpointer.load(f"step={step}.ckpt")
+        assert (loaded["noted"]["losses"], loaded["extra"].sum(), len(loaded["w"])) == (losses, total, length)
+        assert (loaded["w"] == (0 if step == 6 else step - 1)).all(), step
+    assert job.checkpointer.saver._layouts.reused > 3, "most are planned from what was kept"
 
 
 def test_sharded_and_local_saves_are_eager_which_is_said_once(memory_dir, tmp_path, caplog):

@@ -56,7 +56,7 @@ def save_local_state(
         if place.shard == 0:
             # The others hold the same beside their tensors.
             warn_at_first_save(session, settings.config, session.log, located.name, image)
-        return image, stretches_of_state(state, image)
+        return image, stretches_of_state(lambda: state, image)
 
     try:
         return save_local(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+#: Tensors that are whole on each rank.
+WHOLE = {torch.Tensor, torch.nn.Parameter}
 
 
 def size_here(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
@@ -20,19 +24,20 @@ def size_here(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer
     return sum(storages.values())
 
 
-def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.nn.Parameter]:
+    """All their parameters."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+
+
+def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Their parameters that are trained, and the tensors of their states."""
+    found: list[Any] = [each for each in parameters_of(optimizers) if each.requires_grad]
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from (each for each in group["params"] if each.requires_grad and each.layout == torch.strided)
         for state in optimizer.state.values():
-            values = state.values() if isinstance(state, dict) else []
-            for value in values:
-                if isinstance(value, torch.Tensor):
-                    if value.layout == torch.strided:
-                        yield value
-                elif isinstance(value, list):
-                    # LBFGS has them.
-                    yield from (
-                        each for each in value if isinstance(each, torch.Tensor) and each.layout == torch.strided
-                    )
+            found += state.values() if isinstance(state, dict) else ()
+    # Asked at each overlapped save. Most optimizers hold nothing else.
+    if not set(map(type, found)) <= WHOLE:
+        # LBFGS has lists.
+        flat = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in found)
+        found = [each for each in flat if isinstance(each, torch.Tensor)]
+    return [each for each in found if each.layout == torch.strided]

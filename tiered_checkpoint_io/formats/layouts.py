@@ -17,7 +17,7 @@ from tiered_checkpoint_io.formats.filling import StorageRegions
 from tiered_checkpoint_io.formats.image import Image, collecting_later, plan
 from tiered_checkpoint_io.formats.records import Records
 from tiered_checkpoint_io.formats.repeat import Repeat
-from tiered_checkpoint_io.formats.skeleton import DoubtError, Tensors, scan
+from tiered_checkpoint_io.formats.skeleton import DoubtError, Skeleton, Tensors, rebuilt, scan
 
 _T = TypeVar("_T")
 
@@ -50,6 +50,27 @@ class Layouts:
         self._pause = 0
         #: How many plans were made from what was kept.
         self.reused = 0
+        #: Whether the last one was; where its state had its large collections; and the size of its file, bytes.
+        self._repeats, self._paths, self.size = False, tuple[Any, ...](), 0
+
+    def take(self, state: object) -> Skeleton | None:
+        """What :meth:`plan_taken` needs of a state, as it is now, but for what its tensors hold.
+
+        Returns:
+            None where it is to be planned at once: it can't be taken; or the plan before was not made from what is
+            kept, so that this one may not be, either.
+        """
+        if self._repeats:
+            with contextlib.suppress(Exception), collecting_later():
+                return scan(state, self._paths)
+        return None
+
+    def plan_taken(self, taken: Skeleton) -> Image:
+        """As :meth:`plan`, of a state that was taken; it may have changed since, but for its tensors' shapes."""
+        with contextlib.suppress(Exception), collecting_later():
+            self._note_environment()
+            return self._known(taken)
+        return self.plan(rebuilt(taken))
 
     def plan(self, state: object) -> Image:
         """As :func:`~tiered_checkpoint_io.formats.image.plan`.
@@ -67,10 +88,8 @@ class Layouts:
         if looks:
             # Whatever the reason for which there is none, torch.save is the judge.
             with contextlib.suppress(Exception), collecting_later():
-                image = self._known(state)
-                self._misses = 0
-                self.reused += 1
-                return image
+                return self._known(scan(state))
+        self._repeats = False
         image = plan(state)
         number = hash(tuple([region.nbytes for region in image.regions]))
         learns = image.planned and number in self._met and not paused
@@ -91,7 +110,7 @@ class Layouts:
             self._environment = environment
             for kept in (self._templates, self._records, self._forms, self._met):
                 kept.clear()
-            self._last = None
+            self._last, self._repeats = None, False
             self._misses = self._pause = 0
 
     def _missed(self) -> None:
@@ -101,14 +120,13 @@ class Layouts:
         if pauses > 0 and of_two == 0:
             self._pause = min(_MAX_PAUSE, 1 << pauses)
 
-    def _known(self, state: object) -> Image:
-        """The plan that is made from what is kept.
+    def _known(self, skeleton: Skeleton) -> Image:
+        """The plan that is made from what is kept, of a state that was taken apart.
 
         Raises:
             DoubtError: Something of the state is not as it was when it was compared.
             Exception: Whatever pickling raises.
         """
-        skeleton = scan(state)
         units = skeleton.units
         tensors = Tensors(skeleton.tensors, [(unit.tensors, self._templates.get(unit.data)) for unit in units])
         if not tensors.forms <= self._forms:
@@ -129,7 +147,10 @@ class Layouts:
             storages = tuple([each for each in storages if each.nbytes()])
         starts = np.zeros(len(storages), np.int64)
         regions = StorageRegions(records.offsets + move, records.lengths, storages, starts, set(tensors.devices))
-        return Image(records.size + move, functools.partial(records.around, pickled), regions, layout=records)
+        self._repeats, self._misses = True, 0
+        self._paths, self.size = skeleton.paths, records.size + move
+        self.reused += 1
+        return Image(self.size, functools.partial(records.around, pickled), regions, layout=records)
 
     def _learn(self, state: object, image: Image) -> None:
         """Keeps what makes a file from its structure, where that has turned out to be what ``torch.save`` makes.

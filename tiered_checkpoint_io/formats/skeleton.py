@@ -7,14 +7,15 @@ has met. A unit whose bytes are those of an earlier save has the structure of th
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from operator import attrgetter, eq
+from operator import attrgetter, eq, getitem
 from typing import Any, Protocol, cast
 
 import torch
@@ -66,6 +67,8 @@ def tensor_here() -> None:
 
 #: The number that this has in the pickler's memo from the start.
 TENSOR = len(SEEDS)
+#: What begins a pickle.
+_BEGIN = pickle.PROTO + b"\x02"
 
 
 class _Pickler(pickle.Pickler):
@@ -95,19 +98,31 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A state's structure, and its tensors by their numbers."""
+    """A state's structure, and its tensors by their numbers.
+
+    Attributes:
+        units: Its large collections.
+        rest: All of it, which refers to them.
+        tensors: All, in the order in which they are met.
+        paths: The keys that lead to each unit.
+    """
 
     units: tuple[Piece, ...]
     rest: Piece
     tensors: tuple[torch.Tensor, ...]
+    paths: tuple[tuple[Any, ...], ...]
 
 
-def scan(state: object) -> Skeleton:
+def scan(state: Any, paths: Sequence[tuple[Any, ...]] | None = None) -> Skeleton:
     """Takes a state's structure apart.
+
+    Args:
+        state: The state.
+        paths: The keys that lead to its units, in their order; by default these are looked for.
 
     Raises:
         DoubtError: It holds a bare storage.
-        Exception: Whatever pickling raises.
+        Exception: Whatever pickling raises; or nothing is there where a path leads.
     """
     tensors: list[torch.Tensor] = []
 
@@ -121,7 +136,7 @@ def scan(state: object) -> Skeleton:
         return NotImplemented
 
     file = io.BytesIO()
-    pickler: Any = _Pickler(file, protocol=torch.serialization.DEFAULT_PROTOCOL)
+    pickler: Any = _Pickler(file, protocol=2)
     known = [*(value for value, _ in SEEDS), tensor_here]
     pickler.memo = {id(value): (number, value) for number, value in enumerate(known)}
     pickler.reducer_override = reduced
@@ -130,7 +145,7 @@ def scan(state: object) -> Skeleton:
         file.seek(0)
         file.truncate()
         pickler.dump(value)
-        return file.getvalue()[2:-1]
+        return file.getvalue()[len(_BEGIN) : -1]
 
     # The number that the memo gives to a new object tells how many there are. They must live as long as the pickler.
     markers: list[list[Any]] = []
@@ -139,31 +154,50 @@ def scan(state: object) -> Skeleton:
         markers.append([])
         return int.from_bytes(dumped(markers[-1])[2:], "little")
 
+    if paths is None:
+        units = dict(_units(state, (), set()))
+    else:
+        units = {path: functools.reduce(getitem, path, state) for path in paths}
     pieces = []
     end = position()
-    for value in (*_units(state, [], set()), state):
+    for value in (*units.values(), state):
         first, begin = len(tensors), end + 1
         data = dumped(value)
         end = position()
         pieces.append(Piece(data, begin, end, range(first, len(tensors))))
-    *units, rest = pieces
-    return Skeleton(tuple(units), rest, tuple(tensors))
+    return Skeleton(tuple(pieces[:-1]), pieces[-1], tuple(tensors), tuple(units))
 
 
-def _units(value: Any, found: list[object], seen: set[int]) -> list[object]:
-    """Adds the large collections within plain collections, in the order in which a pickler meets them."""
+def rebuilt(skeleton: Skeleton) -> Any:
+    """A state like the one that was taken apart, then; its tensors are the same ones.
+
+    Raises:
+        Exception: Whatever unpickling raises.
+    """
+    # What stands in the memo from the start is put there: a memo that is set is not the one that is used.
+    known = [*(data for _, data in SEEDS), b"K\0Q"]
+    memo = [data + pickle.BINPUT + bytes([number]) for number, data in enumerate(known)]
+    pieces = [piece + pickle.POP for piece in (*memo, *(unit.data for unit in skeleton.units))]
+    unpickler: Any = pickle.Unpickler(io.BytesIO(b"".join((_BEGIN, *pieces, skeleton.rest.data, pickle.STOP))))
+    tensors = iter(skeleton.tensors)
+    unpickler.persistent_load = lambda _: tensors.__next__
+    return unpickler.load()
+
+
+def _units(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The large collections within plain collections, in the order in which a pickler meets them; and their paths."""
     kind = type(value)
     if kind not in _COLLECTIONS or id(value) in seen:
-        return found
+        return
     seen.add(id(value))
-    children = list(value.values()) if kind in (dict, OrderedDict) else value
+    is_dict = kind in (dict, OrderedDict)
+    children = list(value.values()) if is_dict else value
     if len(children) >= _LARGE and kind is not tuple and not _is_mixed(children):
-        found.append(value)
-        return found
-    for child in children:
+        yield path, value
+        return
+    for key, child in zip(value if is_dict else range(len(value)), children, strict=True):
         if type(child) in _COLLECTIONS:
-            _units(child, found, seen)
-    return found
+            yield from _units(child, (*path, key), seen)
 
 
 def _is_mixed(children: Any) -> bool:

@@ -296,9 +296,6 @@ class CoordinatedSaver:
             part.reserve(retained=facts.completed[-1:])
             if overlapped is None:
                 part.fill(hashed=not background)
-            elif part.streams:
-                # Training waits for all of it.
-                overlapped.begin_to_send()
             else:
                 part.fill_beside(overlapped)
             small = None if rank == facts.coordinator else dict[str, bytes]

@@ -7,6 +7,7 @@ goes on.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -21,6 +22,7 @@ from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, DrainError, InvalidNameError, MemoryFullError, UsageError
 from tiered_checkpoint_io.formats.layouts import Layouts
+from tiered_checkpoint_io.formats.skeleton import Skeleton, rebuilt
 from tiered_checkpoint_io.model.manifest import Metric
 
 
@@ -68,14 +70,19 @@ class FullSaver:
                 session.open()
                 rank = current_rank()
                 facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
-                image = self._layouts.plan(state)
-                part = PartSave(session, admit(session, facts), rank, image, started=started)
-                part.stretches = stretches_of_state(state, image)
-                part.reserve()
+                part = PartSave(session, admit(session, facts), rank, None, started=started)
+                overlap = None if wait and part.facts.durable else self._find_overlap()
+                # The rest of the plan needs the tensors alone.
+                taken = self._layouts.take(state) if overlap is not None else None
+                if taken is None:
+                    self._plan(part, state, taken)
+                else:
+                    part.reserve(size=self._layouts.size)
                 # A stream needs the live state until the durable tier has it.
-                overlapped = not part.streams and not (wait and part.facts.durable) and self._begin(part)
-                if overlapped:
-                    return self._leave(part)
+                if overlap is not None and not part.streams and self._begin(part, taken, overlap):
+                    return self._leave(part, taken)
+                if part.image is None:
+                    self._plan(part, state, taken)
                 part.fill()
                 self._complete(part)
             waited = wait and part.wait()
@@ -111,41 +118,63 @@ class FullSaver:
         else:
             session.failed(name, step, error)
 
-    # ------------------------------------------------------------------------------- overlapped
-    def _begin(self, part: PartSave) -> bool:
-        """Begins an overlapped capture of a part that has its slot; False where the capture is to be eager."""
-        if self.overlap is None:
-            say_eager(self._session, self._why_eager)
-            return False
-        assert part.image is not None
+    def _plan(self, part: PartSave, state: object, taken: Skeleton | None) -> None:
+        """Plans the file, of the state or of what was taken of it, and sees that its slot is large enough."""
         try:
-            begun = self.overlap.begin(part.image)
+            image = self._layouts.plan(state) if taken is None else self._layouts.plan_taken(taken)
+            part.stretches = stretches_of_state(lambda: state if taken is None else rebuilt(taken), image)
         except BaseException:
             part.give_back()
             raise
-        if begun is not None:
-            part.image, part.overlapped = begun
-        return begun is not None
+        part.image = image
+        part.reserve()
 
-    def _leave(self, part: PartSave) -> SaveReport:
-        overlapped = part.overlapped
+    # ------------------------------------------------------------------------------- overlapped
+    def _find_overlap(self) -> Overlap | None:
+        if self.overlap is None:
+            say_eager(self._session, self._why_eager)
+        return self.overlap
+
+    def _begin(self, part: PartSave, taken: Skeleton | None, overlap: Overlap) -> bool:
+        """Begins an overlapped capture of a part that has its slot; False where the capture is to be eager."""
+        try:
+            if taken is not None:
+                part.overlapped = overlap.begin(taken.tensors)
+            elif part.image is not None and part.image.planned:
+                part.overlapped = overlap.begin([region.storage for region in part.image.regions])
+                if part.overlapped is not None:
+                    part.image = part.overlapped.with_copies(part.image)
+        except BaseException:
+            part.give_back()
+            raise
+        return part.overlapped is not None
+
+    def _leave(self, part: PartSave, taken: Skeleton | None) -> SaveReport:
+        overlapped, session = part.overlapped, self._session
         assert overlapped is not None
         try:
-            overlapped.stall_s = self._session.clock.monotonic() - part.started
+            overlapped.stall_s = session.clock.monotonic() - part.started
             report = part.make_report(background=True)
+            if part.image is None:
+                report = replace(report, size=self._layouts.size)
+            overlapped.made = session.last_save = report
             self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
-            self._tasks.append(self._session.background.run(part.facts.name, lambda: self._finish(part, overlapped)))
+            self._tasks.append(session.background.run(part.facts.name, lambda: self._finish(part, overlapped, taken)))
         except BaseException:
             overlapped.copied.set()
             part.give_back()
             raise
         return report
 
-    def _finish(self, part: PartSave, overlapped: Overlapped) -> None:
+    def _finish(self, part: PartSave, overlapped: Overlapped, taken: Skeleton | None) -> None:
         """Captures the rest and seals it, in the background; what needs either of them waits for it."""
         facts = part.facts
         try:
             overlapped.let_caller_return()
+            if part.image is None:
+                self._plan(part, None, taken)
+                assert part.image is not None
+                part.image = overlapped.with_copies(part.image)
             part.fill_beside(overlapped)
             self._complete(part)
             part.report()

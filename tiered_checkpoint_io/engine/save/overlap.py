@@ -13,7 +13,7 @@ import ctypes
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, cast
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.formats.filling import Region, StorageRegion, StorageRegions
+from tiered_checkpoint_io.formats.filling import StorageRegion, StorageRegions
 from tiered_checkpoint_io.formats.image import Image
 
 #: Of a save that never overlaps.
@@ -52,16 +52,20 @@ class Overlapped:
 
     Attributes:
         tensors: What only the optimizers change; all else is copied already.
+        addresses: Where they begin.
+        copies: Of a full checkpoint, these copies, by what was copied: storages, by their identity.
         copied: Set once nothing of the live state is needed any more.
         wanted: Set once training waits for that.
-        size: Bytes of the state, as far as it was told.
+        size: Bytes of the state.
         stall_s: How long the save's caller waited, seconds.
-        made: What the caller was told of the save, where it is planned in the background.
+        made: What the caller was told of the save.
         is_late: Whether training has gone on before the copy was done.
         is_sent: Whether it is not copied, but sent from the live state.
     """
 
     tensors: Sequence[torch.Tensor]
+    addresses: list[int] = field(default_factory=list)
+    copies: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
     copied: threading.Event = field(default_factory=threading.Event)
     wanted: threading.Event = field(default_factory=threading.Event)
     size: int = 0
@@ -70,20 +74,35 @@ class Overlapped:
     is_late: bool = False
     is_sent: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _seen: list[tuple[int, int]] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
     _samples: list[bytes] = field(default_factory=list)
     _expected: list[torch.Tensor] = field(default_factory=list)
     _ready: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
         """Notes the witnesses; the copy may begin on another thread."""
-        self._seen, self._samples = _witnesses(self.tensors), list(_samples(self.tensors))
-        for device in set(map(attrgetter("device"), self.tensors)):
-            if device.type == "cuda":
-                # Whatever computes the state has been queued by now.
-                self._ready.append(torch.cuda.current_stream(device).record_event())
+        self._versions, self.addresses = _versions(self.tensors), _addresses(self.tensors)
+        self._samples = list(_samples(self.tensors))
+        if not all(map(attrgetter("is_cpu"), self.tensors)):
+            for device in set(map(attrgetter("device"), self.tensors)):
+                if device.type == "cuda":
+                    # Whatever computes the state has been queued by now.
+                    self._ready.append(torch.cuda.current_stream(device).record_event())
         if os.environ.get(CHECK):
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
+
+    def with_copies(self, image: Image) -> Image:
+        """A planned file, with :attr:`copies` in place of what they are copies of."""
+        if not self.copies:
+            return image
+        regions = image.regions
+        if isinstance(regions, StorageRegions):
+            storages = [self.copies.get(each._cdata, each) for each in regions.storages]
+            return dataclasses.replace(image, regions=dataclasses.replace(regions, storages=storages))
+        found = cast("Sequence[StorageRegion]", regions)
+        return dataclasses.replace(
+            image, regions=[each._replace(storage=self.copies.get(each.storage._cdata, each.storage)) for each in found]
+        )
 
     def let_caller_return(self) -> None:
         """Waits a moment before the copy, unless training waits for it already."""
@@ -134,7 +153,7 @@ class Overlapped:
                 hint=_SLOW,
             )
         what = ""
-        if _witnesses(self.tensors) != self._seen:
+        if (_versions(self.tensors), _addresses(self.tensors)) != (self._versions, self.addresses):
             what = "a parameter, or an optimizer's tensor, was written to before the next optimizer step"
         elif list(_samples(self.tensors)) != self._samples:
             what = "a parameter, or an optimizer's tensor, changed while it was copied"
@@ -169,21 +188,29 @@ class Overlap:
         self._current: Overlapped | None = None
         self.newest: Overlapped | None = None
 
-    def begin(self, image: Image) -> tuple[Image, Overlapped] | None:
-        """Copies what others than the optimizers may change of a planned file.
+    def begin(self, found: Sequence[torch.Tensor | torch.UntypedStorage]) -> Overlapped | None:
+        """Copies what others than the optimizers may change.
+
+        Args:
+            found: All tensors of the state, or all storages.
 
         Returns:
-            The file, with the copies; and what is left to do. None where all of it is to be captured before the save
-            returns.
+            What is left to do. None where all is to be captured before the save returns.
         """
-        tensors = self._tensors() if image.planned else []
+        tensors = self._tensors()
         if not tensors:
             return None
-        regions = _apart(image.regions, _storages(tensors), int(image.size * _MOST_EAGER))
-        if regions is None:
-            self._say_too_much()
-            return None
-        return dataclasses.replace(image, regions=regions), self._begin(tensors)
+        overlapped = Overlapped(tensors)
+        overlapped.begin()
+        storages = _apart(found, tensors, set(overlapped.addresses))
+        if storages:
+            size = sum({storage._cdata: storage.nbytes() for storage in map(_storage_of, found)}.values())
+            if sum(map(torch.UntypedStorage.nbytes, storages.values())) > size * _MOST_EAGER:
+                self._say_too_much()
+                return None
+            overlapped.copies = {key: cast("Any", storage).clone() for key, storage in storages.items()}
+        self._current = self.newest = overlapped
+        return overlapped
 
     def begin_state(self, state: Any) -> tuple[Any, Overlapped] | None:
         """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of tensors."""
@@ -247,40 +274,31 @@ def say_eager(session: Session, why: str) -> None:
         session.log.info("staging is %s, but the state is captured before a save returns: %s", staging, why)
 
 
-def _apart(regions: Sequence[Region], kept: set[int], most: int) -> Sequence[Region] | None:
-    """The regions, with copies of all storages but those ``kept``; None where these have more than ``most`` bytes."""
-    if isinstance(regions, StorageRegions):
-        storages = regions.storages
-        others = [index for index, storage in enumerate(storages) if storage._cdata not in kept]
-        if sum(int(regions.lengths[index]) for index in others) > most:
-            return None
-        copies = list(storages)
-        for index in others:
-            copies[index] = _copy_of(storages[index])
-        return dataclasses.replace(regions, storages=copies)
-    others = [index for index, region in enumerate(regions) if region.storage._cdata not in kept]
-    if sum(regions[index].storage.nbytes() for index in others) > most:
-        return None
-    copied: dict[int, torch.UntypedStorage] = {}
-    found = list(regions)
-    for index in others:
-        region = found[index]
-        if not isinstance(region, StorageRegion):
-            return None
-        storage = region.storage
-        if storage._cdata not in copied:
-            copied[storage._cdata] = _copy_of(storage)
-        found[index] = region._replace(storage=copied[storage._cdata])
-    return found
+def _apart(
+    found: Iterable[torch.Tensor | torch.UntypedStorage], kept: Sequence[torch.Tensor], addresses: set[int]
+) -> dict[int, torch.UntypedStorage]:
+    """The storages that none of the ``kept`` tensors lies in, by their identity; these begin at the ``addresses``."""
+    # A training waits for this, and nearly all are kept: what is the same, or begins at the same place, is not looked
+    # at any closer.
+    same = set(map(id, kept))
+    others = [_storage_of(each) for each in found if id(each) not in same]
+    others = [storage for storage in others if storage.data_ptr() not in addresses]
+    if not others:
+        return {}
+    identities = _storages(kept)
+    return {storage._cdata: storage for storage in others if storage._cdata not in identities}
 
 
-def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    copy: torch.UntypedStorage = cast("Any", storage).clone()
-    return copy
+def _storage_of(found: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
+    return found.untyped_storage() if isinstance(found, torch.Tensor) else found
 
 
-def _witnesses(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return list(zip(map(attrgetter("_version"), tensors), map(torch.Tensor.data_ptr, tensors), strict=True))
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(attrgetter("_version"), tensors))
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _samples(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:

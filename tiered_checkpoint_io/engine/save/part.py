@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -50,7 +50,6 @@ class PartSave:
         streams: Whether :meth:`seal` sends it from the live state, because this node has no room for it.
         spilled: Whether it lies in the spill.
         capture_s: How long the copy took, seconds.
-        made: What the caller was told of the save; None before that.
         overlapped: How it is captured beside training; None where it is not.
     """
 
@@ -66,7 +65,6 @@ class PartSave:
     streams: bool = False
     spilled: bool = False
     capture_s: float = 0.0
-    made: SaveReport | None = None
     overlapped: Overlapped | None = None
     _stream: Stream | None = None
 
@@ -101,10 +99,20 @@ class PartSave:
         self.reserve(retained=retained)
         self.fill(hashed=hashed)
 
-    def reserve(self, *, retained: tuple[str, ...] = ()) -> None:
-        """Takes a slot for the state; raises as :meth:`capture`. Where there is none, it :attr:`streams`."""
-        if self.image is None:
+    def reserve(self, *, size: int = 0, retained: tuple[str, ...] = ()) -> None:
+        """Takes a slot for the state, unless it has one that is large enough; raises as :meth:`capture`.
+
+        Where there is none, it :attr:`streams`.
+
+        Args:
+            size: Bytes that the file will most likely have, where it is not planned yet.
+            retained: As :meth:`capture` takes them.
+        """
+        size = self.image.size if self.image is not None else size
+        if not size or self.streams or (self.slot is not None and self.slot.reserved >= size):
             return
+        if self.slot is not None:
+            self.give_back()
         session, durable = self.session, self.facts.durable
         tier, capturer, drain = session.open()
         try:
@@ -112,7 +120,7 @@ class PartSave:
                 drain.start()
             began = session.clock.monotonic()
             self.slot = capturer.acquire(
-                self.image.size,
+                size,
                 self.facts.scope(self.rank, session.place),
                 retained=retained,
                 spills=durable or session.config.spill_dir not in (AUTO, None),
@@ -127,7 +135,7 @@ class PartSave:
             self.spilled = tier.is_spilled(self.slot.path)
         try:
             if self.spilled:
-                warn_spilled(session, self.image.size)
+                warn_spilled(session, size)
         except BaseException:
             self.give_back()
             raise
@@ -143,7 +151,13 @@ class PartSave:
         self.capture_s += session.clock.monotonic() - began
 
     def fill_beside(self, overlapped: Overlapped) -> None:
-        """As :meth:`fill`, on a background task; raises ``ChangedError`` where the state is not what it was."""
+        """As :meth:`fill`, on a background task; raises ``ChangedError`` where the state is not what it was.
+
+        Where it :attr:`streams`, training waits for :meth:`seal`.
+        """
+        if self.streams:
+            overlapped.begin_to_send()
+            return
         # The training has the cores.
         self.threads = 1
         with overlapped.on_side_streams():
@@ -351,11 +365,7 @@ class PartSave:
             background: Whether the rest of it is left to a background task.
         """
         session, facts = self.session, self.facts
-        if self.made is None:
-            report = self.make_report(small=small, waited=waited, background=background)
-        else:
-            # The caller went on before the copy was done.
-            report = replace(self.made, capture_s=self.capture_s)
+        report = self.make_report(small=small, waited=waited, background=background)
         session.counts["saved"] += 1
         session.note(
             "save",
@@ -381,13 +391,13 @@ class PartSave:
         stall = session.clock.monotonic() - self.started if self.overlapped is None else self.overlapped.stall_s
         tiers = frozenset(({"durable"} if facts.durable else set()) | (set() if self.streams else {"memory"}))
         queued = facts.durable and not waited and (background or not self.streams)
-        self.made = SaveReport(
+        report = SaveReport(
             *(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s),
             overlapped=self.overlapped is not None,
         )
         if self.overlapped is None or self.overlapped.made is None:
-            session.last_save = self.made
-        return self.made
+            session.last_save = report
+        return report
 
     @property
     def _label(self) -> str:

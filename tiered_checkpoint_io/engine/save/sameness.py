@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -90,18 +90,18 @@ def stretches_of(placed: Iterable[_Placed]) -> Stretches:
 _known: weakref.WeakKeyDictionary[Any, tuple[int, Stretches]] = weakref.WeakKeyDictionary()
 
 
-def stretches_of_state(state: object, image: Image) -> Stretches:
+def stretches_of_state(get_state: Callable[[], object], image: Image) -> Stretches:
     """As :func:`stretches_of`, of a state that is one file; looked for once for files that are laid out alike.
 
     Args:
-        state: What is saved.
+        get_state: Gives what is saved.
         image: Its file, planned.
     """
     if image.layout is None or not image.regions:
-        return _stretches_in(state, image)
+        return _stretches_in(get_state(), image)
     first = image.regions[0].offset
     if image.layout not in _known:
-        _known[image.layout] = first, _stretches_in(state, image)
+        _known[image.layout] = first, _stretches_in(get_state(), image)
     before, stretches = _known[image.layout]
     move = first - before
     return {what: [(start + move, end + move) for start, end in each] for what, each in stretches.items()}
