@@ -175,7 +175,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         session, log = self.session, self.session.log.at_step(opened.step)
         self.tier = "memory" if opened.files.held else "durable"
         try:
-            reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config))
+            reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config), log)
             if opened.scattered:
                 assert self._joined is not None
                 with self._joined.failing_together():

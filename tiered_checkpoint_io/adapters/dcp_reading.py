@@ -16,11 +16,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from tiered_checkpoint_io.adapters import pinned_reads
 from tiered_checkpoint_io.engine.chunks import Span
 from tiered_checkpoint_io.engine.ranks.views import address_of, at
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
+from tiered_checkpoint_io.engine.restore.targets import Target
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.formats.shard_image import QUANTIZED, Skeleton, skeleton_of
+from tiered_checkpoint_io.logs import Logger
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _CRC_AT = 14
@@ -64,16 +67,21 @@ _Wanted = tuple[ReadItem, Any, _Layout | None]
 
 
 class _Direct:
-    """An item whose bytes go from where they lie straight into the tensor that it is loaded into."""
+    """An item whose bytes go from where they lie straight into the tensor that it is loaded into, also on a device."""
 
     def __init__(self, item: ReadItem, info: Any, layout: _Layout, tensor: torch.Tensor) -> None:
         offset, _ = layout.span(item.storage_offsets, item.lengths)
         self.wanted = item, info, layout
         self.tensor = tensor
         self._head = memoryview(bytearray(len(layout.skeleton.head)))
-        into: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+        into = tensor.reshape(-1).view(torch.uint8)
         #: See :mod:`targets`.
-        self.targets = [(info.offset, self._head), (info.offset + offset, into)]
+        self.targets: list[Target] = [(info.offset, self._head)]
+        self.on_device: list[pinned_reads.OnDevice] = []
+        if pinned_reads.is_on_device(tensor):
+            self.on_device.append((info.offset + offset, into))
+        else:
+            self.targets.append((info.offset + offset, into.numpy().data))
 
     @classmethod
     def of(cls, wanted: _Wanted, planner: LoadPlanner) -> _Direct | None:
@@ -86,7 +94,8 @@ class _Direct:
             return None
         tensor = planner.resolve_tensor(item)
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        if not is_plain or (tensor.device.type, tensor.dtype) != ("cpu", layout.dtype):
+        is_within_reach = tensor.device.type == "cpu" or pinned_reads.is_on_device(tensor)
+        if not is_plain or not is_within_reach or tensor.dtype != layout.dtype:
             return None
         tensor = tensor.detach()
         if tensor.size() != item.lengths or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -108,8 +117,9 @@ class _Direct:
 class PlanReader:
     """Carries out one rank's load plan."""
 
-    def __init__(self, metadata: Metadata, files: ShardFiles, transforms: Any, trust: Trust) -> None:
+    def __init__(self, metadata: Metadata, files: ShardFiles, transforms: Any, trust: Trust, log: Logger) -> None:
         """Takes an open checkpoint, and DCP's ``_StorageReaderTransforms``; None where torch has none."""
+        self._log = log
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._files = files
         self._transforms = transforms
@@ -127,10 +137,12 @@ class PlanReader:
         Raises:
             CorruptCheckpointError: No intact copy of some byte is within reach.
         """
+        reads = pinned_reads.PinnedReads(self._files, self._log)
         for basename, wanted in self._by_file(plan).items():
             direct, rest = _split(wanted, planner)
             view = self._files.ensure(basename, [span for each in rest for span in _spans(*each)])
-            self._files.fill(basename, [target for each in direct for target in each.targets])
+            targets = [target for each in direct for target in each.targets]
+            reads.fill(basename, targets, [target for each in direct for target in each.on_device])
             for each in direct:
                 each.commit(planner)
             # Where the bytes do not lie as expected, what was filled with them is filled anew.

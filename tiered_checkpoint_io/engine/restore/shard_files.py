@@ -171,6 +171,27 @@ class ShardFiles:
             basename, lambda file: file.fill(targets, alone=lambda index: self._reads_alone(basename, index))
         )
 
+    def begin(self, basename: str, spans: Iterable[Span]) -> tuple[FileEntry, int]:
+        """Prepares to :meth:`fill` targets of a file by and by; ``(offset, length)`` spans are all that will be needed.
+
+        Chunks that other ranks of this node read too are fetched now, by all of these ranks at once.
+
+        Returns:
+            The file, and how many of its chunks :meth:`fill` reads at once. It reads none twice where each time it is
+            given all targets of a chunk.
+
+        Raises:
+            As :meth:`ensure`.
+        """
+        if basename in self._held:
+            return self._held[basename].entry, _READ_THREADS
+        spans = list(spans)
+
+        def fetch_shared(file: FetchedFile) -> None:
+            file.ensure_shared(chunks_of(file.entry, spans), alone=lambda index: self._reads_alone(basename, index))
+
+        return self._with_room(basename, fetch_shared).entry, self._concurrency
+
     def chunks_of(self, spans: Mapping[str, Iterable[Span]]) -> dict[str, list[int]]:
         """The chunks, by file, in which spans lie of the files of the durable tier."""
         entries = {basename: self._entry(basename) for basename in spans}

@@ -165,8 +165,7 @@ class FetchedFile:
         Raises as :meth:`ensure`; the targets then hold anything.
         """
         wanted = by_chunk(self.entry, targets)
-        shared = [index for index in wanted if not (self.entry.hashes and alone(index))]
-        self.ensure(self._ranges[index] for index in shared)
+        self.ensure_shared(wanted, alone=alone)
 
         def one(index: int) -> None:
             if self._is_here(index):
@@ -175,6 +174,11 @@ class FetchedFile:
                 fetch_targets(self._store(), self.entry, index, wanted[index])
 
         in_parallel_as_needed(one, wanted, self._concurrency)
+
+    def ensure_shared(self, indices: Iterable[int], *, alone: Callable[[int], bool]) -> None:
+        """Has those of some chunks on this node that :meth:`fill` keeps there; raises as :meth:`ensure`."""
+        shared = [index for index in indices if not (self.entry.hashes and alone(index))]
+        self.ensure(self._ranges[index] for index in shared)
 
     def put(self, index: int, data: bytes | memoryview) -> None:
         """Takes a chunk that did not come from the durable tier; raises as :meth:`ensure`."""

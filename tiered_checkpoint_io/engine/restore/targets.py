@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, chunks_of, fetch_pieces
 from tiered_checkpoint_io.errors import CorruptCheckpointError
@@ -24,17 +25,17 @@ Piece = tuple[int, int, memoryview | None]
 _MOST = 512
 
 
-def by_chunk(entry: FileEntry, targets: Collection[Target]) -> dict[int, list[Target]]:
+def by_chunk(entry: FileEntry, targets: Collection[tuple[int, Any]]) -> dict[int, list[tuple[int, Any]]]:
     """The chunks that targets lie in, and what of the targets lies in each, in the order of the file.
 
     Args:
         entry: The file.
-        targets: Disjoint, in any order.
+        targets: Disjoint, in any order; in place of a buffer, anything that has a length and slices as one.
 
     Raises:
         CorruptCheckpointError: A target reaches beyond the file.
     """
-    found: defaultdict[int, list[Target]] = defaultdict(list)
+    found: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
     for offset, buffer in sorted(targets, key=lambda target: target[0]):
         for index in chunks_of(entry, [(offset, len(buffer))]):
             start = index * entry.chunk_size

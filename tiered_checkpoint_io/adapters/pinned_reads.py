@@ -1,0 +1,153 @@
+"""Bytes of a file into tensors on a GPU, through two buffers of pinned memory.
+
+One buffer is read into, and its bytes are verified there, while a device copies from the other. From memory that is not
+pinned, as from a mapped file, its driver first copies them to a small buffer of its own, at a fraction of the speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
+from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model.manifest import FileEntry
+
+#: Bytes of one buffer, at most, unless a chunk is larger. From node memory, 64 MiB are read at once.
+_MOST = 256 << 20
+
+#: Where in the file bytes begin, and where on a device they go: a flat tensor of bytes.
+OnDevice = tuple[int, torch.Tensor]
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether the host can't write to the tensor, and copies to it go on while the host does other work."""
+    return tensor.device.type == "cuda"
+
+
+@dataclass
+class Batch:
+    """What is read at once."""
+
+    targets: list[Target] = field(default_factory=list)
+    on_device: list[OnDevice] = field(default_factory=list)
+    #: Of what is on devices.
+    nbytes: int = 0
+
+
+def batches_of(
+    entry: FileEntry, targets: Sequence[Target], on_device: Sequence[OnDevice], most: int
+) -> Iterator[Batch]:
+    """What is to be read of a file, in its order, in batches of whole chunks: each is read and verified once.
+
+    Args:
+        entry: The file.
+        targets: What goes to the host's memory; see :mod:`targets`.
+        on_device: What goes to devices.
+        most: Of that, bytes of a batch, at most; as many as a chunk has, or more.
+    """
+    here, there = by_chunk(entry, targets), by_chunk(entry, on_device)
+    batch = Batch()
+    for index in sorted(here.keys() | there.keys()):
+        pieces = there.get(index, [])
+        nbytes = sum(len(piece) for _, piece in pieces)
+        if batch.nbytes and batch.nbytes + nbytes > most:
+            yield batch
+            batch = Batch()
+        batch.targets += here.get(index, [])
+        batch.on_device += pieces
+        batch.nbytes += nbytes
+    yield batch
+
+
+class DeviceCopies:
+    """Copies from the host's memory to CUDA devices."""
+
+    def __init__(self, log: Logger) -> None:
+        self._log = log
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Bytes of pinned memory; of ordinary memory where there is none: the host then waits for each copy."""
+        try:
+            # The default device may be another.
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            self._log.info("no pinned memory for %d bytes, loading to the device takes longer: %s", nbytes, why)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """Begins to copy ``(target, source)``; what it gives waits until that is done.
+
+        On the current stream, and so after what was asked of these tensors before: nothing else is asked of it while a
+        checkpoint is loaded, so that a stream of their own would make them no faster.
+        """
+        with torch.no_grad():
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        devices = {target.device for target, _ in copies if target.is_cuda}
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+
+class _Buffer:
+    """Memory that is read into once it has been copied from."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self.wait: Callable[[], None] = lambda: None
+
+    def room(self, nbytes: int, copies: DeviceCopies) -> torch.Tensor:
+        """So many bytes, or more, from which nothing is being copied."""
+        self.wait()
+        if self._memory is None or len(self._memory) < nbytes:
+            self._memory = copies.buffer(nbytes)
+        return self._memory
+
+
+class PinnedReads:
+    """The reads of one load; its buffers go with it."""
+
+    def __init__(self, files: ShardFiles, log: Logger) -> None:
+        """Takes the files of an open checkpoint; allocates nothing yet."""
+        self._files = files
+        self._copies = DeviceCopies(log)
+        self._buffers = (_Buffer(), _Buffer())
+
+    def fill(self, basename: str, targets: Sequence[Target], on_device: Sequence[OnDevice]) -> None:
+        """Fills targets as :meth:`ShardFiles.fill` does, and what is on devices, with verified bytes alone.
+
+        When it returns or raises, no copy to a device is under way.
+
+        Raises:
+            As :meth:`ShardFiles.fill`; the targets then hold anything.
+        """
+        if not on_device:
+            self._files.fill(basename, targets)
+            return
+        spans = [(offset, len(target)) for offset, target in targets]
+        spans += [(offset, len(tensor)) for offset, tensor in on_device]
+        entry, at_once = self._files.begin(basename, spans)
+        most = max(entry.chunk_size, min(at_once * entry.chunk_size, _MOST))
+        size = min(most, sum(len(tensor) for _, tensor in on_device))
+        batches = batches_of(entry, targets, on_device, most)
+        try:
+            for batch, buffer in zip(batches, itertools.cycle(self._buffers), strict=False):
+                memory = buffer.room(size, self._copies)
+                sources = memory[: batch.nbytes].split_with_sizes([len(tensor) for _, tensor in batch.on_device])
+                pairs = list(zip(batch.on_device, sources, strict=True))
+                staged = [(offset, source.numpy().data) for (offset, _), source in pairs]
+                self._files.fill(basename, [*batch.targets, *staged])
+                buffer.wait = self._copies.begin([(tensor, source) for (_, tensor), source in pairs])
+        finally:
+            for buffer in self._buffers:
+                buffer.wait()
