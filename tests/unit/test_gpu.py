@@ -56,6 +56,22 @@ def test_cuda_tensors_go_straight_into_the_buffer(pinned):
     same(torch.load(io.BytesIO(data), map_location="cpu"), state)
 
 
+def test_memory_that_cannot_be_pinned_only_costs_speed():
+    state = {"w": torch.randn(1 << 20, device="cuda")}
+    image = plan(state)
+    buffer = mmap.mmap(-1, image.size)
+    others, pins = HostPins(), HostPins()
+    with memoryview(buffer) as view:
+        # CUDA refuses to register memory twice.
+        others.pin(view)
+        image.fill(view, pin=pins.pin)
+        assert not pins._pinned
+        assert (torch.ones(3, device="cuda") * 2).sum() == 6, "the refusal must not be raised by a kernel of training"
+        others.unpin(view)
+    same(torch.load(io.BytesIO(bytes(buffer)), map_location="cpu"), state)
+    buffer.close()
+
+
 def test_what_is_still_being_computed_is_waited_for():
     weight = torch.randn(4096, 4096, device="cuda")
     for _ in range(50):

@@ -43,6 +43,11 @@ class HostPins:
             runtime.cudaHostUnregister(address)
         if int(runtime.cudaHostRegister(address, len(view), 0)) == 0:
             self._pinned[address] = len(view)
+        else:
+            # CUDA remembers the error for this thread, and torch would raise it after the next kernel that training
+            # launches here. torch has no cudaGetLastError; its own check of a kernel takes the error as well.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda").neg_()
 
     def unpin(self, view: memoryview, left: int = 0) -> None:
         """Ends the registration of a mapping of which only the first bytes keep their pages, if it is of more."""
