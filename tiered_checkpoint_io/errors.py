@@ -72,6 +72,10 @@ class ConfigError(TieredCheckpointError, ValueError):
     """A configuration key or value is not allowed. Nothing was done."""
 
 
+class NewerConfigError(ConfigError):
+    """A configuration that a trainer of a newer release has stored sets a key that this release does not know."""
+
+
 class InvalidNameError(TieredCheckpointError, ValueError):
     """A checkpoint name, key or URL is malformed, or would leave its folder. Nothing was done."""
 

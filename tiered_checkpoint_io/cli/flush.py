@@ -18,9 +18,15 @@ from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, TieredCheckpointError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DrainError,
+    NewerConfigError,
+    TieredCheckpointError,
+)
 from tiered_checkpoint_io.inventory.flushing import HeldSave, to_flush
 from tiered_checkpoint_io.inventory.roots import existing, tier_at
 from tiered_checkpoint_io.logs import get_logger, size_text
@@ -87,10 +93,14 @@ def _config(root: Path, place: Place) -> TieredCheckpointConfig:
     """The last trainer's configuration; of one that uploaded nothing yet, what its checkpoints say, noted for a drain.
 
     Raises:
+        NewerConfigError: A newer release wrote it, and may use it now: it stays as it is.
         MemoryFullError: There is no space to note it.
     """
-    config = last_config(root)
-    if config is None:
+    try:
+        config = TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text())
+    except NewerConfigError:
+        raise
+    except (OSError, ConfigError, ValueError):
         made = TieredCheckpointConfig.from_any(
             dirpath=place.dirpath, memory_dir=str(root.parent.parent), namespace=root.name
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -229,8 +229,8 @@ class Queue:
         if said and said != self._said:
             self._said = said
             with contextlib.suppress(ValueError, TypeError):
-                # Nothing is said where a drain is just writing it, or is of another release.
-                self._last = DrainProgress(**json.loads(said))
+                # Nothing is said where a drain is just writing it.
+                self._last = DrainProgress(**_known(DrainProgress, json.loads(said)))
         return self._last
 
 
@@ -292,9 +292,16 @@ def _request(op_id: str, raw: Any) -> Request:
     return request if request is not None and is_known else Request(op_id, "unknown", op_id, "")
 
 
+def _known(kind: type[DrainProgress | Outcome], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What this release has words for of what the drain of a newer one says."""
+    return {each.name: raw[each.name] for each in fields(kind) if each.name in raw}
+
+
 def _parsed(kind: type[_T], raw: Any) -> _T | None:
     try:
-        made = kind(**{**raw, "server": server_in(raw)})
+        # Of an outcome all that matters is known; what a request has besides may change what is to be done.
+        known = _known(kind, raw) if issubclass(kind, Outcome) else raw
+        made = kind(**{**known, "server": server_in(raw)})
         ids.validate_op_id(made.op_id)
         ids.validate_name(made.name)
     except (InvalidNameError, ManifestError, TypeError, ValueError, AttributeError):
