@@ -1,5 +1,6 @@
 """The command line over node memory, as a person at a node uses it."""
 
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError, DrainError
+from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -204,6 +206,34 @@ def test_clean_keeps_a_newest_checkpoint_that_is_nowhere_else(node, memory_dir):
     assert "removed 2.ckpt (step 2): 1 part" in done.stdout
     assert "removed 4 parts" in done.stdout
     assert not node.root.exists()
+
+
+@pytest.mark.parametrize("folder", ["saves", "replicas"])
+@pytest.mark.parametrize("why", ["format version 3 is newer", "not JSON"])
+def test_clean_keeps_what_it_can_not_read(node, memory_dir, folder, why):
+    """It may wait for the durable tier, or be the newest: a newer release wrote it, or its description is damaged."""
+    where = ("--memory-dir", memory_dir)
+    node.save("1.ckpt", b"A")
+    assert command("drain", *where, "--once").exit_code == 0
+    node.save("2.ckpt", b"B")
+    stored = next(each for each in node.tier.parts() if each.part.name == "2.ckpt")
+    written = (stored.folder / "part.json").read_bytes()
+    raw = {key: value for key, value in json.loads(written).items() if key not in ("format", "version", "digest")}
+    (stored.folder / "part.json").write_bytes(dump(raw, version=3) if "newer" in why else written[:-50])
+    if folder == "replicas":
+        (node.root / "replicas" / stored.save_id).mkdir()
+        stored.folder.rename(node.root / "replicas" / stored.save_id / stored.folder.name)
+    refused = command("clean", *where)
+    assert isinstance(refused.exception, ConfigError)
+    assert "a part can't be read: " in str(refused.exception)
+    assert why in str(refused.exception)
+    assert len([*node.root.glob("*/*/rank-00000/2.ckpt")]) == 1
+    forced = command("clean", *where, "--force")
+    assert (forced.exit_code, forced.stdout.count("could not be read"), "removed 2 parts" in forced.stdout) == (
+        0,
+        1,
+        True,
+    )
 
 
 def test_clean_by_force_and_of_what_another_node_has_too(node, memory_dir):

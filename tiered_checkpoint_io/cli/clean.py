@@ -35,15 +35,15 @@ def clean(
     force: Annotated[
         bool,
         typer.Option(
-            help="Also what waits for the durable tier, what is in use, and a newest checkpoint that is nowhere else."
+            help="Also what waits for the durable tier, is in use or unreadable, and a newest checkpoint nowhere else."
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Deletes a namespace's checkpoints from node memory, and from its spill on the node's disk.
 
-    Refused where something waits for the durable tier, or is in use, and where the newest checkpoint is not on the
-    durable tier.
+    Refused where something waits for the durable tier, is in use, or can't be read, and where the newest checkpoint is
+    not on the durable tier.
     """
     root = node.path
     tier = tier_at(root)
@@ -62,9 +62,9 @@ def clean(
             if lock is not None:
                 held.callback(release, lock)
             in_use = in_use or lock is None
-        parts = _parts(tier)
+        parts, unread = _parts(tier), _unread(tier)
         if not force:
-            _refuse(root, parts, in_use=in_use)
+            _refuse(root, parts, unread, in_use=in_use)
         spill = tier.spill
         for folder in (root, *([spill.root] if spill is not None else [])):
             if folder.is_dir():
@@ -77,7 +77,9 @@ def clean(
         return
     for save in saves:
         say(f"removed {printable(_named(save[0].part))}: {_count(len(save), 'part')}, {size_text(_size(save))}")
-    say(f"removed {_count(len(parts), 'part')}, {size_text(_size(parts))}, and {printable(str(root))}")
+    for folder, error in unread:
+        say(printable(f"removed {folder}, which could not be read: {error}"))
+    say(f"removed {_count(len(parts) + len(unread), 'part')}, {size_text(_size(parts))}, and {printable(str(root))}")
 
 
 def _parts(tier: MemoryTier) -> list[StoredPart]:
@@ -89,7 +91,16 @@ def _parts(tier: MemoryTier) -> list[StoredPart]:
     return sorted(found.values(), key=lambda stored: (stored.save_id, stored.part.rank))
 
 
-def _refuse(root: Path, parts: list[StoredPart], *, in_use: bool) -> None:
+def _unread(tier: MemoryTier) -> list[tuple[Path, Exception]]:
+    """What can't be read of that, and why: nothing tells whether it is needed."""
+    found: dict[Path, Exception] = {}
+    for each in (tier, tier.replicas, tier.spill):
+        with contextlib.suppress(FileNotFoundError):
+            found |= dict(each.damaged()) if each is not None else {}
+    return sorted(found.items())
+
+
+def _refuse(root: Path, parts: list[StoredPart], unread: list[tuple[Path, Exception]], *, in_use: bool) -> None:
     """Raises where the parts must not be deleted.
 
     Raises:
@@ -100,6 +111,8 @@ def _refuse(root: Path, parts: list[StoredPart], *, in_use: bool) -> None:
         why, hint = "a trainer or drain uses it", "end that first, or give --force"
     elif pending:
         why, hint = f"{_count(pending, 'operation')} not yet durable", "run the drain first, or give --force"
+    elif unread:
+        why, hint = f"a part can't be read: {unread[0][1]}", "if it is not needed any more, give --force"
     else:
         config = last_config(root)
         tiers = sorted({each.part.place for each in parts}, key=str)
