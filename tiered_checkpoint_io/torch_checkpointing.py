@@ -125,13 +125,19 @@ class TieredStorage(Storage):  # type: ignore[misc]
     ) -> None:
         """Commits: the files below ``src_path`` become one checkpoint, in node memory when this returns.
 
+        One for which memory has no room, and one that fails where ``on_save_error`` is ``warn``, is given up: the log
+        says so, and training goes on.
+
         Raises:
-            OSError: There is a checkpoint of that name; or the folder was not written here; or the save failed.
+            OSError: There is a checkpoint of that name; or the folder was not written here.
+            SaveError: The save failed, and ``on_save_error`` is ``raise``.
         """
         files = {path: data for path, data in self._written.items() if path.is_relative_to(src_path)}
         name = str(dst_path)
         if not is_directory or not files:
             raise OSError(errno.ENOTSUP, f"{src_path} is not a folder of files written by this storage")
+        # Their writer does not come back to them, whatever becomes of them here.
+        self._written = {path: data for path, data in self._written.items() if path not in files}
         if name in self._names():
             raise FileExistsError(errno.EEXIST, f"there is a checkpoint {name} at {self._config.dirpath}")
         state = {
@@ -140,12 +146,7 @@ class TieredStorage(Storage):  # type: ignore[misc]
         }
         every, step = self._config.s3_every_n_steps, ids.step_in_name(name)
         durable = every is None or step is None or step % every == 0
-        tiers = TIERS if durable else {"memory"}
-        saved = self._config.checkpointer.save(state, name, tiers=tiers, wait=False)
-        for path in files:
-            del self._written[path]
-        if saved is None:
-            raise OSError(errno.EIO, f"checkpoint {name} was not saved; the log says why")
+        self._config.checkpointer.save(state, name, tiers=TIERS if durable else {"memory"}, wait=False)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
         """Does nothing: folders need not be made."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import launch, said
+from support.tenants import mounted_tmpfs
 
 pytest.importorskip("torch_checkpointing", reason="pip install -c constraints.txt '.[torch-checkpointing]'")
 
@@ -73,6 +74,29 @@ def test_the_rules_of_a_storage(config):
     assert reader.read(Path("step_1/a")) == b"one"
     storage.rmdir(Path("step_2"))
     assert reader.ls(Path()) == ["step_1"]
+
+
+def test_a_save_that_has_no_room_does_not_stop_training(tmp_path):
+    """Nothing is raised for it, and nothing of it is held."""
+    with mounted_tmpfs(tmp_path / "shm", 8 << 20) as small:
+        options = {"memory_dir": str(small), "spill_dir": None, "memory_allocation_percentage": 100}
+        config = TieredStorageConfig(str(tmp_path / "durable"), options, s3_every_n_steps=10)
+        storage = config.create_storage()
+        with pytest.warns(UserWarning, match="steps of memory alone are skipped"):
+            write(storage, "step_1", a=bytes(12 << 20))
+        write(storage, "step_2", a=b"two")
+        assert not storage.exists(Path("tmp_step_1"))
+        assert config.create_storage().ls(Path()) == ["step_2"]
+        config.close()
+
+
+def test_what_is_refused_is_not_held(config):
+    storage = config.create_storage()
+    write(storage, "step_1", a=b"one")
+    with pytest.raises(FileExistsError):
+        write(storage, "step_1", a=b"other")
+    assert not storage.exists(Path("tmp_step_1"))
+    assert storage.read(Path("step_1/a")) == b"one"
 
 
 def test_what_would_never_be_committed_is_refused(config, monkeypatch):
