@@ -156,6 +156,18 @@ def test_large_items_are_read_in_pieces(tmp_path, monkeypatch):
     assert sum(length > 70_000 for length in read) == 1
 
 
+def test_conjugate_and_negative_views_are_exported_as_what_they_are(tmp_path, monkeypatch):
+    numbers = torch.randn(60, 70, dtype=torch.complex64)
+    views = {"conjugate": numbers.conj(), "negative": torch._neg_view(numbers.real.clone())}
+    dcp.save(views, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    # In one piece, and read piece by piece.
+    for window in (blocks.WINDOW, 4096):
+        monkeypatch.setattr(blocks, "WINDOW", window)
+        to_torch_file(folder_of(tmp_path), tmp_path / f"{window}.pt")
+        found = torch.load(tmp_path / f"{window}.pt")
+        assert all(torch.equal(found[name], views[name]) for name in views), window
+
+
 @pytest.mark.matrix
 def test_memory_stays_bounded(tmp_path):
     """A process that exports 512 MiB, in tensors of 256 MiB, grows by less than 200 MiB."""

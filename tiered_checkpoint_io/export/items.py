@@ -186,11 +186,13 @@ class Items:
                 found: Any = self._load(name, _Item(self._folder, path, offset, length), sizes, dtype)
                 data_offset = getattr(found.untyped_storage(), "_checkpoint_offset", None)
                 at = found.storage_offset() * dtype.itemsize
-            if data_offset is not None and found.is_contiguous():
+            # Of a conjugate or negative view, the file holds the elements before that.
+            if data_offset is not None and found.is_contiguous() and not (found.is_conj() or found.is_neg()):
                 begin = offset + int(data_offset) + at
                 return lambda start, count: self._folder.read(path, begin + start, count)
         found = self._load(name, io.BytesIO(self._folder.read(path, offset, length)), sizes, dtype)
-        data = memoryview(found.contiguous().reshape(-1).view(torch.uint8).numpy())
+        plain: Any = found.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        data = memoryview(plain.view(torch.uint8).numpy())
         return lambda start, count: data[start : start + count]
 
     def _load(self, name: str, file: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
