@@ -24,11 +24,13 @@ class Toy(LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 16) if "joins" in told else None
         self.seen = {}
 
     def configure_model(self):
-        if told["strategy"] == "fsdp2":
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        for part in filter(None, (self.net, self.head)):
+            if told["strategy"] == "fsdp2":
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, *_):
         if self.global_step == told.get("careless"):
@@ -37,7 +39,11 @@ class Toy(LightningModule):
             weight.to_local().mul_(0.5)
         # By the step, because not all releases of Lightning go on with the same number of the batch.
         inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(self.global_step))
-        loss = (self.net(inputs) - inputs).pow(2).mean()
+        output = self.net(inputs)
+        if self.head is not None and self.global_step >= told["joins"]:
+            # Until then, it has no gradients, and its optimizer no state of it.
+            output = output + self.head(inputs)
+        loss = (output - inputs).pow(2).mean()
         self.seen[self.global_step] = loss.item()
         return loss
 

@@ -159,6 +159,17 @@ def test_fsdp1_and_its_folder_for_others(fit, tmp_path, memory_dir):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("joins", [6, 99])
+def test_a_run_goes_on_where_some_parameters_had_no_gradients_yet(fit, joins, tmp_path):
+    more = {"joins": joins, "ckpt_path": "step=4.ckpt"}
+    whole, _ = fit(8, **{**more, "dirpath": tmp_path / "whole", "ckpt_path": "tiered:latest"})
+    fit(4, **{**more, "ckpt_path": "tiered:latest"})
+    first, _ = fit(8, **more)
+    assert first["from"][:2] == ["step=4.ckpt", 4]
+    assert first["losses"] == {index: whole["losses"][index] for index in range(4, 8)}, "bit for bit"
+
+
+@pytest.mark.matrix
 def test_weights_alone_are_no_place_to_resume_from(fit):
     fit(4, weights_only=True, ranks=1)
     (answer,) = fit(8, weights_only=True, ranks=1, ckpt_path="step=4.ckpt", fails=True)

@@ -310,8 +310,12 @@ class TieredSharding(_Base):
             ) from error
         options = sharded_state.StateDictOptions(strict=module.strict_loading)
         sharded_state.set_model_state_dict(self._wrapped, planner.model, options=options)
-        for optimizer, state in zip(optimizers, planner.optimizers, strict=True):
+        for optimizer, state, unchanged in zip(optimizers, planner.optimizers, planner.unchanged, strict=True):
+            # torch looks for each parameter here; an optimizer begins where there is nothing.
+            state["state"].update({name: {} for name in unchanged})
             sharded_state.set_optimizer_state_dict(self._wrapped, optimizer, state)
+            for parameter in [each for each, of_it in optimizer.state.items() if not of_it]:
+                del optimizer.state[parameter]
         rest: dict[str, Any] = put_back(planner.rest, planner.sharded)
         return rest
 

@@ -91,7 +91,9 @@ class StrategyPlanner(DefaultLoadPlanner):
         self._mesh = mesh
         self._trust = trust
         self.model = sharded_state.get_model_state_dict(module)
-        self.optimizers = [sharded_state.get_optimizer_state_dict(module, each) for each in optimizers]
+        self.optimizers: list[Any] = [sharded_state.get_optimizer_state_dict(module, each) for each in optimizers]
+        #: Of each optimizer, the parameters of which the checkpoint has no state: it had not changed them yet.
+        self.unchanged: list[list[str]] = [[] for _ in optimizers]
         self.rest: dict[str, Any] = {}
         self.sharded: dict[str, Any] = {}
 
@@ -121,10 +123,21 @@ class StrategyPlanner(DefaultLoadPlanner):
             )
         self.rest = self._read_rest(opened.small)
         self.sharded = make_again(self.rest, self._mesh)
+        self._leave_out_unchanged(metadata)
         state_dict[key] = self.model
         state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
         state_dict.update({SHARDED: self.sharded} if self.sharded else {})
         super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _leave_out_unchanged(self, metadata: Metadata) -> None:
+        # An optimizer makes a parameter's state at the first step that has a gradient for it; here, DCP has made all.
+        paths = (metadata.planner_data or {}).values()
+        saved = {tuple(path[:3]) for path in paths if len(path) > 3}
+        for i, optimizer in enumerate(self.optimizers if paths else ()):
+            state = optimizer["state"]
+            self.unchanged[i] = [name for name in state if (f"optimizer_{i}", "state", name) not in saved]
+            for name in self.unchanged[i]:
+                del state[name]
 
     def _read_rest(self, small: Mapping[str, bytes]) -> dict[str, Any]:
         stem, _, ending = REST.partition(".")
