@@ -278,7 +278,7 @@ class TieredModelCheckpoint(DurableEnd):
                 self._reporter.expect(name, pending=self._engine.is_pending(name))
         else:
             options: dict[str, Any] = {"tiers": ["memory", "durable"]}
-            value = trainer.callback_metrics.get(self.monitor) if self.monitor is not None else None
+            value = self._monitor_candidates(trainer).get(self.monitor) if self.monitor is not None else None
             if value is not None:
                 options["metric"] = (self.monitor, float(value))
             report = self._save(trainer, filepath, options, weights_only=self.save_weights_only)

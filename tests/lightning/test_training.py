@@ -182,6 +182,19 @@ def test_last_and_latest_without_any_start_from_scratch_but_are_no_test(runs):
             trainer.test(Model(), ckpt_path=sentinel, verbose=False)
 
 
+def test_a_last_that_is_weights_alone_is_evaluated_and_no_training_begins_anew_over_it(runs):
+    save = {"s3_every_n_train_steps": 5, "save_last": True, "save_weights_only": True}
+    _, model = runs.fit(TieredModelCheckpoint(**save), ckpt_path=None)
+    trainer = runs.trainer([TieredModelCheckpoint(**save)])
+    fresh = Model()
+    trainer.test(fresh, ckpt_path="last", verbose=False)
+    assert torch.equal(fresh.layer.weight, model.layer.weight)
+    # As Lightning has it.
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        runs.fit(TieredModelCheckpoint(**save), ckpt_path="last", max_steps=30)
+    assert runs.io().load_checkpoint("last.ckpt")["global_step"] == 20
+
+
 def test_epochs_time_and_exceptions_trigger_durable_saves(runs):
     runs.fit(TieredModelCheckpoint(every_n_epochs=1, save_top_k=-1), max_steps=-1, max_epochs=2, ckpt_path=None)
     assert runs.durable() == ["epoch=0-step=20.ckpt", "epoch=1-step=40.ckpt"]
@@ -264,6 +277,16 @@ def test_best_is_found_by_a_process_that_has_not_trained(runs_on_each, mode, ste
     other = TieredModelCheckpoint(monitor="unknown")
     with pytest.raises(CheckpointNotFoundError, match="tells a value of 'unknown'"):
         runs_on_each.fit(other, ckpt_path="best")
+
+
+def test_the_best_by_step_is_found_by_a_process_that_has_not_trained(runs):
+    def newest():
+        return TieredModelCheckpoint(s3_every_n_train_steps=5, monitor="step", mode="max")
+
+    runs.fit(newest(), ckpt_path=None)
+    trainer = runs.trainer([newest()])
+    trainer.test(Model(), ckpt_path="best", verbose=False)
+    assert trainer.io.checkpointer.restored.step == 20
 
 
 class OutOfDescriptors(Callback):

@@ -49,6 +49,14 @@ def test_the_best_comes_first_and_what_tells_no_value_not_at_all():
     assert order("max") == [6, 1, 3, 5, 2]
 
 
+def test_the_last_may_be_weights_alone_where_there_is_no_other():
+    weights = Manifest("last.ckpt", replace(content("last.ckpt", 3), resumable=False))
+    whole = Manifest("a/last.ckpt", content("a/last.ckpt", 2))
+    assert [step for _, step, _ in chosen({"n": []}, [weights], Selector("last"))] == [3]
+    assert [step for _, step, _ in chosen({"n": []}, [weights, whole], Selector("last"))] == [2]
+    assert chosen({"n": []}, [weights], LATEST) == []
+
+
 def test_nothing_anywhere_is_no_candidate():
     assert chosen({"n": []}, [], LATEST) == []
 

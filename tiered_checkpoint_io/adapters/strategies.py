@@ -27,7 +27,7 @@ from tiered_checkpoint_io.adapters.read_already import read_already
 from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
 from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, REST, StrategyPlanner, StrategyReader, StrategyWriter
-from tiered_checkpoint_io.engine.checkpointer import nothing_to_resume
+from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
@@ -264,11 +264,11 @@ class TieredSharding(_Base):
             reader.choose()
         except OtherKindError:
             return self._load_full(path, weights_only)
-        except CheckpointNotFoundError:
+        except CheckpointNotFoundError as error:
             if selector.kind == "name":
                 return self._load_full(path, weights_only)
             if selector.kind == "best":
-                raise
+                raise no_best(selector, dirpath) from error
             self._tiered_io.found_nothing = True
             session.log.info("%s", nothing_to_resume(selector, dirpath))
             return FreshStart(dirpath)

@@ -50,6 +50,16 @@ def nothing_to_resume(selector: Selector, dirpath: str) -> str:
     return f"no checkpoint{which} to resume from at {dirpath}"
 
 
+def no_best(selector: Selector, dirpath: str) -> CheckpointNotFoundError:
+    """The error where no checkpoint tells the value by which the best is found."""
+    return CheckpointNotFoundError(
+        f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",
+        operation="load",
+        key=dirpath,
+        hint="see `tiered-ckpt ls` for those that exist",
+    )
+
+
 class Checkpointer:
     """Both tiers of one job, as one process uses them. Opens nothing before it is used."""
 
@@ -256,12 +266,7 @@ class Checkpointer:
         tiers = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
         restored = restore(tiers, selector, group)
         if restored is None and selector.kind == "best":
-            raise CheckpointNotFoundError(
-                f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",
-                operation="load",
-                key=dirpath,
-                hint="see `tiered-ckpt ls` for those that exist",
-            )
+            raise no_best(selector, dirpath)
         if restored is None:
             self.session.log.info("%s", nothing_to_resume(selector, dirpath))
             return NoCheckpoint()

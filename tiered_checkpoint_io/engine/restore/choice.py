@@ -26,7 +26,8 @@ class Selector:
 
     Attributes:
         kind: ``latest``: the newest of all that training can resume from; ``last``: the newest such that is called
-            "last"; ``name``: the newest of one name; ``best``: the one with the best monitored value.
+            "last", or where those are all weights alone, the newest of them; ``name``: the newest of one name;
+            ``best``: the one with the best monitored value.
         name: For ``name``.
         monitor: For ``best``: which value.
         mode: For ``best``: which end of it is the best.
@@ -59,7 +60,11 @@ class Selector:
     def in_order(self, contents: Iterable[Content]) -> list[Content]:
         """Those that are meant, the first to be tried first: the best, or the latest."""
         # A companion is not resumed from by itself; what it belongs to is looked at together with it.
-        wanted = (each for each in contents if self.companion or self.takes(each))
+        there = list(contents)
+        wanted = [each for each in there if self.companion or self.takes(each)]
+        if self.kind == "last" and not wanted:
+            # Weights alone, to be evaluated. Who would train on from them is refused, as by their name.
+            wanted = there
         latest = newest_first(each for each in wanted if self.step in (None, each.step))
         if self.kind != "best":
             return latest
