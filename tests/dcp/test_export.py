@@ -1,5 +1,6 @@
 """Exports of sharded checkpoints: against torch's own conversion, and under a bound of memory."""
 
+import errno
 import itertools
 import json
 import mmap
@@ -103,6 +104,28 @@ def test_the_model_as_safetensors(folder, tmp_path):
     assert len(set(index["weight_map"].values())) > 1
     assert torch.equal(found["optimizer_0.state.0.m"], state()["optimizer_0"]["state"][0]["m"])
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+def test_safetensors_are_not_mixed_with_those_of_an_earlier_export(folder, tmp_path, monkeypatch):
+    to_safetensors(Items(folder), tmp_path / "hf")
+    # Hugging Face's libraries would go on reading model.safetensors.
+    with pytest.raises(ExportError, match=r"model\.safetensors can't be written: it exists already"):
+        to_safetensors(Items(folder), tmp_path / "hf", max_shard_size=3000)
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+    # Of one that fails amid its shards, nothing is left either.
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text("{}")
+    free = iter((True, False))
+
+    def allocate(*_):
+        if not next(free):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(ExportError, match="No space left"):
+        patch.setattr(os, "posix_fallocate", lambda fd, start, size: (allocate(), os.truncate(fd, size)))
+        to_safetensors(Items(folder), tmp_path / "full", max_shard_size=3000)
+    assert os.listdir(tmp_path / "full") == ["config.json"]
+    assert len(to_safetensors(Items(folder), tmp_path / "full", max_shard_size=3000)) > 2
 
 
 @given(data=st.data())

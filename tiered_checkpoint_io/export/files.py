@@ -118,7 +118,23 @@ def to_safetensors(
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise not_written(target, error) from error
+    # Beside files of an earlier export, readers would take some of each.
+    for earlier in (*target.glob("model*.safetensors"), *target.glob("model.safetensors.index.json")):
+        raise not_written(earlier, FileExistsError(errno.EEXIST, "it exists already"))
     files: list[Path] = []
+    try:
+        _write_safetensors(tensors, shards, items, target, files)
+    except BaseException:
+        for file in files:
+            file.unlink(missing_ok=True)
+        raise
+    return files
+
+
+def _write_safetensors(
+    tensors: Mapping[str, str], shards: list[dict[str, str]], items: Tensors, target: Path, files: list[Path]
+) -> None:
+    """Writes the shards, and the index that leads to them; ``files`` gets each that is complete."""
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = target / (
@@ -145,7 +161,6 @@ def to_safetensors(
         with new_file(file, len(text)) as mapping:
             mapping[:] = text
         files.append(file)
-    return files
 
 
 # ----------------------------------------------------------------------------------- torch's file
