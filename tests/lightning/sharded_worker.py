@@ -5,7 +5,10 @@ import os
 import sys
 import threading
 import time
+from collections import UserDict
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
@@ -52,6 +55,32 @@ class Toy(LightningModule):
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.zeros(100, 1))
+
+
+class Live(Toy):
+    # Its state holds objects that the next batch changes in place, ahead of the optimizer's step.
+    def __init__(self):
+        super().__init__()
+        own = UserDict(tensor=torch.zeros(1))
+        self.kept = {"array": np.zeros(1), "list": [0], "tuple": ([0], "all"), "own": own}
+        self.tally = SimpleNamespace(batches=0)
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+    def training_step(self, *_):
+        self.tally.batches += 1
+        for changes in (self.kept["array"], self.kept["list"], self.kept["tuple"][0], self.kept["own"]["tensor"]):
+            changes[0] += 1
+        return super().training_step()
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.param_groups[0]["tally"] = self.tally
+        return optimizer
 
 
 class Average(Callback):
@@ -180,7 +209,7 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model, prepared = Toy(), []
+    model, prepared = (Live if told.get("live") else Toy)(), []
     # The toy's state is too small for it.
     Checkpointer.prepare = lambda _, size: prepared.append(size)
     try:

@@ -85,6 +85,17 @@ def test_a_sharded_save_that_overlaps_training_is_the_state_at_its_moment(fit, m
         assert answer["losses"] == {index: whole["losses"][index] for index in answer["losses"]}, "bit for bit"
 
 
+def test_an_overlapped_sharded_save_holds_what_training_changes_in_place_as_it_was(fit, tmp_path):
+    """Objects that only pickle knows: the next batch changes them before the capture begins."""
+    (answer,) = fit(5, ranks=1, staging="overlapped", live=True)
+    assert answer["overlapped"] >= 2, "steps 2 and 4"
+    saved = _load_distributed_checkpoint(tmp_path / "durable" / "step=4.ckpt")
+    kept = saved["state_dict"]["_extra_state"]
+    found = [kept["array"][0], kept["list"], kept["tuple"], kept["own"]["tensor"][0]]
+    assert found == [4, [4], ([4], "all"), 4]
+    assert saved["optimizer_0"]["param_groups"][0]["tally"].batches == 4
+
+
 @pytest.mark.matrix
 def test_a_weight_that_changes_beside_a_sharded_capture_fails_the_save_on_all_ranks(fit):
     for answer in fit(8, staging="overlapped", careless=4, fails=True):

@@ -1,6 +1,7 @@
 """An overlapped capture, without a Trainer: what its save promises when training goes on before the copy is done."""
 
 import threading
+from collections import OrderedDict, UserDict
 
 import pytest
 import torch
@@ -175,3 +176,32 @@ def test_sharded_and_local_saves_are_eager_which_is_said_once(memory_dir, tmp_pa
     writer.close()
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if "of sharded and local checkpoints, only asynchronous ones" in line]) == 1
+
+
+def test_what_is_captured_later_of_a_sharded_state_is_the_optimizers_own(job, caplog):
+    """All else is a copy, in DCP's containers and within what it pickles; without one, the save is eager."""
+    made = job()
+    weight, frozen, inner = made.weight, torch.zeros(4), torch.zeros(2)
+    state = {
+        "model": OrderedDict(weight=weight.detach(), frozen=frozen, extra={"own": UserDict(inner=inner), "list": [0]}),
+        "optimizer": {"state": {"weight": {"moment": weight}}, "param_groups": [{"params": ["weight"], "lr": 0.5}]},
+    }
+    found, overlapped = made.overlap.begin_state(state)
+    weight += 1
+    frozen += 1
+    inner += 1
+    state["model"]["extra"]["list"][0] = 1
+    state["optimizer"]["param_groups"][0]["lr"] = 0.25
+    model, optimizer = found["model"], found["optimizer"]
+    assert list(map(type, (model, model["extra"]["own"]))) == [OrderedDict, UserDict]
+    assert model["weight"][0] == optimizer["state"]["weight"]["moment"][0] == 1, "the live ones"
+    assert model["frozen"].tolist() == [0] * 4
+    assert model["extra"]["own"]["inner"].tolist() == [0, 0]
+    assert model["extra"]["list"] == [0]
+    assert optimizer["param_groups"] == [{"params": ["weight"], "lr": 0.5}]
+    assert overlapped.size == 2 * weight.nbytes + frozen.nbytes
+    caplog.set_level("INFO")
+    assert made.overlap.begin_state({"model": {"weight": weight, "lock": threading.Lock()}}) is None
+    assert "a _thread.lock can't be copied: cannot pickle" in caplog.text
+    assert made.overlap.begin_state({"model": {"weight": weight, "large": torch.zeros(ROWS)}}) is None
+    assert "much of the state is changed by others than the optimizers" in caplog.text

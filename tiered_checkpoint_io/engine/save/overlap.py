@@ -19,9 +19,9 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_map
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.save.snapshot import Snapshot, UncopiedError
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.filling import StorageRegion, StorageRegions
@@ -212,27 +212,23 @@ class Overlap:
         self._current = self.newest = overlapped
         return overlapped
 
-    def begin_state(self, state: Any) -> tuple[Any, Overlapped] | None:
-        """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of tensors."""
+    def begin_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], Overlapped] | None:
+        """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of anything."""
         tensors = self._tensors()
         if not tensors:
             return None
-        kept, sizes = _storages(tensors), {True: 0, False: 0}
-
-        def copied(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            is_kept = value.layout == torch.strided and local(value).untyped_storage()._cdata in kept
-            sizes[is_kept] += local(value).nbytes
-            return value if is_kept else value.detach().clone()
-
-        state = tree_map(copied, state)
-        if sizes[False] > _MOST_EAGER * sum(sizes.values()):
+        try:
+            snapshot = Snapshot(state, tensors)
+        except UncopiedError as error:
+            say_eager(self._session, str(error))
+            return None
+        if snapshot.copied_size > _MOST_EAGER * snapshot.size:
             self._say_too_much()
             return None
+        snapshot.copy()
         overlapped = self._begin(tensors)
-        overlapped.size = sum(sizes.values())
-        return state, overlapped
+        overlapped.size = snapshot.size
+        return snapshot.state, overlapped
 
     def _begin(self, tensors: Sequence[torch.Tensor]) -> Overlapped:
         overlapped = Overlapped(tensors)
