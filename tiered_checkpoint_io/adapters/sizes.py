@@ -36,8 +36,9 @@ def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[t
         for state in optimizer.state.values():
             found += state.values() if isinstance(state, dict) else ()
     # Asked at each overlapped save. Most optimizers hold nothing else.
-    if not set(map(type, found)) <= WHOLE:
-        # LBFGS has lists.
-        flat = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in found)
-        found = [each for each in flat if isinstance(each, torch.Tensor)]
-    return [each for each in found if each.layout == torch.strided]
+    if set(map(type, found)) <= WHOLE:
+        return [each for each in found if each.layout == torch.strided]
+    # LBFGS has lists. Each question to a DTensor itself takes long.
+    flat = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in found)
+    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
+    return [each for each in tensors if getattr(each, "_local_tensor", each).layout == torch.strided]
