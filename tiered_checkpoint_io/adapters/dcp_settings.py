@@ -80,15 +80,16 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: A key or value is not allowed.
     """
+    given = {key: value for key, value in options.items() if value is not None or key == "spill_dir"}
+    if isinstance(config, TieredCheckpointConfig) and not given:
+        # It was validated when it was made.
+        return Settings(config, True, None, None, config.s3_every_n_train_steps, None, config.is_named)
     if isinstance(config, str | os.PathLike):
         config = {"dirpath": os.fspath(config)}
     elif not isinstance(config, TieredCheckpointConfig | Mapping) and hasattr(config, "namespace"):
         config = {key: getattr(config, key) for key in _SAGEMAKER if getattr(config, key, None) is not None}
         config.setdefault("namespace", None)
-    raw = {
-        **as_mapping(config, "the configuration"),
-        **{key: value for key, value in options.items() if value is not None or key == "spill_dir"},
-    }
+    raw = {**as_mapping(config, "the configuration"), **given}
     raw = {_ALIASES.get(key, key): value for key, value in raw.items()}
     extra = {key: raw.pop(key) for key in _EXTRA if key in raw}
     if raw.get("namespace", "default") in (None, ""):

@@ -24,6 +24,7 @@ from tiered_checkpoint_io.errors import RestoreError, SaveError, TieredCheckpoin
 SHARDED = "tiered_sharded"
 #: Containers that are looked into, beside dictionaries; others are pickled as they are.
 _LISTS = (list, tuple)
+_SHARDED = (DTensor, ShardedTensor)
 
 
 def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
@@ -226,11 +227,19 @@ def part_off(state: Any) -> tuple[Any, dict[str, DTensor]]:
         UsageError: A tensor is sharded in a way that can't be made again from a note.
     """
     tensors: dict[str, DTensor] = {}
+    if not _holds_sharded(state):
+        return state, tensors
 
     def part(value: Any) -> Any:
-        return _note(value, tensors) if isinstance(value, DTensor | ShardedTensor) else value
+        return _note(value, tensors) if isinstance(value, _SHARDED) else value
 
     return _mapped(state, part), tensors
+
+
+def _holds_sharded(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_sharded, value.values()))
+    return any(map(_holds_sharded, value)) if type(value) in _LISTS else isinstance(value, _SHARDED)
 
 
 def make_again(state: Any, mesh: DeviceMesh | None) -> dict[str, DTensor]:

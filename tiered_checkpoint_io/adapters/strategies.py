@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,9 +23,10 @@ from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.adapters.read_already import read_already
+from tiered_checkpoint_io.adapters.rest import Rest
 from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
-from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, REST, StrategyPlanner, StrategyReader, StrategyWriter
+from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, StrategyPlanner, StrategyReader, StrategyWriter
 from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.restore.restore import Restored
@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     _Base = Strategy
 else:
     _Base = object
+
+
+def _is_alone() -> bool:
+    return dist.is_initialized() and dist.get_world_size() == 1
 
 
 class TieredSharding(_Base):
@@ -171,9 +175,7 @@ class TieredSharding(_Base):
         begun = None
         try:
             if self.is_global_zero:
-                buffer = io.BytesIO()
-                torch.save(rest, buffer)
-                writer.extra = (REST, buffer.getvalue())
+                writer.rest = Rest(rest)
             overlap = writer.saver.overlap if writer.seals_in_background else None
             begun = overlap.begin_state(state) if overlap is not None else None
         except Exception as error:
@@ -339,9 +341,14 @@ class TieredSharding(_Base):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """As upstream."""
         # Where a full checkpoint lies on this node; it may be another place on each.
-        if obj is not None and obj is self._local_file:
+        if _is_alone() or (obj is not None and obj is self._local_file):
             return obj
         return super().broadcast(obj, src)  # type: ignore[safe-super]
+
+    def barrier(self, *args: Any, **options: Any) -> None:
+        """As upstream, whose one rank alone would ask itself."""
+        if not _is_alone():
+            super().barrier(*args, **options)  # type: ignore[safe-super]
 
 
 class TieredFSDPStrategy(TieredSharding, FSDPStrategy):

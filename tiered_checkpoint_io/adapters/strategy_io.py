@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.state import SHARDED, make_again
+from tiered_checkpoint_io.adapters.rest import Rest
+from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, make_again
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import RestoreError
@@ -50,6 +51,17 @@ class StrategyWriter(_OfStrategy, TieredStorageWriter):
         super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
         self._of_strategy = shared
         self._located = located
+        #: What goes beside the shards, on rank 0.
+        self.rest: Rest | None = None
+
+    def storage_meta(self) -> StorageMeta:
+        """As :meth:`TieredStorageWriter.storage_meta`."""
+        try:
+            if self.rest is not None:
+                self.extra = (REST, self.rest.file())
+        except Exception as error:
+            self.failed = as_save_error(error)
+        return super().storage_meta()
 
 
 class StrategyReader(_OfStrategy, TieredStorageReader):
