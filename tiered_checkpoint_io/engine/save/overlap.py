@@ -56,7 +56,7 @@ class Overlapped:
         copies: Of a full checkpoint, these copies, by what was copied: storages, by their identity.
         copied: Set once nothing of the live state is needed any more.
         wanted: Set once training waits for that.
-        size: Bytes of the state.
+        size: Bytes of the state, of a sharded one.
         stall_s: How long the save's caller waited, seconds.
         made: What the caller was told of the save.
         is_late: Whether training has gone on before the copy was done.

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.drain.standstill import StandstillError
@@ -28,7 +29,6 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
 from tiered_checkpoint_io.stores import Content
 
@@ -102,11 +102,7 @@ class PartSave:
     def reserve(self, *, size: int = 0, retained: tuple[str, ...] = ()) -> None:
         """Takes a slot for the state, unless it has one that is large enough; raises as :meth:`capture`.
 
-        Where there is none, it :attr:`streams`.
-
-        Args:
-            size: Bytes that the file will most likely have, where it is not planned yet.
-            retained: As :meth:`capture` takes them.
+        Where there is none, it :attr:`streams`. The file most likely has ``size`` bytes, if it is not planned yet.
         """
         size = self.image.size if self.image is not None else size
         if not size or self.streams or (self.slot is not None and self.slot.reserved >= size):
@@ -220,7 +216,7 @@ class PartSave:
             self.session.open().capturer.prepare(self.image.size)
 
     def _describe(self, small: Mapping[str, bytes]) -> Part:
-        files = [_small_entry(f"{self.facts.name}/{basename}", data) for basename, data in small.items()]
+        files = [hashed(f"{self.facts.name}/{basename}", memoryview(data)) for basename, data in small.items()]
         if self.image is not None:
             if self.slot is not None and not self.hashes:
                 self.hashes = self.image.hashes(self.slot.view, threads=self.threads)
@@ -402,9 +398,3 @@ class PartSave:
     @property
     def _label(self) -> str:
         return self.facts.name if self.facts.payload == "full" else f"shard {self.rank} of {self.facts.name}"
-
-
-def _small_entry(path: str, data: bytes) -> FileEntry:
-    view, chunk_size = memoryview(data), chunk_size_for(len(data))
-    hashes = tuple(hash_bytes(view[offset : offset + length]) for offset, length in chunk_ranges(len(data), chunk_size))
-    return FileEntry(path, len(data), chunk_size, hashes)
