@@ -163,15 +163,19 @@ class Judge:
 
     def _durable(self, what):
         shown = {name: self._number_shown(name) for name in self.operations if self._is_meant(what, name)}
-        return {name: number for name, number in shown.items() if number is not None and self._serves(what, number)}
+        return {name: number for name, number in shown.items() if number is not None}
 
     # --------------------------------------------------------------------------------- loading
     @staticmethod
     def _is_meant(what, name):
         return what == "tiered:latest" or (ids.is_last(name) if what == "tiered:last" else name == what)
 
-    def _serves(self, what, number):
-        return self.saves[number].resumable or not what.startswith("tiered:")
+    def _serving(self, what, numbers):
+        """Those of them of which a load has to give the newest: weights alone where they are asked for, or all there is."""
+        resumable = [number for number in numbers if self.saves[number].resumable]
+        if what == "tiered:latest":
+            return resumable
+        return (resumable if what == "tiered:last" else []) or numbers
 
     def within_reach(self, run, what):
         """What a load that begins now must find, if nothing goes wrong: in memory, and by name on the durable tier."""
@@ -179,25 +183,31 @@ class Judge:
         newest = max(
             (each for each in here if "memory" in each.report.tiers), key=lambda each: each.number, default=None
         )
-        memory = 0
-        if newest is not None and self._is_meant(what, newest.name) and self._serves(what, newest.number):
-            memory = 0 if self.is_deleted(newest) else newest.number
-        return memory, self._durable(what)
+        is_there = newest is not None and self._is_meant(what, newest.name) and not self.is_deleted(newest)
+        return [newest.number] if is_there else [], self._durable(what)
 
     def loaded(self, run, what, number, error, before, *, excused):
         """A load has returned."""
         memory, durable = before
         now = self._durable(what)
-        bound = max([memory, *(each for name, each in durable.items() if name in now and not excused)])
+        # Meanwhile weights alone may have taken the name of what training can resume from.
+        kept = [
+            each
+            for name, each in durable.items()
+            if name in now and (self.saves[now[name]].resumable or not self.saves[each].resumable or name == what)
+        ]
+        bounds = self._serving(what, [*memory, *(kept if not excused else [])])
+        bound = max(bounds, default=0)
         who = f"{run.process.name}, loading {what},"
         if number is None:
             if bound and not (excused and error is not None):
                 self._blame(f"{who} finds nothing ({error}), and {bound} was there")
             return
         saved = self.saves[number]
-        if number < bound and not self._met(saved, self.saves[bound]):
+        is_better = bound and saved.resumable and not self.saves[bound].resumable and what == "tiered:last"
+        if number < bound and not is_better and not self._met(saved, self.saves[bound]):
             self._blame(f"{who} got {number}, and {bound} was there")
-        if not self._serves(what, number):
+        if number not in self._serving(what, [number, *bounds]):
             self._blame(f"{who} got {number}, which training can't resume from")
         names = {saved.name, *(each.name for each in self._aliases_of(saved.name))}
         if not any(self._is_meant(what, name) for name in names):

@@ -55,6 +55,9 @@ def test_the_last_may_be_weights_alone_where_there_is_no_other():
     assert [step for _, step, _ in chosen({"n": []}, [weights], Selector("last"))] == [3]
     assert [step for _, step, _ in chosen({"n": []}, [weights, whole], Selector("last"))] == [2]
     assert chosen({"n": []}, [weights], LATEST) == []
+    # One that no node can get in whole is no other.
+    half = Held("b/last.ckpt", 0, replace(facts(4), parts=2))
+    assert [step for _, step, _ in chosen({"n": [half]}, [weights], Selector("last"))] == [3]
 
 
 def test_nothing_anywhere_is_no_candidate():

@@ -177,12 +177,16 @@ def choose(
             if selector.wants(part.name) or part.name in wanted or part.content.save_id in copied:
                 meant.add(part.content.save_id)
     made = {save_id: _candidate(parts.get(save_id, []), on_durable.get(save_id)) for save_id in meant}
-    ordered = [made[content.save_id] for content in selector.in_order(each.content for each in made.values())]
-    usable = [each for each in ordered if each.is_complete(replicas=replicas)]
+
+    def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
+        return [made[content.save_id] for content in selector.in_order(each.content for each in candidates)]
+
+    complete = {save_id: each for save_id, each in made.items() if each.is_complete(replicas=replicas)}
+    usable = in_order(complete.values())
     if selector.kind == "name" and own is not None:
         # One of fewer parts is refused for that, and not said to be missing.
-        suffice = (each for each in ordered if own >= each.content.parts or own in set().union(*each.held.values()))
-        usable += [each for each in suffice if not each.is_complete(replicas=replicas)]
+        rest = in_order(each for save_id, each in made.items() if save_id not in complete)
+        usable += [each for each in rest if own >= each.content.parts or own in set().union(*each.held.values())]
     if selector.companion and selector.kind != "name":
         usable = [each for each in _paired(usable, selector.companion) if selector.takes(each.content)]
     passed = _PASSED_OVER.get(accepts or "", ())
