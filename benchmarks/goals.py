@@ -68,10 +68,12 @@ def _planning(found: Mapping[str, Any]) -> Judged:
     return figures["known_us"], split(figures["parts"], name="us a tensor")
 
 
-def _restore(way: str, way_in_text: str) -> Callable[[Mapping[str, Any]], Judged]:
+def _restore(way: str, way_in_text: str, floor: str) -> Callable[[Mapping[str, Any]], Judged]:
     def judge(found: Mapping[str, Any]) -> Judged:
-        row, copy = found["restore"]["ways"][way], found["restore"]["copy_s"]
-        return row["to_copy"], f"{way_in_text}: " + split(row["parts"], copy, "copies")
+        ways, copy = found["restore"]["ways"], found["restore"]["copy_s"]
+        parts = split(ways[way]["parts"], copy, "copies")
+        bare = f"a bare loop that does the same takes {ways[floor]['to_copy']:.2f}"
+        return ways[way]["to_copy"], f"{way_in_text}: {parts}; {bare}"
 
     return judge
 
@@ -114,8 +116,9 @@ def _delta(found: Mapping[str, Any]) -> Judged:
 
 def _sharded(found: Mapping[str, Any]) -> Judged:
     figures = found["sharded"]
-    value = max(figures[f"sharded_stall_ratio_to_dcp_{kind}"] for kind in ("thread", "process"))
-    return value, split(figures["parts"], figures["thread_s"], "stalls of DCP's thread")
+    value, kind = max((figures[f"sharded_stall_ratio_to_dcp_{kind}"], kind) for kind in ("thread", "process"))
+    parts = split(figures["parts"], figures[f"{kind}_s"], f"stalls of DCP's {kind}")
+    return value, f"{parts}; one copy of the same into warm memory takes {figures['copy_s'] / figures[f'{kind}_s']:.2f}"
 
 
 def _loop(found: Mapping[str, Any]) -> Judged:
@@ -166,9 +169,19 @@ GOALS = (
         _overlapped_call("overlap --sharded"),
     ),
     Goal(
-        "restore from memory into parameters / memcpy, DCP", "<=", 1.0, "restore", _restore("dcp_memory", "DCP's load")
+        "restore from memory into parameters / memcpy, DCP",
+        "<=",
+        1.0,
+        "restore",
+        _restore("dcp_memory", "DCP's load", "floor_read"),
     ),
-    Goal("the same through CheckpointIO", "<=", 1.5, "restore", _restore("io_memory", "load_checkpoint, and the copy")),
+    Goal(
+        "the same through CheckpointIO",
+        "<=",
+        1.5,
+        "restore",
+        _restore("io_memory", "load_checkpoint, and the copy", "floor_map"),
+    ),
     Goal("restore from S3: rate / raw boto3, DCP", ">=", 0.85, "restore", _restore_s3),
     Goal("store of the drain: rate / the best raw client", ">=", 0.95, "clients", _store_rate),
     Goal("the same: CPU s/GiB", "<=", 0.4, "clients", _store_cpu),

@@ -152,7 +152,9 @@ def recoveries(found: dict[str, Any]) -> Iterator[list[str]]:
 
 RESTORES = {
     "raw": "raw boto3, readinto, 8 threads",
+    "floor_read": "a bare loop from memory: read, hash",
     "dcp_memory": "dcp.load from memory",
+    "floor_map": "a bare loop from memory: map, hash, copy",
     "io_memory": "load_checkpoint from memory, and a copy",
     "dcp_s3": "dcp.load from S3",
     "io_s3": "load_checkpoint from S3, and a copy",

@@ -1,11 +1,12 @@
 """How long a restart waits for its state: from node memory and from S3, beside a plain copy and a raw S3 client.
 
 One process and one CPU state; what is restored ends up in parameters that exist already. All ways are taken in turn in
-each round. The copy is ``copy_`` between warm tensors; the raw client is boto3 with ``readinto`` on its connections, in
-8 threads, into warm memory, which verifies nothing. The server is on this machine and sends without copies; it uses the
-same cores. Prints medians of seconds, of processor seconds a GiB, and of the ratio to the copy, or to the raw client,
-of the same round; a line of JSON, with the parts that each consists of; and, last,
-``restore_memory_ratio_to_memcpy=X restore_s3_rate_to_raw=Y``, both for DCP.
+each round, and so are two loops that do the least of it with the same files: see ``floor.py``. The copy is ``copy_``
+between warm tensors; the raw client is boto3 with ``readinto`` on its connections, in 8 threads, into warm memory,
+which verifies nothing. The server is on this machine and sends without copies; it uses the same cores. Prints medians
+of seconds, of processor seconds a GiB, and of the ratio to the copy, or to the raw client, of the same round; a line of
+JSON, with the parts that each consists of; and, last, ``restore_memory_ratio_to_memcpy=X restore_s3_rate_to_raw=Y``,
+both for DCP.
 
 OpenMP's threads sleep while they wait: by default they spin, which shows as processor time of whatever copies.
 
@@ -34,6 +35,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from floor import Floor
 from measure import MIB, measure, ratio
 from parts import OF_DCP_LOAD, OF_LOAD, Parts, medians
 from running import shm_folder, show_table, spread_of
@@ -44,10 +46,13 @@ WARM_ROUNDS = 2
 RAW_THREADS, RAW_RANGE = 8, 16 * MIB
 COPY, RAW = "memcpy into warm tensors", "raw boto3, readinto, 8 threads"
 DCP, IO = "dcp.load", "TieredCheckpointIO and copy"
+READ, MAP = "bare loop: read, hash", "bare loop: map, hash, copy"
 #: How the line of JSON names what the goals look at.
 KEYS = {
     "raw": RAW,
+    "floor_read": READ,
     "dcp_memory": f"{DCP} from memory",
+    "floor_map": MAP,
     "io_memory": f"{IO} from memory",
     "dcp_s3": f"{DCP} from S3",
     "io_s3": f"{IO} from S3",
@@ -141,9 +146,12 @@ class Bench:
 
 def measure_all(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[str, list[Any]]]:
     """Seconds, processor seconds, peaks and parts of each way, a list of rounds."""
+    reads, maps = (Floor(next(Path(bench.folder).glob(name)), bench.target) for name in ("**/*.distcp", "**/*.ckpt"))
     runs: dict[str, tuple[Callable[[], None], bool]] = {
         COPY: (bench.copy, False),
+        READ: (reads.read_and_hash, False),
         f"{DCP} from memory": (bench.by_dcp, False),
+        MAP: (maps.map_hash_and_copy, False),
         f"{IO} from memory": (bench.by_io, False),
         RAW: (bench.raw(), True),
         f"{DCP} from S3": (bench.by_dcp, True),
@@ -160,7 +168,7 @@ def measure_all(bench: Bench, rounds: int, *, memory: bool) -> dict[str, dict[st
                 parts = around.enter_context(Parts(OF_DCP_LOAD if DCP in name else OF_LOAD if IO in name else {}))
                 with measure(memory=memory) as taken:
                     run()
-            if name != RAW:
+            if name not in (RAW, READ, MAP):
                 bench.check()
             if number >= WARM_ROUNDS:
                 found[name]["seconds"].append(taken.seconds)
