@@ -16,6 +16,7 @@ from support.draining import Node, names, readable
 from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.drain import client, queue
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
@@ -66,6 +67,17 @@ def test_a_trainer_starts_it_waits_for_it_and_leaves_it(node, store, handle_of):
         assert autogroup.read_text().split()[-1] == str(min(19, os.nice(0) + 10))
     handle.close(timeout_s=30)
     until(lambda: not is_locked(node.root / LOCK_FILE), "the drain leaves with its trainer")
+
+
+def test_each_outcome_is_told_once_and_none_is_remembered_for_ever(node, handle_of, monkeypatch):
+    monkeypatch.setattr(client, "_SEEN", 4)
+    monkeypatch.setattr(queue, "_KEEP", 2)
+    handle, told = handle_of(node), []
+    for number in range(1, 21):
+        node.queue.finish(Outcome(op_id(number), "save", f"{number}.ckpt", number, "committed"))
+        told += [outcome.step for outcome in handle.news()[0]]
+        assert len(handle._seen) <= 5
+    assert told == [*range(1, 21)]
 
 
 def next_request(node, action, name):

@@ -52,6 +52,19 @@ def ended(number, state, dirpath="d", rank=None):
     return Outcome(op_id(number), "save", f"{number}.ckpt", number, state, dirpath=dirpath)
 
 
+def test_a_look_at_the_outcomes_costs_what_is_new(queue, tmp_path, monkeypatch):
+    """After hundreds of saves as after a few: training waits for these looks."""
+    parsed, parse = [], module._parsed
+    monkeypatch.setattr(module, "_parsed", lambda kind, raw: (parsed.append(raw), parse(kind, raw))[1])
+    trainer = Queue(tmp_path)
+    for number in range(1, 101):
+        queue.finish(ended(number, "failed"), final=False)
+        assert trainer.outcomes()[-1].state == "failed"
+        queue.finish(ended(number, "committed"))
+        assert [each.state for each in trainer.outcomes()[-2:]] == ["committed"] * min(number, 2)
+    assert len(parsed) == 200
+
+
 # ------------------------------------------------------------------------------------------ order
 def test_operations_go_in_their_order():
     operations = [save(1), alias(2, "last", "1.ckpt"), delete(3, "0.ckpt")]

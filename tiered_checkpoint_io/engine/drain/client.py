@@ -34,6 +34,10 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
+#: So many outcomes that were returned are remembered before those go that the log has forgotten: a few times what it
+#: keeps.
+_SEEN = 2048
+
 
 class DrainHandle:
     """One process' connection to the drain of its node."""
@@ -301,9 +305,13 @@ class DrainHandle:
         heard = self.queue.heard()
         if heard == self._heard[0]:
             return [], self._heard[1]
-        fresh = [outcome for outcome in self.queue.outcomes() if (outcome.op_id, outcome.state) not in self._seen]
+        outcomes = self.queue.outcomes()
+        fresh = [outcome for outcome in outcomes if (outcome.op_id, outcome.state) not in self._seen]
         self._heard = heard, self.progress().trouble
         self._seen.update((outcome.op_id, outcome.state) for outcome in fresh)
+        if len(self._seen) > _SEEN:
+            # Those that the log has forgotten do not come again.
+            self._seen.intersection_update([(outcome.op_id, outcome.state) for outcome in outcomes])
         return fresh, self._heard[1]
 
     # ---------------------------------------------------------------------------------- inside

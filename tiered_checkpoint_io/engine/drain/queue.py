@@ -89,6 +89,7 @@ class Queue:
         #: The same, for those to whom what the drain says of itself is new too.
         self.heard = self._log.heard
         self._outcomes: tuple[bytes, list[Outcome]] = b"", []
+        self._understood: dict[str, tuple[Any, Outcome | None]] = {}
         self._notes: dict[str, Note] = {}
         self._said, self._last = b"", DrainProgress()
 
@@ -193,8 +194,13 @@ class Queue:
         """All outcomes that are still kept, in order."""
         version = self._log.poll()
         if self._outcomes[0] != version:
-            parsed = [_parsed(Outcome, raw) for _, raw in sorted(self._log.entries(_OUTCOME).items())]
-            self._outcomes = (version, [each for each in parsed if each is not None])
+            # Hundreds are kept, and few are new at each look: what was understood once is not parsed again.
+            known, entries = self._understood, sorted(self._log.entries(_OUTCOME).items())
+            self._understood = {
+                op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _parsed(Outcome, raw))
+                for op_id, raw in entries
+            }
+            self._outcomes = version, [each for _, each in self._understood.values() if each is not None]
         return self._outcomes[1]
 
     # ------------------------------------------------------------------------------------- notes
