@@ -141,6 +141,23 @@ def test_a_root_that_is_no_memory_tier_is_left_as_it_is(what, tmp_path):
     assert os.listdir(tmp_path / "precious") == ["file"]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can enter another user's folder")
+@pytest.mark.parametrize("what", [("flush", "--timeout", "5"), ("drain", "--once"), ("clean",)])
+def test_root_leaves_the_memory_of_another_user_as_it_is(what, node):
+    """What root made there that user's trainer could not open: no checkpoint of it would be uploaded any more."""
+    node.save("a.ckpt", b"A", durable=False)
+    everything = [node.root.parent, *node.root.parent.rglob("*")]
+    for path in everything:
+        os.chown(path, 12345, -1)
+    refused = command(*what, "--root", str(node.root))
+    assert isinstance(refused.exception, ConfigError)
+    assert "belongs to user 12345, and this command runs as user 0" in str(refused.exception)
+    assert "sudo -u '#12345'" in str(refused.exception)
+    assert {path.stat().st_uid for path in node.root.rglob("*")} == {12345}
+    assert len([*node.root.parent.rglob("*")]) + 1 == len(everything)
+    assert command("status", "--root", str(node.root)).exit_code == 0
+
+
 def test_what_a_drain_leaves_undone_is_told_and_kept_from_cleaning(node, tmp_path):
     """A save and an alias, and a place that nobody can write to; with the save alone done, the alias is not."""
     node.save("a.ckpt", b"A")

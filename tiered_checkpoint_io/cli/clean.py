@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import latest, read_all
-from tiered_checkpoint_io.inventory.roots import tier_at, undone
+from tiered_checkpoint_io.inventory.roots import owned, tier_at, undone
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
@@ -55,6 +55,8 @@ def clean(
         return
     if root.is_dir() and not any((root / folder).is_dir() for folder in FOLDERS):
         raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
+    if root.is_dir() and not force:
+        owned(root)
     with contextlib.ExitStack() as held:
         in_use = False
         for name in (LOCK_FILE, TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE) if root.is_dir() else ():

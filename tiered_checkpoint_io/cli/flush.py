@@ -28,7 +28,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.inventory.flushing import HeldSave, to_flush
-from tiered_checkpoint_io.inventory.roots import existing, tier_at
+from tiered_checkpoint_io.inventory.roots import existing, owned, tier_at
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import mark_durable
 from tiered_checkpoint_io.memory.private import write_atomic
@@ -63,7 +63,7 @@ def flush(
     """
     if everything and name is not None:
         raise typer.BadParameter("give a name, or --all")
-    root = existing(node.path)
+    root = owned(existing(node.path))
     tier, queue = tier_at(root), Queue(root)
     saves = to_flush(tier.parts(), name=name, everything=everything)
     if not saves:

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.ending import told_to_end
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.inventory.roots import existing, tier_at, undone
+from tiered_checkpoint_io.inventory.roots import existing, owned, tier_at, undone
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -40,7 +40,7 @@ def drain(
     """Moves checkpoints from node memory to the durable tier."""
     if as_json and not once:
         raise typer.BadParameter("--json needs --once: it prints what was done")
-    root = existing(node.path)
+    root = owned(existing(node.path))
     log, targets, exports = get_logger(root.name), targets_of(export), Exports()
     before = set(Queue(root).outcomes()) if as_json else set()
     with told_to_end(log, late=int(once)) as stop, contextlib.closing(exports):

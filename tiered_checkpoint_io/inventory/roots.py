@@ -43,6 +43,19 @@ def existing(root: Path) -> Path:
     return root
 
 
+def owned(root: Path) -> Path:
+    """Gives the root of a memory tier back, for commands that write there.
+
+    Raises:
+        ConfigError: It is another user's. What we made there, as root, that user's trainer and drain could not open.
+    """
+    owner = root.stat().st_uid
+    if owner != os.getuid():
+        text = f"{root} belongs to user {owner}, and this command runs as user {os.getuid()}; nothing was changed"
+        raise ConfigError(text, hint=f"run it as that user, such as by: sudo -u '#{owner}'")
+    return root
+
+
 def _is_tier(root: Path) -> bool:
     return all((root / folder).is_dir() for folder in FOLDERS)
 
