@@ -83,6 +83,32 @@ def test_the_wait_is_bounded_and_training_continues_with_the_checkpoint_in_memor
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_one_that_too_many_others_leave_no_room_for_is_an_error_where_these_are_raised(kind, options, caplog):
+    save(kind, 1, options)
+    dcp.TieredStorageWriter(**options).close()
+    memory = MemoryTier.open(options["memory_dir"], settings_of(None, options).config.namespace)
+    busy = try_lock(memory.root / LOCK_FILE, patience_s=60)
+    full = {**options, "pending_timeout_s": 1, "max_pending": 1}
+    strict = {**full, "on_save_error": "raise"}
+    try:
+        save(kind, 2, full, wait=False)
+        assert save(kind, 3, full) is not None
+        assert "step_3 stays in memory: too many saves wait for the durable tier" in caplog.text
+        for step in (4, 5):
+            said = f"step_{step} is in memory, but not on the durable tier: too many saves wait for it"
+            with pytest.raises((SaveError, stock.CheckpointException), match=said):
+                save(kind, step, strict)
+        assert save(kind, 6, {**strict, "on_pending": "skip"}) is not None
+    finally:
+        release(busy)
+        for used in (full, strict, {**strict, "on_pending": "skip"}):
+            close_shared(settings_of(None, used))
+    assert [step for step in range(1, 7) if is_there(options, step)] == [1, 2]
+    assert {stored.part.name for stored in memory.parts()} >= {"step_5", "step_6"}
+    memory.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_that_does_not_get_there_is_an_error_or_a_line_of_the_log(kind, options, caplog, tmp_path):
     save(kind, 1, options)
     # Something is in the way where its folder is to be.

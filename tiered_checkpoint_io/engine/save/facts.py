@@ -52,6 +52,7 @@ class SaveFacts:
             for all names.
         coordinator: The rank whose drain commits; -1 where ranks need not know.
         resumable: Whether training can resume from it.
+        left_out: Whether it was to go to the durable tier, where too many saves wait: see :func:`admit`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class SaveFacts:
     series: str = ""
     coordinator: int = -1
     resumable: bool = True
+    left_out: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_arrive, tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
@@ -221,7 +223,18 @@ def admit(session: Session, facts: SaveFacts, held: Collection[StoredPart] = ())
     session.counts["skipped"] += 1
     session.note("skipped", name=facts.name, step=facts.step, error="too many saves wait for the durable tier")
     session.log.at_step(facts.step).warning("%s stays in memory: too many saves wait for the durable tier", facts.name)
-    return dataclasses.replace(facts, durable=False)
+    return dataclasses.replace(facts, durable=False, left_out=True)
+
+
+def why_left_out(session: Session, facts: SaveFacts) -> str | None:
+    """Why a save that is waited for is an error: it was left out of the durable tier, and is not queued for it.
+
+    None where training is to continue all the same, or where leaving it out is what the configuration asks for.
+    """
+    config = session.config
+    if not facts.left_out or config.on_save_error != "raise" or config.on_pending == "skip" or session.is_preempted:
+        return None
+    return "too many saves wait for it"
 
 
 def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) -> bool:

@@ -15,7 +15,7 @@ from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.drain.standstill import StandstillError
-from tiered_checkpoint_io.engine.save.facts import SaveFacts
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, why_left_out
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.sameness import Stretches, warn_of_sameness
 from tiered_checkpoint_io.engine.save.small import warn_spilled, warn_streamed
@@ -319,26 +319,26 @@ class PartSave:
             stays in node memory, queued.
 
         Raises:
-            SaveError: It does not get there; or nothing moves, and ``on_save_error`` is ``raise``.
+            SaveError: It does not get there; or nothing moves or it was left out, and ``on_save_error`` is ``raise``.
             DrainError: It is not there within ``wait_timeout_s``.
         """
+        drain, config, facts = self.session.open().drain, self.session.config, self.facts
+        if (left_out := why_left_out(self.session, facts)) is not None:
+            raise self.not_durable(left_out, "it is not queued: save again once the durable tier has the earlier ones")
         if self.op_id is None:
             return True
-        drain, config, facts = self.session.open().drain, self.session.config, self.facts
-        hint: str | None = None
         try:
             outcome = drain.wait(self.op_id, config.wait_timeout_s, moving_s=float(config.pending_timeout_s))
-            if outcome.state == "committed":
-                return True
-            why = outcome.error
         except StandstillError as still:
             ends = drain.leave_by is not None
             if ends or config.on_save_error == "warn":
                 text = "%s stays in node memory, queued for upload: %s" + ("" if ends else "; training continues")
                 self.session.log.at_step(facts.step).warning(text, self._label, still.message)
                 return False
-            why, hint = still.message, still.hint
-        raise self.not_durable(why, hint)
+            raise self.not_durable(still.message, still.hint) from still
+        if outcome.state != "committed":
+            raise self.not_durable(outcome.error)
+        return True
 
     def not_durable(self, why: str, hint: str | None = None) -> SaveError:
         """What to raise where the durable tier does not get it."""

@@ -119,6 +119,8 @@ def save_local(
     if part.streams:
         run.report_missing("memory")
     part.prepare_next()
+    if wait and facts.left_out:
+        part.wait()
     waited = wait and facts.durable and run.wait(part)
     return LocalSave(part.report(waited=waited), part.op_id)
 
