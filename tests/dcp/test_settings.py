@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,55 @@ def test_our_async_save_holds_what_was_there_and_tells_when_it_is_durable(memory
     reader = ours.load(state, **options)
     assert state["t"].sum() == 1000
     reader.close()
+
+
+class Gate:
+    """Where a save waits until it is opened."""
+
+    def __init__(self):
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+
+class Gated(dcp.DefaultSavePlanner):
+    """A planner that keeps its save at a gate, at a moment of it."""
+
+    def __init__(self, gate, moment):
+        super().__init__()
+        self._gate, self._moment = gate, moment
+
+    def _pass(self, moment):
+        if moment == self._moment:
+            self._gate.reached.set()
+            assert self._gate.opened.wait(60)
+
+    def create_local_plan(self):
+        self._pass("planning")
+        return super().create_local_plan()
+
+    def resolve_data(self, write_item):
+        self._pass("writing")
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.parametrize("moment", ["planning", "writing"])
+@pytest.mark.parametrize("durable", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_a_later_save_by_the_same_writer_never_takes_the_state_of_an_earlier_one(memory_dir, tmp_path, moment, durable):
+    """DCP's async_save makes each save on a thread of its own."""
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
+    writer, gate = TieredStorageWriter(**options, save_to_s3=durable), Gate()
+    held = Gated(gate, moment)
+    first = dcp.async_save({"t": torch.ones(9)}, checkpoint_id="step_1", storage_writer=writer, planner=held)
+    assert gate.reached.wait(60)
+    dcp.async_save({"t": torch.full((9,), 2.0)}, checkpoint_id="step_2", storage_writer=writer).result(60)
+    gate.opened.set()
+    with pytest.raises(dcp.api.CheckpointException, match="wait for the future of one async_save before the next"):
+        first.result(60)
+    for name in ("step_2", None):
+        state = {"t": torch.zeros(9)}
+        ours.load(state, checkpoint_id=name, **options)
+        assert state["t"].tolist() == [2.0] * 9
+    dcp.async_save({"t": torch.full((9,), 3.0)}, checkpoint_id="step_3", storage_writer=writer).result(60)
+    writer.close()
 
 
 def test_a_writer_survives_a_pickle(memory_dir, tmp_path):

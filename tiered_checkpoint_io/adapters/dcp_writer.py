@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
+from tiered_checkpoint_io.adapters.async_saves import SaveThread, show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, check_positive, close_shared, settings_of
 from tiered_checkpoint_io.adapters.file_layout import FileLayout, PlannedFile, planned_file
 from tiered_checkpoint_io.adapters.groups import ToldToDcp, told_to_dcp
@@ -125,7 +125,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 raise ConfigError("_extensions need torch 2.7", hint="upgrade torch, or leave them out")
             self._transforms = filesystem._StorageWriterTransforms(_extensions)
         self._located: ids.Located | None = None
-        self._rank = 0
+        self._rank, self._thread = 0, SaveThread()
         self._by_dcp: ToldToDcp | None = None
         self._issued: SaveFacts | None = None
         self._newest_seen: str | None = None
@@ -142,6 +142,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             InvalidNameError: Neither a step nor a path that tells one.
         """
         # The object that a user gave may say something else of each save.
+        self._thread.begin()
         self.settings = settings_of(self._told, self._options)
         path = checkpoint_id if checkpoint_id is not None else self._path
         located = ids.locate(self.settings.config.dirpath, path, self.step)
@@ -220,13 +221,9 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self.settings.check_world_size(len(plans), self.checkpoint_id)
         durable = self.settings.is_durable(located.step, self.save_to_s3)
         with self._counting("beginning"):
+            self._thread.check()
             facts = self.saver.issue(
-                located.name,
-                step=located.step,
-                world_size=len(plans),
-                durable=durable,
-                rank=self._rank,
-                **self.facts,
+                located.name, step=located.step, world_size=len(plans), durable=durable, rank=self._rank, **self.facts
             )
         self._issued = facts
         return [dataclasses.replace(plan, storage_data=facts) for plan in plans]
@@ -241,25 +238,27 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the checkpoint, once all ranks have written; called on the coordinator."""
-        assert self._issued is not None
+        with self._counting("committing"):
+            facts = self._issued
+            self._thread.check()
+        assert facts is not None
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        written = [each for rank in results for each in rank]
         # As each rank told: where it wrote an item in its file, and whether that is in memory.
-        metadata.storage_data = {each.index: each.storage_data[0] for each in written}
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._issued.save_id)
+        metadata.storage_data = {each.index: each.storage_data[0] for rank in results for each in rank}
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=facts.save_id)
         try:
             with self._counting("committing"):
                 self.saver.finish(
-                    self._issued.save_id,
+                    facts.save_id,
                     # What is not as it is now belongs to a later save.
                     functools.partial(pickle.dumps, dataclasses.replace(metadata)),
                     wait=self.waits,
                     extra=self.extra,
-                    in_memory=all(each.storage_data[1] for each in written),
+                    in_memory=all(each.storage_data[1] for rank in results for each in rank),
                 )
         except TieredCheckpointError:
             # Raised from DCP's own save it would end the training; node memory has the checkpoint, queued.
-            is_queued = self.saver.op_id is not None
+            is_queued = ids.save_id_of_op(self.saver.op_id or "") == facts.save_id
             if self._by_dcp is None or not is_queued or self.settings.config.on_save_error == "raise":
                 raise
 
@@ -329,6 +328,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         facts = self._issued or arrived() or plan.storage_data
         located = self.located
+        self._thread.check()
         if not isinstance(facts, SaveFacts) or facts.name != located.name or facts.step != located.step:
             meant = facts.name if isinstance(facts, SaveFacts) else "an unknown checkpoint"
             raise SaveError(

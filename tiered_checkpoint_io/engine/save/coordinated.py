@@ -343,7 +343,8 @@ class CoordinatedSaver:
             captured, self._captured = self._captured, None
         if captured is not None:
             facts = captured.part.facts
-            self._session.log.at_step(facts.step).error("%s was not finished: another rank failed", facts.name)
+            why = "another rank failed" if facts.world_size > 1 else "a later save began"
+            self._session.log.at_step(facts.step).error("%s was not finished: %s", facts.name, why)
             self._session.counts["failed"] += 1
             captured.part.give_back()
 
