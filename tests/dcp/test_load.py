@@ -92,6 +92,14 @@ def test_a_file_that_only_another_rank_of_a_node_needs_comes_there(ranks):
         assert answer[0].get("got", answer[0])["matches"]
 
 
+def test_loads_that_are_refused_leave_nothing_open(ranks):
+    for answer in ranks(2, ["save", 1], ["refused_loads", 3], ["load", 1]):
+        held = answer[1].get("got", answer[1])
+        assert held == [held[0]] * 6
+        assert held[0][0], "refused"
+        assert answer[2]["got"]["matches"]
+
+
 def test_one_rank_loads_without_the_others(ranks):
     answers = ranks(2, ["group_save", 7, [0]], ["load_alone", 7, 1])
     assert answers[1][1]["got"] == [0.0] * 4

@@ -293,6 +293,7 @@ def load(
                 raise reader.error from error
             # All ranks are told of the same failures, and so decide alike.
             if not any(isinstance(failure, DAMAGE) for failure, _ in error.failures.values()):
+                reader.release()
                 raise
             reader.reject()
             continue

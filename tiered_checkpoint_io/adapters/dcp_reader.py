@@ -211,10 +211,21 @@ class TieredStorageReader(OverTiers, StorageReader):
         if self.opened is not None and self.opened.save_id:
             self._rejected.add(self.opened.save_id)
 
+    def release(self) -> None:
+        """Lets go of the checkpoint that is open, where the load ended before :meth:`read_data`."""
+        self._leave()
+        if self.opened is not None:
+            self.opened.close()
+
     def close(self) -> None:
         """See :meth:`TieredStorageWriter.close`."""
         self._close()
         close_shared(self.settings)
+
+    def __del__(self) -> None:
+        # DCP tells no reader that a load has failed while it was planned.
+        with contextlib.suppress(Exception):
+            self.release()
 
     # ----------------------------------------------------------------------------------- inside
     def _leave(self) -> None:
@@ -223,9 +234,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             joined.close()
 
     def _close(self) -> None:
-        self._leave()
-        if self.opened is not None:
-            self.opened.close()
+        self.release()
         if isinstance(self.error, DAMAGE):
             self.reject()
         self.opened = None
