@@ -20,15 +20,15 @@ LARGE = b"L" * (20 << 20)
 WAIT_S = 60.0
 
 
-def interrupted(proxy, operation, *arguments, behind=0):
-    """Runs a command until it has begun to move bytes, ``behind`` other requests, and ends it as Ctrl-C does."""
+def interrupted(proxy, operation, *arguments, behind=0, by=signal.SIGINT):
+    """Runs a command until it has begun to move bytes, ``behind`` other requests, and ends it, by default as Ctrl-C."""
     before, deadline = proxy.counts[operation], time.monotonic() + WAIT_S
     process = start(*arguments)
     while proxy.counts[operation] <= before + behind:
         assert time.monotonic() < deadline
         assert process.poll() is None, end(process)
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
     status, out, err = end(process)
     # On a slow machine there is a line of progress.
     return status, out, [line for line in err.splitlines() if "iB/s" not in line]
@@ -125,3 +125,26 @@ def test_a_bucket_that_is_not_there_is_one_line(s3_server, memory_dir, tmp_path)
         assert status == 1
         assert "no-such-bucket" in line
     assert [each.pending for each in node.tier.parts()] == [True]
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)])
+def test_a_reshard_that_is_ended_leaves_nothing_and_is_run_again(server, tmp_path, by):
+    import torch
+
+    torch.save({f"t{index}": torch.full((1 << 20,), float(index)) for index in range(3)}, tmp_path / "made")
+    store = open_store(Node.config_of(str(tmp_path), server.url))
+    store.put("large.ckpt", (tmp_path / "made").read_bytes())
+    reshard = ("reshard", server.url, "large.ckpt", "--name", "of-large.ckpt", "--ranks", "3")
+    server.is_slow = True
+    # A part and its description are there by then.
+    status, out, err = interrupted(server, "put", *reshard, behind=2, by=by)
+    assert (status, out, err[-1]) == (130, "", "interrupted")
+    server.is_slow = False
+    assert [entry.key for entry in store.list("")] == ["large.ckpt"]
+    left = "of-large.ckpt/__0_0-0123abcd.distcp"
+    store.put(left, b"of one that was killed")
+    refused = CliRunner().invoke(app, reshard)
+    assert refused.exit_code == 1
+    assert f"is no checkpoint, but has files, such as {left}" in str(refused.exception)
+    store.delete(left)
+    assert CliRunner().invoke(app, reshard).exit_code == 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from tiered_checkpoint_io.cli.output import printable, say
@@ -57,7 +58,8 @@ def ask(
         config: How to reach it.
         work: What to ask.
         dirpath: Another than the configured one.
-        stop: Is set where this leaves before ``work`` has ended, which then has a moment to clear up.
+        stop: Is set where this leaves before ``work`` has ended, which has a moment to clear up; SIGTERM ends it as
+            Ctrl-C does.
         quiet: Whether nothing is shown while the server is silent.
 
     Raises:
@@ -93,11 +95,26 @@ def answer(
     def count_down(silent_s: float, left_s: float) -> None:
         say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
 
-    try:
+    if stop is None:
         return answer_within(config.durable_timeout_s, noted, what=where, count_down=None if quiet else count_down)
-    except BaseException:
-        if stop is not None:
+    with _sigterm_as_ctrl_c():
+        try:
+            return answer_within(config.durable_timeout_s, noted, what=where, count_down=None if quiet else count_down)
+        except BaseException:
             stop.set()
             for thread in list(_asking):
                 thread.join(GRACE_S)
-        raise
+            raise
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """A block that SIGTERM ends by a KeyboardInterrupt: by it schedulers end a job, which then must leave nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

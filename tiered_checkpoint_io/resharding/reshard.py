@@ -135,10 +135,16 @@ def reshard_checkpoint(
 
 
 def _check_free(store: Store, name: str) -> None:
-    taken = read_manifest(store, name) is not None or exists(store, name)
-    if taken or next(iter(store.list(f"{name}/")), None) is not None:
+    where = ids.join_url(store.url, name)
+    if read_manifest(store, name) is not None or exists(store, name) or exists(store, f"{name}/{METADATA}"):
+        raise UsageError("the new name is taken", operation="reshard", key=where, hint="give another one")
+    found = next(iter(store.list(f"{name}/")), None)
+    if found is not None:
         raise UsageError(
-            "the new name is taken", operation="reshard", key=ids.join_url(store.url, name), hint="give another one"
+            f"the new name is no checkpoint, but has files, such as {found.key}",
+            operation="reshard",
+            key=where,
+            hint="give another name; or remove them, where a reshard was killed and no save to that name is under way",
         )
 
 
