@@ -51,6 +51,8 @@ class TieredStorageConfig(StorageConfig):  # type: ignore[misc]
     options: Mapping[str, Any] = field(default_factory=dict)
     s3_every_n_steps: int | None = None
     _engine: Checkpointer | None = field(default=None, init=False, repr=False, compare=False)
+    #: The checkpoint that is being read, by any storage: its id, and its files.
+    _open: tuple[str, dict[str, torch.Tensor]] = field(default=("", {}), init=False, repr=False, compare=False)
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -83,7 +85,7 @@ class TieredStorageConfig(StorageConfig):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         # An asynchronous save is written by a process of its own, which opens its own engine.
-        return {**self.__dict__, "_engine": None}
+        return {**self.__dict__, "_engine": None, "_open": ("", {})}
 
 
 class TieredStorage(Storage):  # type: ignore[misc]
@@ -93,8 +95,6 @@ class TieredStorage(Storage):  # type: ignore[misc]
         self._config = config
         #: Files that are written, and not committed yet.
         self._written: dict[Path, bytearray] = {}
-        #: The checkpoint that is being read: its id, and its files.
-        self._open: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     # ------------------------------------------------------------------------------------------ write
     def stream_write(self, path: Path) -> io.IOBase:
@@ -132,6 +132,8 @@ class TieredStorage(Storage):  # type: ignore[misc]
             OSError: There is a checkpoint of that name; or the folder was not written here.
             SaveError: The save failed, and ``on_save_error`` is ``raise``.
         """
+        # Nothing tells that a load has ended. What it has mapped would take node memory to the end of the job.
+        self._config._open = ("", {})
         files = {path: data for path, data in self._written.items() if path.is_relative_to(src_path)}
         name = str(dst_path)
         if not is_directory or not files:
@@ -191,7 +193,7 @@ class TieredStorage(Storage):  # type: ignore[misc]
         if any(each.is_relative_to(path) for each in self._written):
             return True
         if len(path.parts) == 1:
-            return self._load(str(path))
+            return self._load(str(path)) is not None
         try:
             self._content(path)
         except FileNotFoundError:
@@ -206,7 +208,7 @@ class TieredStorage(Storage):  # type: ignore[misc]
         """The names of all checkpoints, or of the files of one."""
         if str(path) == ".":
             return sorted(self._names())
-        return sorted(self._open[1]) if self._load(str(path)) else []
+        return sorted(self._load(str(path)) or ())
 
     def remap_path(self, path: Path) -> str:
         """The checkpoint's URL."""
@@ -218,24 +220,27 @@ class TieredStorage(Storage):  # type: ignore[misc]
         # What memory has of the others may be waiting for its removal.
         return {part.name for part in held if not part.durable} | session.known.all(session.config.durable_timeout_s)
 
-    def _load(self, name: str) -> bool:
-        self._open = ("", {})
+    def _load(self, name: str) -> dict[str, torch.Tensor] | None:
+        """The files of a checkpoint, found anew; None where there is none of theirs."""
+        config = self._config
+        config._open = ("", {})
         try:
-            state = self._config.checkpointer.load(name, map_location="cpu")
+            state = config.checkpointer.load(name, map_location="cpu")
         except CheckpointNotFoundError:
-            return False
+            return None
         if isinstance(state, NoCheckpoint) or FILES not in state:
-            return False
-        self._open = name, state[FILES]
-        return True
+            return None
+        config._open = name, state[FILES]
+        files: dict[str, torch.Tensor] = state[FILES]
+        return files
 
     def _content(self, path: Path) -> memoryview:
         name = path.parts[0]
-        if name == self._open[0] or self._load(name):
-            content = self._open[1].get("/".join(path.parts[1:]))
-            if content is not None:
-                return memoryview(cast("Any", content.numpy()))
-        raise FileNotFoundError(errno.ENOENT, f"there is no {path} at {self._config.dirpath}")
+        opened, files = self._config._open
+        content = ((files if name == opened else self._load(name)) or {}).get("/".join(path.parts[1:]))
+        if content is None:
+            raise FileNotFoundError(errno.ENOENT, f"there is no {path} at {self._config.dirpath}")
+        return memoryview(cast("Any", content.numpy()))
 
 
 class _Written(io.BytesIO):

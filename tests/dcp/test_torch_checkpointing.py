@@ -76,6 +76,19 @@ def test_the_rules_of_a_storage(config):
     assert reader.ls(Path()) == ["step_1"]
 
 
+def test_what_was_loaded_takes_no_node_memory_once_it_is_removed(config, memory_dir):
+    """A manager reads by one storage and writes by another, and keeps both."""
+    reader, writer = config.create_storage(), config.create_storage()
+    write(writer, "step_1", a=bytes(1 << 20))
+    assert reader.read(Path("tiered:latest/a")) == bytes(1 << 20)
+    for step in range(2, 6):
+        write(writer, f"step_{step}", a=bytes(1 << 20))
+    config.checkpointer.wait()
+    write(writer, "step_6", a=bytes(1 << 20))
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if memory_dir in line]
+    assert not [line for line in mapped if line.endswith("step_1 (deleted)")]
+
+
 def test_a_save_that_has_no_room_does_not_stop_training(tmp_path):
     """Nothing is raised for it, and nothing of it is held."""
     with mounted_tmpfs(tmp_path / "shm", 8 << 20) as small:
