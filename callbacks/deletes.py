@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -26,31 +28,44 @@ class SafeDeletes(PortableState):
     _landed: bool
     #: Paths that are to be deleted once they are not needed any more.
     _withheld: list[str]
-    #: The path that the run resumed from, where it was one of this callback's.
-    _resumed: str
+    #: While a checkpoint is saved that may replace others: what was kept before it.
+    _before: set[str]
 
     def _begin(self) -> None:
         """The state of a callback that has done nothing yet."""
         self._io = None
         self._landed = False
         self._withheld = []
-        self._resumed = ""
+        self._before = set()
 
     # ------------------------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
-        due = list(self._withheld)
-        if self.save_top_k >= 1 and self._resumed and self._resumed not in {*due, *self._named()}:
-            # This state is part of the save that replaces it: it is deleted once that save is durable.
-            due.append(self._resumed)
-        return {**super().state_dict(), WITHHELD: due}
+        # This state is part of the save that replaces these: who resumes from it deletes them, where this run can't.
+        replaced = sorted(self._before - {*self._withheld, *self._named()})
+        return {**super().state_dict(), WITHHELD: [*self._withheld, *replaced]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if state_dict.get("dirpath") == self.dirpath:
             self._withheld = list(state_dict.get(WITHHELD, ()))
-        self._resumed = next((path for path in self._named() if self._io is not None and self._is_restored(path)), "")
 
     # ---------------------------------------------------------------------------------- deletes
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        with self._replacing(self._named() if self.save_top_k >= 1 else set()):
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+
+    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        with self._replacing(self._named()):
+            super()._save_last_checkpoint(trainer, monitor_candidates)
+
+    @contextlib.contextmanager
+    def _replacing(self, before: set[str]) -> Iterator[None]:
+        self._before = before
+        try:
+            yield
+        finally:
+            self._before = set()
+
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
         # What lies elsewhere belongs to another run.
         return previous != current and self._is_ours(previous)

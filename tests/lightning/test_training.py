@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from support.clocks import quick
 from support.tenants import descriptors_to_spare
-from support.training import LogBook, Model
+from support.training import LogBook, Model, Stop
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, SaveError
@@ -142,6 +142,26 @@ def test_what_a_run_resumed_from_stays_until_the_next_run_has_saved(runs):
         trainer, _ = runs.fit(newest(), stop_at=steps + 1, max_steps=30)
         assert trainer.io.checkpointer.restored.step == start
         assert runs.durable() == sorted(f"epoch=0-step={step}.ckpt" for step in (start, steps))
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"monitor": "step", "mode": "max"}, marks=pytest.mark.matrix)])
+def test_what_a_save_was_to_replace_goes_where_the_run_was_killed_before_that(options, runs, monkeypatch):
+    """As while a save waits for its upload, which the next start finishes."""
+
+    def newest():
+        return TieredModelCheckpoint(s3_every_n_train_steps=5, save_top_k=1, **options)
+
+    def killed(*_):
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TieredModelCheckpoint, "_remove_checkpoint", killed)
+        trainer, _ = runs.fit(newest(), asynchronous=False)
+    assert trainer.global_step == 10
+    assert runs.durable() == ["epoch=0-step=10.ckpt", "epoch=0-step=5.ckpt"]
+    runs.fit(newest(), max_steps=15)
+    # What the run resumed from stays.
+    assert runs.durable() == ["epoch=0-step=10.ckpt", "epoch=0-step=15.ckpt"]
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
