@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
+from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.model import ids
@@ -42,6 +43,30 @@ def is_in_memory_alone(callbacks: Iterable[Resumable]) -> bool:
     return max(each.saved for each in known) > max(each.durable for each in known)
 
 
+class EndOfTraining(Callback):
+    """Saves what training ends with, before other callbacks put averaged weights in its place."""
+
+    @classmethod
+    def join(cls, trainer: Trainer) -> None:
+        """Makes one the trainer's first callback, behind the one that waits for overlapped captures."""
+        others = _others(trainer)
+        waits = [each for each in others if isinstance(each, OverlappedCapture)]
+        # Not in place: Lightning goes through this list just now.
+        trainer.callbacks = [*waits, cls(), *(each for each in others if each not in waits)]  # type: ignore[attr-defined]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for each in trainer.checkpoint_callbacks:
+            if isinstance(each, DurableEnd):
+                each._save_end(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        trainer.callbacks = _others(trainer)  # type: ignore[attr-defined]
+
+
+def _others(trainer: Trainer) -> list[Callback]:
+    return [each for each in trainer.callbacks if not isinstance(each, EndOfTraining)]  # type: ignore[attr-defined]
+
+
 class DurableEnd(SafeDeletes):
     """A ModelCheckpoint after whose training the newest step to resume from is durable.
 
@@ -53,18 +78,29 @@ class DurableEnd(SafeDeletes):
     save_on_train_end: bool
     #: On rank 0, what is saved of this training.
     _resumable: Resumable
+    #: The step that this training began with.
+    _began_at: int
 
     def _begin(self) -> None:
         super()._begin()
         self._resumable = Resumable()
+        self._began_at = 0
 
     def _begin_training(self, trainer: Trainer) -> None:
         """Begins with what was restored: it may be in memory alone."""
         restored, step = self._engine.restored, trainer.global_step
-        self._resumable = Resumable()
+        self._resumable, self._began_at = Resumable(), step
         if restored is not None and restored.step == step and restored.tier != "durable":
             parts = [each.part for each in self._engine.session.open().tier.parts() if each.part.name == restored.name]
             self._resumable = Resumable(step, step if any(part.durable for part in parts) else -1)
+
+    def _has_stepped(self, trainer: Trainer) -> bool:
+        """Whether the batch that ends is one with which this training has made a step.
+
+        What is saved after any other, such as the first ones after a resume, would lack the gradients that are
+        accumulated already, and who resumes from it would train without these batches.
+        """
+        return trainer.global_step > self._began_at and not trainer.fit_loop._should_accumulate()
 
     def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> SaveReport | None:
         """Saves the whole training state below the IO's dirpath, beside what ModelCheckpoint counts."""
@@ -72,8 +108,10 @@ class DurableEnd(SafeDeletes):
         self._resumable = self._resumable.after(trainer.global_step, report)
         return report
 
-    def _save_end(self, trainer: Trainer) -> None:
+    def _save_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Saves the last state to the durable tier, where the newest is in memory alone; all ranks call this."""
+        # Where nothing else was saved, upstream saves "last" now.
+        super().on_train_end(trainer, module)
         wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end
         if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             missing = is_in_memory_alone(each._resumable for each in self._siblings(trainer))

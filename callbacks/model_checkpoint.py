@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
-from tiered_checkpoint_io.callbacks.ending import DurableEnd
+from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining
 from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
@@ -212,6 +212,7 @@ class TieredModelCheckpoint(DurableEnd):
             # Before anything is trained: whether another run writes there.
             on_rank_0(trainer, lambda: io.checkpointer.session.claims.claim(saves=False))
             self._begin_fit(trainer)
+            EndOfTraining.join(trainer)
         self._io = io
         self._ask_exists = True
         if ids.parse_best_url(self.best_model_path) is not None:
@@ -237,21 +238,15 @@ class TieredModelCheckpoint(DurableEnd):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        step = trainer.global_step
-        tiers = tiers_for_step(step, self.memory_every_n_train_steps, self.s3_every_n_train_steps)
-        # A durable step that upstream has put off or skipped is still saved to memory.
-        if "memory" in tiers and not (self._should_skip_saving_checkpoint(trainer) or self._saved(trainer, step)):
-            self._last_memory_step = step
-            name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"
-            self._save_state(trainer, name, "memory")
+        if self._has_stepped(trainer):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self._save_memory_step(trainer)
         clock = self._engine.session.clock
         if clock.monotonic() - self._polled > clock.timing.outcome_poll_s:
             self._look_after(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        self._save_end(trainer)
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        # What is saved at the end is saved by now: see EndOfTraining.
         if trainer.is_global_zero:
             # What cannot be finished is shown by the IO's teardown, and taken up by the next start.
             with contextlib.suppress(DrainError):
@@ -355,6 +350,15 @@ class TieredModelCheckpoint(DurableEnd):
         report = progress.last_save if progress.last_save is not before else None
         self._reporter.saved(trainer, progress, report, self._engine.dirpath)
         return report
+
+    def _save_memory_step(self, trainer: Trainer) -> None:
+        step = trainer.global_step
+        tiers = tiers_for_step(step, self.memory_every_n_train_steps, self.s3_every_n_train_steps)
+        # A durable step that upstream has put off or skipped is still saved to memory.
+        if "memory" in tiers and not (self._should_skip_saving_checkpoint(trainer) or self._saved(trainer, step)):
+            self._last_memory_step = step
+            name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"
+            self._save_state(trainer, name, "memory")
 
     def _saved(self, trainer: Trainer, step: int) -> bool:
         """Whether this step is saved already, by this callback or another of its kind.

@@ -152,6 +152,8 @@ class PreemptionCheckpoint(Callback):
         session.is_preempted = True
         session.log.at_step(step).warning("%s; %.0f s are left for a last checkpoint", why, notice.left_s(session))
         if step > 0 and not trainer.sanity_checking:
+            if trainer.validating:
+                _put_weights_back(trainer)
             self._save(trainer, step)
         environment = trainer._accelerator_connector.cluster_environment
         requeues = isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
@@ -252,6 +254,14 @@ def requeue(log: Logger, timeout_s: float) -> None:
         log.error("can't requeue job %s: %s %s", job or "(SLURM_JOB_ID is not set)", error, said.strip())
     else:
         log.info("requeued job %s", job)
+
+
+def _put_weights_back(trainer: Trainer) -> None:
+    """Has callbacks that validate averaged weights put those that are trained in their place again, as at its end."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # By its name: Lightning has it since 2.6.
+        if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
+            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
 
 
 def _leave_it_to_us(*_: Any) -> None:

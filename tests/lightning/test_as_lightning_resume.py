@@ -151,6 +151,21 @@ def _(side):
     return resume(side, first, second, lambda side, _: side.path("epoch=0-step=2.ckpt"), to=7)
 
 
+@RESUME.different(
+    "`accumulate_grad_batches`: the step that a run resumed from, at the batch after it",
+    lightning=5,
+    here=4,
+    since=(2, 6),
+)
+def _(side):
+    for steps in (2, 3):
+        callback = side.callback(every_n_train_steps=1, save_top_k=-1)
+        path = side.path("epoch=0-step=2.ckpt") if steps > 2 else None
+        side.fit(callback, ckpt_path=path, max_steps=steps, accumulate_grad_batches=2, limit_train_batches=8)
+    # How many batches a run that resumes from there passes by; two of them made each step.
+    return side.load("epoch=0-step=2.ckpt")[0]["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"]
+
+
 class Watching(Tiny):
     """Notes the weights that it is tested with."""
 

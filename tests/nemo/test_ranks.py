@@ -81,10 +81,11 @@ def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3
         ] * count, said(ranks.folder, 0)
         assert [proxy.requests for proxy in proxies[1:]] == [[]] * (count - 1)
         # The drain of rank 0 lists unfinished uploads; to find what to resume from there is one LIST, one to find who
-        # else writes here, and one of the preflight. A delete looks for pins before the manifest goes and behind that.
+        # else writes here, one for names that are taken, and one of the preflight. A delete looks for pins before the
+        # manifest goes and behind that.
         pins = proxies[0].count("GET", "%2Fpins%2F")
         assert pins % 2 == 0
-        assert proxies[0].count("GET", "list-type=2") == 3 + pins
+        assert proxies[0].count("GET", "list-type=2") == 4 + pins
         assert proxies[0].count("GET", "%2Fpreflight%2F") == 1
         assert proxies[0].count("GET", "%2Fleases%2F") == 1
     assert [answer["asked"] for answer in answers[1:]] == [{}] * (count - 1)
@@ -122,7 +123,7 @@ def test_ranks_with_files_of_their_own_go_on_from_the_newest_step_that_all_have(
     assert [answer["from"] for answer in answers] == [
         [name, 5, "durable"] for name in folders("gpt--val_loss=6.00-step=5-last.ckpt")
     ], said(ranks.folder, 0)
-    assert [answer["asked"].get("requests.list", 0) for answer in answers] == [2, 0]
+    assert [answer["asked"].get("requests.list", 0) for answer in answers] == [3, 0]
     assert set(best) <= set(ranks.objects())
 
 

@@ -27,7 +27,7 @@ INSTALLED = tuple(int(part) for part in lightning.__version__.split(".")[:2])
 #: Why a story needs a release of Lightning that is newer than the oldest one supported.
 NEWER = {
     (2, 6): "save_on_exception, the last checkpoint at the end of training, the wait for a validation, and the rule"
-    " for manual optimization came with Lightning 2.6",
+    " for manual optimization came with Lightning 2.6; before, a batch counts as done only after it was saved",
 }
 
 

@@ -104,10 +104,13 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         if isinstance(self._io, NeMoCheckpointIO):
             self._io.maybe_finalize_save_checkpoint()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _save_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self.save_last and self._last_global_step_saved != trainer.global_step:
             # Most saves come from validation, which need not have run at the last step.
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        super()._save_end(trainer, module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         if self.save_best_model:
             if self.best_model_path:

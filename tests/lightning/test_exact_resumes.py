@@ -1,0 +1,97 @@
+"""Moments at which a trainer's state is not what training goes on from: what is saved then resumes exactly, all the same."""
+
+import os
+import signal
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from support.training import Model, Stop
+
+from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+
+averaged = pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="came with Lightning 2.6")
+
+
+class Accumulating(Model):
+    """Each batch has a gradient of its own; stops as a crash would before a batch."""
+
+    def __init__(self, stop_before=None):
+        super().__init__()
+        self.stop_before = stop_before
+
+    def training_step(self, batch, index):
+        if index == self.stop_before:
+            raise Stop
+        return self.layer(batch * 0 + torch.arange(8.0) * (index + 1) / 10).pow(2).mean()
+
+
+class Validating(Model):
+    """Is told to end amid the validation after a step."""
+
+    def __init__(self, told_after=None):
+        super().__init__()
+        self.told_after = told_after
+
+    def validation_step(self, _, index):
+        if (self.global_step, index) == (self.told_after, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    val_dataloader = Model.train_dataloader
+
+
+def undisturbed(runs, model, *others, **options):
+    """The weights at the end of a training without checkpoints."""
+    _, model = runs.fit(*others, model=model, ckpt_path=None, plugins=[], enable_checkpointing=False, **options)
+    return model.layer.weight
+
+
+@pytest.mark.skipif(lightning.__version__.startswith("2.4"), reason="it trains some batches of a begun epoch twice")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_every_n_train_steps": 2, "save_top_k": 0},
+        pytest.param({"s3_every_n_train_steps": 2}, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_step_is_not_saved_again_without_the_gradients_of_the_batches_since(options, runs):
+    """Killed twice, the second time in the middle of the step that the first resume has begun."""
+    training = {"max_steps": 5, "accumulate_grad_batches": 4}
+    expected = undisturbed(runs, Accumulating(), **training)
+    for stop_before in (9, 10, None):
+        callback = TieredModelCheckpoint(**options)
+        trainer, model = runs.fit(callback, model=Accumulating(stop_before), **training)
+    assert trainer.io.checkpointer.restored.step == 2
+    assert model.layer.weight.equal(expected)
+
+
+@averaged
+def test_a_training_whose_end_has_averaged_weights_goes_on_from_those_it_has_trained(runs):
+    """WeightAveraging puts the averages in their place as training ends."""
+
+    def both():
+        memory_alone = TieredModelCheckpoint(memory_every_n_train_steps=5, save_top_k=0)
+        return callbacks.EMAWeightAveraging(decay=0.9), memory_alone
+
+    expected = undisturbed(runs, Model(), both()[0])
+    runs.fit(*both(), max_steps=10)
+    trainer, model = runs.fit(*both())
+    restored = trainer.io.checkpointer.restored
+    assert (restored.name, restored.step) == ("end_of_training.ckpt", 10)
+    assert model.layer.weight.equal(expected)
+
+
+@averaged
+def test_a_last_checkpoint_amid_a_validation_of_averaged_weights_has_those_that_are_trained(runs):
+    def average():
+        return callbacks.EMAWeightAveraging(decay=0.9)
+
+    training = {"val_check_interval": 5, "num_sanity_val_steps": 0}
+    expected = undisturbed(runs, Validating(), average(), **training)
+    with pytest.raises(Preempted):
+        runs.fit(average(), PreemptionCheckpoint(), model=Validating(5), **training)
+    trainer, model = runs.fit(average(), model=Validating(), **training)
+    restored = trainer.io.checkpointer.restored
+    assert (restored.name, restored.step) == ("preempted.ckpt", 5)
+    assert model.layer.weight.equal(expected)
