@@ -10,8 +10,11 @@ import pytest
 import torch
 from support.bad_input import KEPT, Kept, state
 from support.tenants import Tenant, mounted_tmpfs
+from typer.testing import CliRunner
 
+from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.checkpointer import TIERS
+from tiered_checkpoint_io.engine.drain.locks import try_lock
 from tiered_checkpoint_io.errors import ExportError, MemoryTierError, MemoryUnsafeError, SaveError
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.memory import node, slots
@@ -224,6 +227,34 @@ def test_no_such_folder(tmp_path):
         kept.io().load_checkpoint("tiered:latest")
     with pytest.raises(SaveError, match="memory_dir does not exist"):
         kept.io().save_checkpoint(state(1), "a.ckpt")
+
+
+@pytest.mark.parametrize(("drain", "files_alone"), [("thread", False), ("thread", True), ("process", False)])
+def test_training_goes_on_where_memory_is_removed_beside_it(drain, files_alone, memory_dir, tmp_path, caplog):
+    """By ``tiered-ckpt clean --force``, by what clears /dev/shm when a user logs out, or old files of folders."""
+    kept = Kept(tmp_path / "kept", memory_dir)
+    io = kept.io(drain=drain)
+    io.save_checkpoint(state(2), "2.ckpt")
+    io.save_checkpoint(state(3), "3.ckpt", storage_options={"tiers": ["memory"]})
+    root = io.checkpointer.session.open().tier.root
+    if files_alone:
+        for file in root.rglob("*"):
+            if not file.is_dir():
+                file.unlink()
+    else:
+        cleaned = CliRunner().invoke(app, ["clean", "--root", str(root), "--force"])
+        assert (cleaned.exit_code, root.exists()) == (0, False)
+    for step in (4, 5):
+        io.save_checkpoint(state(step), f"{step}.ckpt")
+    io.save_checkpoint(state(6), "6.ckpt", storage_options={"tiers": ["memory"]})
+    if not files_alone:
+        assert f"{root} was removed, with all that it held; it is made anew" in caplog.text
+    # What guards this memory does so again.
+    assert [try_lock(root / name) for name in ("drain.lock", "trainers2.lock", "job.lock")] == [None] * 3
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 6
+    io.teardown()
+    assert kept.io(namespace="another-node").load_checkpoint("tiered:latest")["global_step"] == 5
+    kept.close()
 
 
 def test_memory_that_is_not_ours_is_refused_and_left(kept, tmp_path):

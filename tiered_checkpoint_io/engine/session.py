@@ -147,6 +147,8 @@ class Session:
             found = replace(config, spill_dir=spill_dir_of(config.spill_dir))
             drain = DrainHandle(tier, found, self.log, clock=self.clock)
             drain.leave_by, self._opened = self._leave_by, Opened(tier, Capturer(tier, self._pins, self.clock), drain)
+        elif self._opened.tier.mend():
+            self.log.warning("%s was removed, with all that it held; it is made anew", self._opened.tier.root)
         return self._opened
 
     @property
@@ -167,7 +169,7 @@ class Session:
         """Waits for queued work, shows background errors once, and frees everything."""
         try:
             if self._opened is not None:
-                self._close_tiers()
+                self._close_tiers(self._opened)
             self.claims.show()
         finally:
             # Others may save here before this session is opened again, and what it saves then is newer.
@@ -179,8 +181,9 @@ class Session:
                 store.close()
             self._stores.clear()
 
-    def _close_tiers(self) -> None:
-        tier, capturer, drain = self.open()
+    def _close_tiers(self, opened: Opened) -> None:
+        self.background.wait()
+        tier, capturer, drain = opened
         try:
             self._peering.close(self._in_time(self.config.wait_timeout_s))
             try:
@@ -212,11 +215,11 @@ class Session:
 
     def release(self) -> None:
         """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
-        if self._opened is not None:
-            tier, capturer, _ = self.open()
+        if (opened := self._opened) is not None:
+            self.background.wait()
             self._peering.close(self.clock.timing.replication_release_s)
-            capturer.close()
-            tier.close()
+            opened.capturer.close()
+            opened.tier.close()
         self.claims.release_lease()
 
     def meet_peers(self, process_group: Any = None) -> None:

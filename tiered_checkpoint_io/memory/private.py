@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import MemoryFullError, MemoryUnsafeError
-from tiered_checkpoint_io.memory.space import needs_space
+from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError, MemoryUnsafeError
+from tiered_checkpoint_io.memory.space import NO_SPACE, needs_space
 
 
 def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
@@ -68,6 +68,24 @@ def private_folder(folder: Path) -> None:
             key=str(folder),
             hint="remove it, or name another memory_dir",
         )
+
+
+@contextlib.contextmanager
+def opening(root: Path) -> Iterator[None]:
+    """A block that makes a root of the memory tier.
+
+    Raises:
+        MemoryFullError: There is no space for it.
+        MemoryTierError: It can't be used, for whatever other reason.
+    """
+    try:
+        yield
+    except MemoryTierError:
+        raise
+    except OSError as error:
+        kind = MemoryFullError if error.errno in NO_SPACE else MemoryTierError
+        text = f"memory_dir cannot be used: {error.strerror}"
+        raise kind(text, operation="open", tier="memory", key=str(root)) from error
 
 
 def make_folders(root: Path, names: Iterable[str]) -> None:

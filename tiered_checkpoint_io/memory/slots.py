@@ -346,6 +346,9 @@ class SlotPool:
             if slot.unlinked:
                 del self._lent[inode]
                 slot.close(self.unmap)
+        for slot in [free for free in self._free if free.unlinked]:
+            self._free.remove(slot)
+            slot.close(self.unmap)
 
     def _keep_or_discard(self, slot: Slot) -> None:
         if len(self._free) < _MAX_FREE:

@@ -44,7 +44,7 @@ from tiered_checkpoint_io.memory.parts import (
     mark,
     prepare_markers,
 )
-from tiered_checkpoint_io.memory.private import make_folders, sync_folder, write_private
+from tiered_checkpoint_io.memory.private import make_folders, opening, sync_folder, write_private
 from tiered_checkpoint_io.memory.slots import Slot, SlotPool, clean_dead
 from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, used
 from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
@@ -113,27 +113,28 @@ class MemoryTier:
         Raises MemoryUnsafeError where a folder is not ours alone, MemoryTierError where it can't be used.
         """
         root = namespace_root(memory_dir, namespace)
-        try:
+        with opening(root):
             if not os.path.isdir(memory_dir):
                 text = "memory_dir does not exist"
                 raise MemoryTierError(text, operation="open", tier="memory", key=memory_dir, hint="make it")
             make_folders(root, FOLDERS)
-            in_memory = is_tmpfs(memory_dir)
-            left = memory_left if in_memory else None
+            left = memory_left if is_tmpfs(memory_dir) else None
             tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock)
             tier.clean()
-        except MemoryTierError:
-            raise
-        except OSError as error:
-            kind = MemoryFullError if error.errno in NO_SPACE else MemoryTierError
-            text = f"memory_dir cannot be used: {error.strerror}"
-            raise kind(text, operation="open", tier="memory", key=str(root)) from error
-        if not in_memory:
+        if left is None:
             warnings.warn(
                 f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk",
                 stacklevel=2,
             )
         return tier
+
+    def mend(self) -> bool:
+        """Makes the folders anew that somebody removed beside us; whether that was so. Raises as :meth:`open`."""
+        if self._parts.is_dir():
+            return False
+        with opening(self.root):
+            make_folders(self.root, FOLDERS)
+        return True
 
     @property
     def replicas(self) -> MemoryTier:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.environment import differs, elsewhere
-from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import (
     SAVES,
     Outcome,
@@ -81,6 +81,10 @@ class DrainHandle:
         if self._foreign():
             return
         reap()
+        if self._trainer_lock is not None and is_lost(self._trainer_lock):
+            # Somebody removed this memory beside us: the drain needs all of it anew.
+            release(self._trainer_lock)
+            self._trainer_lock = None
         if self._trainer_lock is None:
             self.queue.open()
             self._write_config()

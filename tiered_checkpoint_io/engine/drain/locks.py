@@ -47,6 +47,11 @@ def flock(descriptor: int, patience_s: float, poll_s: float, clock: Clock, *, sh
             return True
 
 
+def is_lost(descriptor: int) -> bool:
+    """Whether the locked file was removed: others then lock a new one, and this lock tells them nothing."""
+    return os.fstat(descriptor).st_nlink == 0
+
+
 def share(descriptor: int) -> None:
     """Lets others hold a lock of :func:`try_lock` too. It is free for a moment, in which another may take it."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)

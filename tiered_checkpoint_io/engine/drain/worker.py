@@ -16,7 +16,7 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.environment import announcement, differs
 from tiered_checkpoint_io.engine.drain.execute import Executor
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import next_operation, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
@@ -73,6 +73,7 @@ class Drain:
         self._stores = Stores(root, open_store, self._log)
         self._report = Reporter(self._queue, self._stores, clock)
         self._executor = Executor(self._tier, self._queue, self._stores, self._report, self._log, self._stop, clock)
+        self._lock: int | None = None
         self._trainers: int | None = None
         self._waits: Standstill | None = None
 
@@ -89,6 +90,7 @@ class Drain:
         lock = try_lock(self._root / LOCK_FILE, patience_s=self._clock.timing.drain_lock_s, clock=self._clock)
         if lock is None:
             return False
+        self._lock = lock
         try:
             with self._report.beating():
                 self._loop(once=once)
@@ -133,7 +135,8 @@ class Drain:
     def _loop(self, *, once: bool) -> None:
         clock, troubled_at, is_new = self._clock, None, True
         self._report.last_success = clock.monotonic()
-        while not self._stop.is_set():
+        # Where somebody removed this memory, another drain may work on what is there in its place.
+        while not (self._stop.is_set() or (self._lock is not None and is_lost(self._lock))):
             try:
                 if is_new:
                     self._prepare()

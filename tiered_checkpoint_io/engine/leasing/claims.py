@@ -117,6 +117,9 @@ class Claims:
             UsageError: Another live run writes to the same dirpath, or, on this node, another live job to the same
                 namespace.
         """
+        if self._namespace is not None and self._namespace.is_lost:
+            self._namespace.close()
+            self._namespace = None
         if self._namespace is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):
             self._namespace = self._lock_namespace()
         if self._lease is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.locks import release, share, try_lock
+from tiered_checkpoint_io.engine.drain.locks import is_lost, release, share, try_lock
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.private import write_atomic
@@ -58,6 +58,11 @@ class NamespaceLock:
             key=str(root),
             hint="give each job of a node a namespace of its own",
         )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether somebody removed its file, so that other jobs do not see it."""
+        return self._held is not None and is_lost(self._held)
 
     def close(self) -> None:
         """Releases the lock."""
