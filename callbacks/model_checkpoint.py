@@ -300,14 +300,13 @@ class TieredModelCheckpoint(DurableEnd):
             self._naming_last = False
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
-        """As upstream, from what rank 0 knows: one LIST at first use, none later."""
-        if self._naming_last:
-            # Overwriting is atomic here, so that "last" needs no versions.
-            return False
+        """As upstream, from what rank 0 knows: a LIST of each folder at first use, none later."""
         exists = False
         if trainer.is_global_zero and self._ask_exists:
             try:
-                exists = self._engine.exists(filepath)
+                # Overwriting is atomic here, so that "last" needs no versions, but beside one that is not ours.
+                ask = self._engine.is_unmanaged if self._naming_last else self._engine.exists
+                exists = ask(filepath)
             except StoreError as error:
                 # Overwriting keeps the old content until the new is good, so training need not stop.
                 self._ask_exists = False

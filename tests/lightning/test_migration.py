@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -9,6 +10,8 @@ from support.training import Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.migration import key_to_load
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store
 
 BEST = {"monitor": "score", "mode": "max", "save_top_k": 2, "filename": "best-{step}", "every_n_train_steps": 4}
 STATE = ("best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
@@ -38,6 +41,34 @@ class Noted:
 class OursNoted(Noted, TieredModelCheckpoint):
     # As the class itself: the state is kept by its name.
     __qualname__ = TieredModelCheckpoint.__qualname__
+
+
+@pytest.mark.parametrize("ckpt_path", ["tiered:latest", "last"])
+def test_what_lightning_left_at_dirpath_stays_and_is_named(runs_on_each, ckpt_path, caplog):
+    """The same dirpath as before, and nothing in the script says that there is a training to continue."""
+    runs = runs_on_each
+    every_epoch = {"monitor": "score", "mode": "max", "save_top_k": 1, "save_last": True, "every_n_train_steps": 20}
+    stock(runs, runs.root / "old", 40, **every_epoch)
+    store = open_store(TieredCheckpointConfig(dirpath=runs.dirpath))
+    old = {path.name: path.read_bytes() for path in (runs.root / "old").iterdir()}
+    for name, content in old.items():
+        store.put(name, content)
+    ours = TieredModelCheckpoint(**{**BEST, **every_epoch})
+    runs.fit(ours, ckpt_path=ckpt_path)
+    assert {name: store.get(name) for name in old} == old
+    assert ours.last_model_path == f"{runs.dirpath}/last-v1.ckpt"
+    said = [record.getMessage() for record in caplog.records if "without a manifest" in record.getMessage()]
+    wanted = "tiered:last" if ckpt_path == "last" else ckpt_path
+    text = f"{runs.dirpath} has checkpoints without a manifest, which {wanted} passes by: last.ckpt, best-step=20.ckpt;"
+    assert said == [f"{text} to resume from one, give its name, such as ckpt_path='{runs.dirpath}/last.ckpt'"]
+    # A second run overwrites its own "last", and nothing else; resumed from the old one, it is the one that counts.
+    again = TieredModelCheckpoint(**{**BEST, **every_epoch})
+    runs.fit(again, max_steps=40)
+    assert again.last_model_path == f"{runs.dirpath}/last-v1.ckpt"
+    assert {name: store.get(name) for name in old} == old
+    resumed, _ = runs.fit(TieredModelCheckpoint(**{**BEST, **every_epoch}), ckpt_path="last.ckpt", max_steps=60)
+    assert resumed.global_step == 60
+    store.close()
 
 
 def test_from_lightnings_own_and_nothing_elsewhere_is_deleted(runs, tmp_path):

@@ -85,8 +85,8 @@ def test_ddp_ranks_resume_from_s3_and_rank_0_alone_asks_it(launch, s3_url, memor
     store.close()
     restored, asked = first
     assert restored == (4, "durable")
-    # What there is to resume from, and who else writes here.
-    assert asked["requests.list"] == 2
+    # What there is to resume from, who else writes here, and which names are taken by what has no manifest.
+    assert asked["requests.list"] == 3
     # The manifest, and the object in one range of 16 MiB.
     assert asked["requests.get"] == 2
     assert size < asked["bytes.down"] < 1.02 * size

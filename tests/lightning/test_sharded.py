@@ -59,8 +59,8 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fit, s3_url, memory_dir)
     wipe(memory_dir)
     last, other = fit(12, **more)
     assert last["from"] in (["step=8.ckpt", 8, "durable"], ["last.ckpt", 9, "durable"])
-    # Rank 0 alone looks what is there, and who else writes here; both read what they need.
-    assert last["asked"]["requests.list"] == 2
+    # Rank 0 alone looks what is there, who else writes here, and which names are taken; both read what they need.
+    assert last["asked"]["requests.list"] == 3
     assert "requests.list" not in other["asked"]
     for answer in (first, second, alone, last, other):
         for index, loss in answer["losses"].items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,14 @@ from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore
+from tiered_checkpoint_io.engine.restore.unmanaged import Entries, plain_checkpoints
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     InvalidNameError,
+    TieredCheckpointError,
     UsageError,
 )
 from tiered_checkpoint_io.logs import Logger
@@ -28,10 +31,14 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.fallbacks import children_of
+from tiered_checkpoint_io.stores.silence import answer_within
 
 TIERS = frozenset({"memory", "durable"})
 #: A smaller state is saved within hundredths of a second, however that is done.
 _LEAST_PREPARED = 64 << 20
+#: How many checkpoints of others a message names.
+_NAMED = 3
 
 
 class NoCheckpoint(dict[str, Any]):
@@ -71,6 +78,7 @@ class Checkpointer:
         self.session = session or Session(config, logger=logger)
         self.restored: Restored | None = None
         self.saver = FullSaver(self.session)
+        self._entries = Entries(self._children)
 
     # ------------------------------------------------------------------------------------- save
     def save(
@@ -178,7 +186,19 @@ class Checkpointer:
             StoreError: The durable tier could not be asked, or was silent for ``durable_timeout_s``.
         """
         name = ids.name_in(self.dirpath, path)
-        return name in self.session.known.all(self.config.durable_timeout_s)
+        return name in self.session.known.all(self.config.durable_timeout_s) or self._entries.has(name)
+
+    def is_unmanaged(self, path: str | os.PathLike[str]) -> bool:
+        """Whether what lies under a name has no manifest: others saved it, most likely; raises as :meth:`exists`."""
+        name = ids.name_in(self.dirpath, path)
+        return name not in self.session.known.all(self.config.durable_timeout_s) and self._entries.has(name)
+
+    def _children(self, prefix: str) -> Iterable[str]:
+        """What lies right below a prefix, but for our own checkpoints: they come and go while training runs."""
+        clock, bound = self.session.clock, float(self.config.durable_timeout_s)
+        own = self.session.known.all(bound)
+        there = answer_within(bound, lambda: children_of(self.session.durable(), prefix), clock=clock)
+        return [each for each in there if prefix + each.rstrip("/") not in own]
 
     # ------------------------------------------------------------------------------------- load
     def load(
@@ -269,6 +289,8 @@ class Checkpointer:
             raise no_best(selector, dirpath)
         if restored is None:
             self.session.log.info("%s", nothing_to_resume(selector, dirpath))
+            if group.rank == 0:
+                self._say_unmanaged(selector)
             return NoCheckpoint()
         state: Any = None
         error: Exception | None = None
@@ -284,6 +306,21 @@ class Checkpointer:
         self.session.save_ids.follow(restored.newest_save_id)
         self.session.take_up()
         return state
+
+    def _say_unmanaged(self, selector: Selector) -> None:
+        """Warns of checkpoints that a sentinel passes by, because they have no manifest."""
+        names: list[str] = []
+        with contextlib.suppress(TieredCheckpointError):
+            names = plain_checkpoints(self._entries.below())
+        if names:
+            self.session.log.warning(
+                "%s has checkpoints without a manifest, which %s passes by: %s; to resume from one, give its name, such"
+                " as ckpt_path=%r",
+                self.dirpath,
+                ids.LAST if selector.kind == "last" else ids.LATEST,
+                ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""),
+                ids.join_url(self.dirpath, names[0]),
+            )
 
     def select(self, text: str) -> tuple[str, Selector]:
         """The durable tier and the checkpoint there that ``text`` means; as :meth:`load` takes it.

@@ -218,7 +218,8 @@ class Store(Protocol):
         ...
 
     # A store may also have ``folders(prefix)``: the names of the folders that a listing by a delimiter finds below a
-    # prefix. See :func:`folders_of`. And ``try_multipart(key)``, where large objects need rights of their own. And
+    # prefix. See :func:`folders_of`. And ``children(prefix)``: these, and the objects beside them; see
+    # :func:`children_of`. And ``try_multipart(key)``, where large objects need rights of their own. And
     # ``copy(source, target, size, ...)``, which sends no bytes. See :class:`ServerCopy`. And what
     # :class:`ConditionalStore` adds. And ``delete_all(keys)``: as ``delete``, by few requests. And ``read_pieces``: see
     # :func:`read_pieces`.

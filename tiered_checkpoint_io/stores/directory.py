@@ -48,6 +48,19 @@ class DirectoryStore(FileStore):
                     facts = os.stat(path)
                     yield path, facts.st_size, facts.st_mtime
 
+    def children(self, prefix: str) -> list[str]:
+        """The names right below ``prefix``; see Store."""
+        folder = f"{self._root}/{prefix}"
+
+        def names() -> list[str]:
+            try:
+                with os.scandir(folder) as entries:
+                    return [each.name + "/" * each.is_dir() for each in entries]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+        return self._ask("list", prefix, names)
+
     def _get(self, path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()

@@ -64,6 +64,22 @@ def folders_of(store: Store, prefix: str) -> set[str]:
     return {key.partition("/")[0] for key in below if "/" in key}
 
 
+def children_of(store: Store, prefix: str) -> set[str]:
+    """The names right below a prefix, those of folders with a slash: few answers where a store can list them so.
+
+    Args:
+        store: Where to look.
+        prefix: Empty, or ends with a slash.
+
+    Raises:
+        StoreError: The listing failed.
+    """
+    children = getattr(store, "children", None)
+    if children is not None:
+        return set(children(prefix))
+    return {"".join(entry.key[len(prefix) :].partition("/")[:2]) for entry in store.list(prefix)}
+
+
 def read_pieces(
     store: Store, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]
 ) -> None:

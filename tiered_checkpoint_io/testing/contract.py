@@ -18,7 +18,7 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
 )
 from tiered_checkpoint_io.stores.base import Store
-from tiered_checkpoint_io.stores.fallbacks import folders_of
+from tiered_checkpoint_io.stores.fallbacks import children_of, folders_of
 from tiered_checkpoint_io.testing.optional import MemoryJournal, OptionalContract, StopHere, stop_here
 
 __all__ = ["ContentOnDemand", "MemoryJournal", "StopHere", "StoreContract", "stop_here"]
@@ -138,6 +138,9 @@ class StoreContract(OptionalContract):
         assert len(list(store.list(""))) == 4
         assert folders_of(store, "m/") == {"b"}
         assert folders_of(store, "none/") == set()
+        assert children_of(store, "m/") == {"a.json", "b/"}
+        assert children_of(store, "") - {".tiered/"} == {"m/", "m2/", "n"}
+        assert children_of(store, "none/") == children_of(store, "n/") == set()
 
     def test_lists_tell_when_an_object_was_written(self, store: Store) -> None:
         store.put("x", b"1")

@@ -1,0 +1,51 @@
+"""What lies at dirpath that this package did not save: plain checkpoints of Lightning, or of another tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import METADATA
+
+#: What Lightning's checkpoints end with.
+_ENDING = ".ckpt"
+
+
+class Entries:
+    """Which objects and folders there are on the durable tier, each folder listed once, when it is first asked for."""
+
+    def __init__(self, children: Callable[[str], Iterable[str]]) -> None:
+        """Takes ``children``: see :func:`stores.fallbacks.children_of`."""
+        self._children = children
+        self._listed: dict[str, frozenset[str]] = {}
+
+    def below(self, prefix: str = "") -> frozenset[str]:
+        """The names right below a prefix, those of folders with a slash.
+
+        Raises:
+            StoreError: The durable tier could not be asked.
+        """
+        if prefix not in self._listed:
+            self._listed[prefix] = frozenset(self._children(prefix))
+        return self._listed[prefix]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a checkpoint of this name, an object or a folder of DCP; raises as :meth:`below`."""
+        prefix = ""
+        *folders, last = name.split("/")
+        for folder in folders:
+            if f"{folder}/" not in self.below(prefix):
+                return False
+            prefix += f"{folder}/"
+        names = self.below(prefix)
+        return last in names or (f"{last}/" in names and METADATA in self.below(f"{prefix}{last}/"))
+
+
+def plain_checkpoints(entries: Iterable[str]) -> list[str]:
+    """Those of the names that are a Lightning checkpoint's: "last" first, then the greatest steps."""
+
+    def order(name: str) -> tuple[bool, int, str]:
+        step = ids.step_in_name(name)
+        return not ids.is_last(name), -1 if step is None else -step, name
+
+    return sorted((name for name in entries if name.endswith(_ENDING)), key=order)
