@@ -137,6 +137,14 @@ def refuse_misspelt(dirpath: str) -> None:
     Raises:
         InvalidNameError: ``dirpath`` is such; the hint has the right spelling.
     """
+    text = text_of(dirpath)
+    if text != text.strip():
+        raise InvalidNameError("it begins or ends with white space", hint=f"write {text.strip()}")
+    if "${" in text:
+        raise InvalidNameError("it holds a variable that was not replaced", hint="resolve it, or write its value")
+    if text in ("None", "null") or (url_scheme(text) is None and "://" in text):
+        # As of str(None), or of quotes that an env file kept: else it would be a folder of the working directory.
+        raise InvalidNameError("it is no folder or URL", hint="write it as s3://bucket/prefix, without quotes")
     misspelt = _MISSPELT_S3.match(text_of(dirpath))
     if misspelt:
         raise InvalidNameError("it is not an S3 URL", hint=f"write s3://{misspelt['rest'].lstrip('/')}")
