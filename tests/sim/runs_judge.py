@@ -43,6 +43,8 @@ class Operation:
     is_lost: bool = False
     boot_id: str = field(init=False)
     at: float = field(init=False)
+    #: When its call has returned.
+    until: float = float("inf")
 
     def __post_init__(self):
         self.boot_id, self.at = self.run.boot_id, self.run.process.world.now
@@ -98,7 +100,7 @@ class Judge:
 
     def returned(self, saved, report):
         """A save has returned: what it has reported holds."""
-        saved.report = report
+        saved.report, saved.until = report, self._world.now
         if report is None:
             return
         saved.is_certain = not saved.is_lost
@@ -222,6 +224,9 @@ class Judge:
             # What is in the memory of another machine alone can't be followed, and clocks are off by so much.
             return True
         runs = one.run, other.run
+        if runs[0] is not runs[1] and one.until > other.at:
+            # A process that was stopped in its call: of calls that overlap, either may pass for the later one.
+            return True
         overlap = runs[0].process.ended_at > runs[1].began and runs[1].process.ended_at > runs[0].began
         has_just_woken = 0 <= other.at - other.run.process.stopped_until < WOKEN_S
         is_unseen = has_just_woken or not one.run.has_claimed
