@@ -1,4 +1,4 @@
-"""Moments at which a trainer's state is not what training goes on from: what is saved then resumes exactly, all the same."""
+"""Saves within an accumulated step, and beside averaged weights: the run that resumes from one ends as if never stopped."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ class Accumulating(Model):
 
 
 class Validating(Model):
-    """Is told to end amid the validation after a step."""
+    """Gets SIGTERM during the validation that follows a step."""
 
     def __init__(self, told_after=None):
         super().__init__()

@@ -224,7 +224,7 @@ class Judge:
             # What is in the memory of another machine alone can't be followed, and clocks are off by so much.
             return True
         runs = one.run, other.run
-        if runs[0] is not runs[1] and one.until > other.at:
+        if runs[0] is not runs[1] and min(one.until, one.run.process.ended_at) > other.at:
             # A process that was stopped in its call: of calls that overlap, either may pass for the later one.
             return True
         overlap = runs[0].process.ended_at > runs[1].began and runs[1].process.ended_at > runs[0].began

@@ -145,7 +145,7 @@ def refuse_misspelt(dirpath: str) -> None:
     if text in ("None", "null") or (url_scheme(text) is None and "://" in text):
         # As of str(None), or of quotes that an env file kept: else it would be a folder of the working directory.
         raise InvalidNameError("it is no folder or URL", hint="write it as s3://bucket/prefix, without quotes")
-    misspelt = _MISSPELT_S3.match(text_of(dirpath))
+    misspelt = _MISSPELT_S3.match(text)
     if misspelt:
         raise InvalidNameError("it is not an S3 URL", hint=f"write s3://{misspelt['rest'].lstrip('/')}")
     misspelt = _MISSPELT.match(text_of(dirpath))
