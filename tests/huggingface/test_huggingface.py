@@ -71,6 +71,14 @@ def test_a_killed_trainer_resumes_bit_identically(train, tmp_path, args, die_aft
     assert (state["global_step"], len(state["rng"])) == (last, ranks)
 
 
+def test_a_resumed_trainer_goes_on_with_its_own_saves(train):
+    args = {**EVALUATED, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    assert train("both", args=args, die_after=6) == [None]
+    (resumed,) = train("both", args=args)
+    assert resumed["from"] == [6, "memory"]
+    assert resumed["left"] == ["checkpoint-24"]
+
+
 @pytest.mark.parametrize(
     "saves",
     [

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options)
         self._engine = Checkpointer(self.config, logger=logger)
         self._args: TrainingArguments | None = None
+        #: An entry for each of the Trainer's callbacks that has a state, as its own checkpoints have them.
+        self._callbacks: dict[str, Any] = {}
         #: The folder that the Trainer resumes from, until it has.
         self._folder: Path | None = None
         #: Where the step that has just ended goes; empty where it is not saved.
@@ -117,7 +119,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 where = {"tier": found.tier, "key": found.name, "step": found.step}
                 mmap = found.content is not None
                 state = Trust.of(self.config, None).read(file, found.name, where, map_location="cpu", mmap=mmap)
-                _write_folder(folder, state, found.name)
+                _write_folder(folder, state, found.name, self._callbacks)
             return folder
 
         answer = self._engine.load_by(path, read)
@@ -128,8 +130,8 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------- what the Trainer calls
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002
-        """Takes note of the Trainer's arguments."""
-        self._args = args
+        """Takes note of the Trainer's arguments, and of which of its callbacks have states."""
+        self._args, self._callbacks = args, _without_states(state.stateful_callbacks)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
         """Tries what saves will need, before the first batch.
@@ -221,7 +223,9 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             "scheduler": kw["lr_scheduler"].state_dict(),
             **({} if scaler is None else {"scaler": scaler.state_dict()}),
             "rng": rng,
-            "trainer_state": json.dumps(asdict(replace(state, stateful_callbacks={}))),
+            "trainer_state": json.dumps(
+                asdict(replace(state, stateful_callbacks=_without_states(state.stateful_callbacks)))
+            ),
             "global_step": state.global_step,
             "epoch": int(state.epoch or 0),
         }
@@ -253,8 +257,19 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             )
 
 
-def _write_folder(folder: Path, state: Any, name: str) -> None:
+def _without_states(callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry for each callback that has a state; of several of one class, the Trainer makes a list."""
+    return {name: [] if isinstance(state, list) else {} for name, state in callbacks.items()}
+
+
+def _write_folder(folder: Path, state: Any, name: str, callbacks: Mapping[str, Any]) -> None:
     """Writes a checkpoint as the Trainer reads it; what was in the folder is removed.
+
+    Args:
+        folder: Where.
+        state: The checkpoint.
+        name: Its name.
+        callbacks: An entry for each callback that has a state: the Trainer's own saves fail where one is missing.
 
     Raises:
         RestoreError: It is not one of a Trainer.
@@ -274,4 +289,6 @@ def _write_folder(folder: Path, state: Any, name: str) -> None:
     ranks = state["rng"]
     for rank, rng in enumerate(ranks):
         torch.save(as_taken(rng), folder / (f"rng_state_{rank}.pth" if len(ranks) > 1 else "rng_state.pth"))
-    (folder / TRAINER_STATE_NAME).write_text(state["trainer_state"])
+    trainer_state = json.loads(state["trainer_state"])
+    trainer_state["stateful_callbacks"] = {**callbacks, **trainer_state["stateful_callbacks"]}
+    (folder / TRAINER_STATE_NAME).write_text(json.dumps(trainer_state))
