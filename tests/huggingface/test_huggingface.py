@@ -79,6 +79,14 @@ def test_a_resumed_trainer_goes_on_with_its_own_saves(train):
     assert resumed["left"] == ["checkpoint-24"]
 
 
+def test_a_resumed_trainer_that_looks_for_its_batch_size_begins_again_where_it_resumed(train):
+    args = {"auto_find_batch_size": True, "max_steps": 12}
+    assert train("short", args=args, die_after=6) == [None]
+    (answer,) = train("short", args=args, short_after=8)
+    assert answer["began"] == [6, 6]
+    assert answer["left"] == []
+
+
 @pytest.mark.parametrize(
     "saves",
     [

@@ -63,6 +63,20 @@ class Death(TrainerCallback):
             die()
 
 
+class Shortage(TrainerCallback):
+    """Memory runs out once, in the step after one; notes from where the training begins, each time."""
+
+    began = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.began.append(state.global_step)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == told.get("short_after"):
+            told["short_after"] = None
+            raise RuntimeError("CUDA out of memory.")
+
+
 class Stop(TrainerCallback):
     """Ends the training by the evaluation of an epoch, as EarlyStoppingCallback does."""
 
@@ -84,7 +98,8 @@ def by_trainer():
         **{"save_strategy": "no", **told.get("args", {})},
     )
     data = Examples()
-    trainer = Trainer(gpt2(), args, train_dataset=data, eval_dataset=data, callbacks=[tiered, Death(), Stop()])
+    callbacks = [tiered, Death(), Shortage(), Stop()]
+    trainer = Trainer(gpt2(), args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
     folder = tiered.restore()
     trainer.train(resume_from_checkpoint=folder)
     restored = tiered.checkpointer.restored
@@ -92,6 +107,7 @@ def by_trainer():
         "weights": digest(trainer.model),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "evaluated": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        "began": Shortage.began,
         "from": restored and (restored.step, restored.tier),
         "left": os.listdir(told["output_dir"]) if os.path.isdir(told["output_dir"]) else [],
     }

@@ -91,7 +91,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Makes a checkpoint folder for ``trainer.train(resume_from_checkpoint=...)``; every rank calls this.
 
         The checkpoint is verified, and written in the Trainer's own layout below ``output_dir`` of each node, where
-        it stays until the first step has ended.
+        it stays until the first step has ended; with ``auto_find_batch_size``, until training has.
 
         Args:
             path: ``tiered:latest``, a name, or a path or URL.
@@ -168,13 +168,17 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     on_epoch_begin = on_step_begin
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
-        """Notes what is due; removes what was restored, which all ranks of the node have read by now."""
+        """Notes what is due; removes what was restored, which all ranks of the node have read by now.
+
+        With ``auto_find_batch_size`` a step that finds no memory has the Trainer begin once more, from there.
+        """
         self._due = tiers_at(state.global_step, self.config)
         if not self._is_prepared and state.is_world_process_zero:
             # The optimizer has its state now.
             self._engine.prepare(size_here(kw["model"], [getattr(kw["optimizer"], "optimizer", kw["optimizer"])]))
         self._is_prepared = True
-        self._remove_folder(args)
+        if not args.auto_find_batch_size:
+            self._remove_folder(args)
         if state.is_world_process_zero:
             self._engine.poll()
 
