@@ -29,7 +29,7 @@ def train(tmp_path, memory_dir, monkeypatch):
         }
         jobs = [{"options": options, "output_dir": str(tmp_path / folder / "out"), "loop": "trainer", **job}] * ranks
         answers = launch(tmp_path, jobs, worker=WORKER)
-        if "die_after" not in job:
+        if not {"die_after", "die_evaluating"} & set(job):
             assert None not in answers, said(tmp_path, answers.index(None))
         return answers
 
@@ -85,6 +85,24 @@ def test_a_resumed_trainer_that_looks_for_its_batch_size_begins_again_where_it_r
     (answer,) = train("short", args=args, short_after=8)
     assert answer["began"] == [6, 6]
     assert answer["left"] == []
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        {"save_strategy": "epoch", "load_best_model_at_end": True, "save_total_limit": 2},
+        pytest.param({}, marks=pytest.mark.matrix),
+    ],
+    ids=["best", "last"],
+)
+def test_the_last_evaluation_is_made_again_where_it_was_killed(train, saves):
+    args = {**BY_EPOCH, **saves}
+    (whole,) = train("whole", args=args)
+    assert train("killed", args=args, die_evaluating=12) == [None]
+    (resumed,) = train("killed", args=args)
+    assert resumed["from"] == [11, "memory"]
+    for what in ("weights", "losses", "evaluated", "left"):
+        assert resumed[what] == whole[what], what
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,10 @@ class Death(TrainerCallback):
         if state.global_step == told.get("die_after"):
             die()
 
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if state.global_step == told.get("die_evaluating"):
+            die()
+
 
 class Shortage(TrainerCallback):
     """Memory runs out once, in the step after one; notes from where the training begins, each time."""

@@ -182,14 +182,17 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             self._engine.poll()
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
-        """Saves the last step of a training, before the Trainer may put the best weights in place of the last."""
-        if control.should_training_stop or state.global_step >= state.max_steps:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Saves the last step of a training, before the Trainer may put the best weights in place of the last.
+
+        Where that does not happen, or the Trainer saves the step as well, this waits for the evaluation of the epoch.
+        """
+        if args.load_best_model_at_end and not control.should_save and _ends(state, control):
             self._save_last(state, **kw)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
-        """As :meth:`on_epoch_end`, where only the evaluation after an epoch has ended the training."""
-        if control.should_training_stop:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """As :meth:`on_epoch_end`, once the epoch is evaluated, which may have ended the training."""
+        if args.load_best_model_at_end and _ends(state, control):
             self._save_last(state, **kw)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
@@ -259,6 +262,11 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 found.content.step,
                 "memory" if found.held else "durable",
             )
+
+
+def _ends(state: TrainerState, control: TrainerControl) -> bool:
+    """Whether no step follows."""
+    return bool(control.should_training_stop or state.global_step >= state.max_steps)
 
 
 def _without_states(callbacks: Mapping[str, Any]) -> dict[str, Any]:
