@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -140,7 +140,7 @@ class TieredStorage(Storage):  # type: ignore[misc]
             raise OSError(errno.ENOTSUP, f"{src_path} is not a folder of files written by this storage")
         # Their writer does not come back to them, whatever becomes of them here.
         self._written = {path: data for path, data in self._written.items() if path not in files}
-        if name in self._names():
+        if self._is_taken(name):
             raise FileExistsError(errno.EEXIST, f"there is a checkpoint {name} at {self._config.dirpath}")
         state = {
             FILES: {str(path.relative_to(src_path)): _tensor(data) for path, data in files.items()},
@@ -216,9 +216,26 @@ class TieredStorage(Storage):  # type: ignore[misc]
 
     def _names(self) -> set[str]:
         session = self._config.checkpointer.session
+        return self._held() | session.known.all(session.config.durable_timeout_s)
+
+    def _held(self) -> set[str]:
+        """The names that are in memory alone: what it has of the others may be waiting for its removal."""
+        session = self._config.checkpointer.session
         held = [each.part for each in session.open().tier.parts() if each.part.place == session.place]
-        # What memory has of the others may be waiting for its removal.
-        return {part.name for part in held if not part.durable} | session.known.all(session.config.durable_timeout_s)
+        return {part.name for part in held if not part.durable}
+
+    def _is_taken(self, name: str) -> bool:
+        """Whether a save must not take a name, as far as that is known: training does not stop for a silent server."""
+        try:
+            return name in self._names()
+        except StoreError as error:
+            self._config.checkpointer.session.log.warning(
+                "could not check whether there is a checkpoint %s on the durable tier, and saves it all the same, in"
+                " place of one that may be there: %s",
+                name,
+                error,
+            )
+            return name in self._held()
 
     def _load(self, name: str) -> dict[str, torch.Tensor] | None:
         """The files of a checkpoint, found anew; None where there is none of theirs."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import launch, said
+from support.launch import free_port, launch, said
 from support.tenants import mounted_tmpfs
 
 pytest.importorskip("torch_checkpointing", reason="pip install -c constraints.txt '.[torch-checkpointing]'")
@@ -101,6 +101,22 @@ def test_a_save_that_has_no_room_does_not_stop_training(tmp_path):
         assert not storage.exists(Path("tmp_step_1"))
         assert config.create_storage().ls(Path()) == ["step_2"]
         config.close()
+
+
+def test_a_server_that_does_not_answer_does_not_stop_training(memory_dir, monkeypatch):
+    """As after a restart in an outage: which names are taken there, nothing tells."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    options = {"memory_dir": memory_dir, "endpoint_url": endpoint, "durable_timeout_s": 1, "pending_timeout_s": 1}
+    config = TieredStorageConfig("s3://bucket/run", {**options, "drain": "thread"}, s3_every_n_steps=10)
+    storage = config.create_storage()
+    write(storage, "step_1", a=b"one")
+    write(storage, "step_2", a=b"two")
+    with pytest.raises(FileExistsError):
+        write(storage, "step_2", a=b"other")
+    assert config.create_storage().read(Path("step_2/a")) == b"two"
+    config.close()
 
 
 def test_what_is_refused_is_not_held(config):
