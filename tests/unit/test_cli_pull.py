@@ -10,7 +10,7 @@ from support.draining import Node
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli import app, pulling
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 
@@ -45,6 +45,25 @@ def test_a_restart_reads_from_memory_what_was_pulled(run, memory_dir):
     (held,) = (namespace_root(memory_dir, document["namespace"])).glob("saves/*/*/step=5.ckpt")
     held.write_bytes(b"?" * held.stat().st_size)
     assert "pulled step=5.ckpt" in command("pull", run, "step=5.ckpt", "--memory-dir", memory_dir).stdout
+    assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
+
+
+def test_a_pull_beside_another_finds_what_that_has_brought(run, memory_dir, monkeypatch):
+    """As where each task of a node runs it."""
+    pull, fetch, others = ("pull", run, "--memory-dir", memory_dir), pulling.fetch_chunk, []
+
+    def late(*arguments):
+        if not others:
+            others.append(None)
+            others[0] = command(*pull)
+        fetch(*arguments)
+
+    monkeypatch.setattr(pulling, "fetch_chunk", late)
+    assert [command(*pull).exit_code, others[0].exit_code] == [0, 0]
+    (root,) = (path for path in namespace_root(memory_dir, "x").parent.iterdir() if path.name != "before")
+    assert [len(MemoryTier(root).parts()), len(os.listdir(root / "slots"))] == [1, 0], (
+        "nothing is left of what it had brought itself"
+    )
     assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
 
 

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.chunks import fetch_chunk
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.inventory.durable import find
@@ -139,8 +139,16 @@ def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
                 opened = held.enter_context(place.open())
                 views |= {entry.path: opened[entry.basename] for entry in part.content.files}
             yield views
-        for place in places:
-            place.keep()
+        for part, place in zip(parts, places, strict=True):
+            try:
+                place.keep()
+            except MemoryFullError:
+                raise
+            except MemoryTierError:
+                # Another process has brought it meanwhile, such as this command in another task of the node.
+                if not _has(tier, part):
+                    raise
+                place.drop()
     except BaseException:
         for place in places:
             place.drop()
