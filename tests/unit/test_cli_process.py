@@ -88,6 +88,24 @@ def test_a_pipe_that_nothing_reads_is_silent(dirpath, memory_dir):
         assert end(process) == (141, None, "")
 
 
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_stream_that_is_closed_changes_no_status(dirpath, closed):
+    for command in ("ls", "verify"):
+        line = [
+            "sh",
+            "-c",
+            f'exec "$@" {closed}>&-',
+            "sh",
+            sys.executable,
+            "-m",
+            "tiered_checkpoint_io",
+            command,
+            dirpath,
+        ]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        assert (done.returncode, done.stderr, "c[/b].ckpt" in done.stdout) == (0, "", closed == 2)
+
+
 def test_errors_are_one_line_and_have_a_status(dirpath, tmp_path):
     status, out, err = end(start("ls", str(tmp_path / "no\nwhere")))
     assert (status, out, err.count("\n")) == (1, "", 1)

@@ -79,6 +79,7 @@ app.command("schema")(schema.schema)
 
 def main() -> None:
     """Runs a command and ends the process; an error is one line on stderr. For the statuses see above."""
+    _open_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A SystemExit, for which typer says nothing of its own; a drain installs another handler.
         signal.signal(signal.SIGINT, _interrupt)
@@ -99,6 +100,13 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)
     raise SystemExit(status)
+
+
+def _open_streams() -> None:
+    """Opens what the caller has closed: else its place would go to the next file, and what is said there into that."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _interrupt(*_: object) -> None:
