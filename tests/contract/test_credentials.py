@@ -9,17 +9,20 @@ import pytest
 from support.clocks import quick
 from support.draining import Node
 from support.fault_proxy import refuse
+from support.training import Runs
 
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain import environment
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.environment import announcement, differs, elsewhere
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.errors import DrainError, StoreAccessError, StoreError
+from tiered_checkpoint_io.errors import DrainError, StoreAccessError, StoreConfigError, StoreError
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 LOG = logging.getLogger("test")
 #: For a process on a busy machine.
 PATIENCE_S = 120
+PAST, FUTURE = "2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z"
 
 
 @pytest.fixture
@@ -120,11 +123,13 @@ class Keys:
         proxy.plan = lambda *_: self.act
         self.write("OLD")
 
-    def write(self, key=None):
+    def write(self, key=None, command=None, **facts):
         key, secret = key or self.server.access_key, self.server.secret_key
         if self.source == "process":
-            (self.folder / "config").write_text(f"[default]\ncredential_process = cat {self.folder}/keys\n")
-            (self.folder / "keys").write_text(json.dumps({"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret}))
+            command = command or f"cat {self.folder}/keys"
+            (self.folder / "config").write_text(f"[default]\ncredential_process = {command}\n")
+            given = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret, **facts}
+            (self.folder / "keys").write_text(json.dumps(given))
         else:
             text = f"[{self.profile or 'default'}]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
             (self.folder / "credentials").write_text(text)
@@ -182,6 +187,38 @@ def test_other_keys_are_taken_up_where_the_old_ones_are_refused(source, status, 
     assert proxy.counts["put"] == store.metrics.snapshot()["requests.put"] == 3
     store.put("x", b"3")
     assert proxy.counts["put"] == 4, "the new ones are kept"
+
+
+@pytest.mark.parametrize("facts", [{"Expiration": PAST}, {"Expiration": PAST, "command": "no-such-program"}])
+def test_a_program_that_gives_none_that_are_good_is_an_error_until_it_does(facts, keys_of, open_store, proxy):
+    keys = keys_of("process")
+    keys.write(**{**facts, "command": None})
+    store = open_store()
+    # It is run again for each request: what it gave had expired.
+    keys.write(**facts)
+    with pytest.raises(StoreAccessError, match="credentials could not be renewed"):
+        store.put("x", b"1")
+    assert proxy.counts["put"] == 0
+    keys.write(Expiration=FUTURE)
+    store.put("x", b"2")
+    assert proxy.counts["put"] == 1
+
+
+def test_a_program_that_is_not_there_is_an_error_of_the_configuration(keys_of, open_store):
+    keys_of("process").write(command="/no/such/program")
+    with pytest.raises(StoreConfigError, match="no S3 client can be made: .*/no/such/program"):
+        open_store()
+
+
+@pytest.mark.parametrize("facts", [{"Expiration": PAST}, {"command": "/no/such/program"}])
+def test_training_goes_on_without_credentials(facts, keys_of, proxy, s3_url, memory_dir, tmp_path):
+    keys_of("process").write(**facts)
+    runs = Runs(s3_url, memory_dir, tmp_path)
+    io = runs.io(endpoint_url=proxy.endpoint_url, preflight="warn")
+    callback = TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=2)
+    with pytest.warns(UserWarning, match=r"names of this run may repeat.*(could not be renewed|no S3 client)"):
+        trainer, _ = runs.fit(callback, io=io, max_steps=3, ckpt_path=None)
+    assert (trainer.global_step, dict(proxy.counts)) == (3, {})
 
 
 def test_threads_whose_requests_are_refused_at_once_change_over_together(keys_of, open_store, proxy):

@@ -233,6 +233,23 @@ def test_what_may_pass_is_one_warning_with_the_deadline(server, runs, proxy):
     )
 
 
+def test_a_program_for_credentials_that_is_silent_is_one_warning(runs, tmp_path, monkeypatch):
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    ends = tmp_path / "ends"
+    command = f"sh -c 'while ! [ -e {ends} ]; do sleep 0.05; done'"
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {command}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    try:
+        with hurried(preflight_s=1.0):
+            trainer, error, said = fit(runs, memory_steps=False)
+    finally:
+        ends.touch()
+    assert (error, trainer.global_step) == (None, 3)
+    (line,) = said
+    assert "no answer within 1 s" in line
+
+
 def test_not_asking_for_the_checkpoint_that_is_there_is_one_warning(runs):
     def hints(said):
         return [line for line in said if "ckpt_path" in line]

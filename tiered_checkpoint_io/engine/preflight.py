@@ -219,29 +219,29 @@ def _asked(session: Session, ask: Callable[[Store], _T]) -> _T:
         # Over before the first attempt is.
         retry_deadline_s=-1.0,
     )
-    store = open_store(session.config, session.dirpath, clock=Clock(bounds, session.clock.rng))
     ended: list[tuple[_T | None, Exception | None]] = []
 
     def run() -> None:
         try:
-            ended.append((ask(store), None))
+            # A program that gives credentials may be as silent as a server.
+            store = open_store(session.config, session.dirpath, clock=Clock(bounds, session.clock.rng))
+            with contextlib.closing(store):
+                ended.append((ask(store), None))
         except Exception as error:
             ended.append((None, error))
-        finally:
-            store.close()
 
     thread = session.clock.start(run, "tiered-preflight")
     session.clock.join(thread, seconds)
     if not ended:
         raise StoreUnavailableError(
-            f"no answer within {seconds:.0f} s", operation="preflight", key=store.url, hint="check the network"
+            f"no answer within {seconds:.0f} s", operation="preflight", key=session.dirpath, hint="check the network"
         )
     answer, failed = ended[0]
     if isinstance(failed, TieredCheckpointError):
         raise failed
     if failed is not None:
         text = f"{type(failed).__name__}: {failed}"
-        raise StoreUnavailableError(text, operation="preflight", key=store.url) from failed
+        raise StoreUnavailableError(text, operation="preflight", key=session.dirpath) from failed
     return answer  # type: ignore[return-value]
 
 

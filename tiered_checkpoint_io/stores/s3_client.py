@@ -283,6 +283,7 @@ class S3Client:
         if body is not None:
             request["Body"] = stream = Body(body, sent)
         try:
+            self._connection.refresh(client)
             answer = getattr(client, method)(**request)
             return answer if receive is None else receive(answer)
         except CLIENT_ERRORS as error:

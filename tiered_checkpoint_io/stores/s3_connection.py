@@ -20,7 +20,7 @@ import botocore.exceptions
 import botocore.session
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import StoreConfigError
+from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError
 
 
 def configured_endpoint(profile: str | None) -> str | None:
@@ -80,7 +80,8 @@ class Connection:
         self._looked_at = -clock.timing.credentials_again_s + clock.monotonic()
         try:
             self.client = self._client_of(self._session())
-        except (botocore.exceptions.BotoCoreError, ValueError) as error:
+        # OSError: the program that gives credentials can't be run, for one.
+        except (botocore.exceptions.BotoCoreError, ValueError, OSError) as error:
             hint = "check profile, region and endpoint_url"
             raise StoreConfigError(
                 f"no S3 client can be made: {error}", operation="connect", key=url, hint=hint
@@ -93,6 +94,27 @@ class Connection:
                 key=url,
                 hint="see AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and the profile; credentials go elsewhere",
             )
+
+    def refresh(self, client: Any) -> None:
+        """Has a client get new credentials where those that it has are about to expire.
+
+        Raises:
+            StoreAccessError: They can't be had, for a reason for which botocore has no error of its own.
+            BotoCoreError, ClientError: As botocore says it.
+        """
+        try:
+            _keys(client._get_credentials())
+        except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
+            raise
+        except Exception as error:
+            # A program that gives what has expired, or no JSON; a file with a token that is not there: botocore passes
+            # on whatever that raises.
+            raise StoreAccessError(
+                f"credentials could not be renewed: {error}",
+                operation="connect",
+                key=self._url,
+                hint="see the program or file that gives them; they are asked for again at the next request",
+            ) from error
 
     def renewed(self, refused: Any) -> bool:
         """Whether ``client`` has other credentials by now than ``refused``, a client whose credentials were refused.
@@ -112,7 +134,7 @@ class Connection:
                 if found is None or found == _keys_of(refused):
                     return False
                 client = self._client_of(session)
-            except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, ValueError):
+            except Exception:
                 # Half written, or not to be had just now: the refusal is what counts.
                 return False
             self.client = client
@@ -144,5 +166,5 @@ def _keys_of(client: Any) -> Any:
     """What a client signs with; None where it has no credentials, or such as can't be renewed."""
     try:
         return _keys(client._get_credentials())
-    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
+    except Exception:
         return None
