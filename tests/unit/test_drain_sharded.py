@@ -284,6 +284,42 @@ class Refusing:
         return getattr(self._store, name)
 
 
+class Keeping(Refusing):
+    """A store that removes nothing."""
+
+    def delete(self, key):
+        raise StoreAccessError("no")
+
+    def delete_if(self, key, expected):
+        self.delete(key)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_save_is_durable_whether_or_not_what_it_replaced_can_be_removed(world_size, nodes, store):
+    node = nodes[0]
+
+    def save(number):
+        options = {"world_size": world_size, "suffix": f"-{number}"}
+        ops = [node.part("step_1", number, rank, **options) for rank in range(world_size)]
+        return dict.fromkeys(ops, "committed")
+
+    first = save(1)
+    assert drain(node).run(once=True)
+    later = [save(2), save(3)]
+    assert drain(node, Keeping(store)).run(once=True)
+    # What is to go is a request of its own, by the id of the save that was replaced; one after the other.
+    assert node.states() == {**first, **later[0], **later[1], op_id(1): "failed"}
+    assert [each.action for each in node.queue.look(node.tier)] == ["delete", "delete"]
+    assert pending(node) == []
+    assert named(store) and left(store)
+    save(4)
+    assert drain(node).run(once=True)
+    assert node.queue.look(node.tier) == []
+    assert set(node.states().values()) == {"committed"}
+    assert readable(store, "step_1") is not None
+    assert left(store) == []
+
+
 class Killing(Refusing):
     def list(self, prefix):
         """Its drain is killed as it clears up behind a commit."""

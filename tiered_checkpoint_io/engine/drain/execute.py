@@ -7,6 +7,7 @@ rarely, until a bound; neither holds up later saves.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.begun import Begun
 from tiered_checkpoint_io.engine.drain.deltas import Deltas
 from tiered_checkpoint_io.engine.drain.events import note
+from tiered_checkpoint_io.engine.drain.left_over import remove_later
 from tiered_checkpoint_io.engine.drain.operations import NAMING, RETENTION, SAVES, Outcome, Request, State, superseded
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
@@ -167,7 +169,10 @@ class Executor:
                     return fate
                 if fate == "sent" and (rows := self._gather(store, part, timeout_s)) is None:
                     return "waits"
-            fate = commit.commit(store, part, files, rows, journal=journal, progress=self._progress, clock=self.clock)
+            left = functools.partial(remove_later, self.queue, self.queued, self.log, part)
+            fate = commit.commit(
+                store, part, files, rows, journal=journal, progress=self._progress, remove_later=left, clock=self.clock
+            )
         if fate != "replaced" and not is_alone:
             queued = [each for each in self.queue.look(self.tier) if each.action in SAVES]
             busy = {each.name for each in queued if ids.save_id_of_op(each.op_id) > part.save_id}

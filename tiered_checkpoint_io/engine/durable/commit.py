@@ -40,7 +40,7 @@ from tiered_checkpoint_io.engine.durable.aliases import removal_of
 from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, exists, repeated
 from tiered_checkpoint_io.engine.durable.names import gone_past, is_committed
-from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Removal, Section
 from tiered_checkpoint_io.errors import ManifestError, StoreError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -125,6 +125,7 @@ def commit(
     *,
     journal: UploadJournal | None = None,
     progress: _Progress = None,
+    remove_later: Later = None,
     clock: Clock = SYSTEM,
 ) -> Fate:
     """Makes a checkpoint exist, whose other parts have all arrived.
@@ -136,6 +137,7 @@ def commit(
         rows: All parts, by rank, as :class:`Arrivals` found them; not needed where there is only this one.
         journal: The one of :func:`put_part`; cleared at the end.
         progress: See :meth:`Store.upload`.
+        remove_later: See :meth:`Removal.finish`.
         clock: Tells how long a save of another run has waited.
 
     Returns:
@@ -154,7 +156,7 @@ def commit(
     old = manifests.current(part.name)
     fate: Fate = "sent"
     if is_committed(old, part):
-        Removal.noted(part.name, note).finish(store, note)
+        Removal.noted(part.name, note).finish(store, note, remove_later)
         fate = "committed"
     elif gone_past(old, part, clock) or _was_replaced(old, part, journal):
         return "replaced"
@@ -195,9 +197,9 @@ def commit(
             removal = removal_of(manifests, old)
         else:
             removal = Removal.of(store, part.name, others, but=stays)
-        removal.note(note)
+        removal = removal.noted_of(old, note)
         manifests.put(replace(new, reserved=manifests.reserved(part.name)))
-        removal.finish(store, note)
+        removal.finish(store, note, remove_later)
     if journal is not None:
         journal.clear()
     return fate

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from tiered_checkpoint_io.engine.durable.files import paths_in, read_description, read_index
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact
-from tiered_checkpoint_io.errors import ManifestError, StoreChangedError, StoreNotFoundError
+from tiered_checkpoint_io.errors import ManifestError, StoreChangedError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Part
+from tiered_checkpoint_io.model.manifest import Content, Manifest, Part
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 from tiered_checkpoint_io.stores.fallbacks import conditional
 
 #: The section of an operation's journal that says what is to go.
 REMOVAL = "removal"
+#: Takes what could not be removed, and why; whether it sees to that.
+Later: TypeAlias = "Callable[[Removal, StoreError], bool] | None"
 _NO_TAGS: Mapping[str, str | None] = MappingProxyType({})
 
 
@@ -86,12 +88,14 @@ class Removal:
         objects: Keys of files that the manifest listed itself.
         saves: Saves whose index lists their files; the index goes last, so that a later try finds the list.
         tags: Of keys that other saves may write to as well, what is to go there; None where there is nothing.
+        replaced: The save that had the name, where another one took it.
     """
 
     owner: str
     objects: tuple[str, ...] = ()
     saves: tuple[str, ...] = ()
     tags: Mapping[str, str | None] = field(default_factory=dict)
+    replaced: str = ""
 
     @classmethod
     def of(cls, store: Store, owner: str, contents: Collection[Content], *, but: Iterable[str] = ()) -> Removal:
@@ -106,9 +110,10 @@ class Removal:
     def noted(cls, owner: str, note: Section) -> Removal:
         """What an earlier try noted; nothing where it did not get so far."""
         state: Any = note.read() or {}
-        # One that an earlier release noted has no tags.
+        # One that an earlier release noted has no tags, and tells no save.
         objects, saves, tags = (state.get(key, ()) for key in ("objects", "saves", "tags"))
-        return cls(state.get("owner", owner), tuple(objects), tuple(saves), dict(tags))
+        owner, replaced = state.get("owner", owner), str(state.get("replaced", ""))
+        return cls(owner, tuple(objects), tuple(saves), dict(tags), replaced)
 
     @property
     def is_empty(self) -> bool:
@@ -121,8 +126,27 @@ class Removal:
         else:
             note.write(asdict(self))
 
-    def finish(self, store: Store, note: Section) -> None:
-        """Removes what no save has taken since, and forgets the note."""
+    def noted_of(self, old: Manifest | None, note: Section) -> Removal:
+        """The same, noted with the save that had the name."""
+        removal = replace(self, replaced=old.content.save_id if old is not None else "")
+        removal.note(note)
+        return removal
+
+    def finish(self, store: Store, note: Section, later: Later = None) -> None:
+        """Removes what no save has taken since, and forgets the note.
+
+        Where that fails, ``later`` is called, if it is given; whether it takes care of that.
+        """
+        try:
+            self._carry_out(store)
+        except StoreChangedError:
+            raise
+        except StoreError as error:
+            if later is None or not later(self, error):
+                raise
+        note.clear()
+
+    def _carry_out(self, store: Store) -> None:
         if not self.is_empty:
             # A note may be older than a save that has taken the same name since.
             manifest = current(store, self.owner)
@@ -133,7 +157,6 @@ class Removal:
                 for save_id in self.saves:
                     if all(content.save_id != save_id for content in own):
                         remove_save(store, self.owner, save_id, live, self.tags)
-        note.clear()
 
 
 def delete_all(store: Store, keys: Iterable[str]) -> None:
