@@ -124,7 +124,7 @@ class OverlappedCapture(Callback):
         """What nothing but an optimizer's step changes before :meth:`_wait` is called; nothing for an eager save."""
         trainer = self._trainer
         state = trainer.state
-        is_training = state.stage == RunningStage.TRAINING and state.status == TrainerStatus.RUNNING
+        is_training = state.stage is RunningStage.TRAINING and state.status is TrainerStatus.RUNNING
         if self._session.is_preempted:
             # No training follows that it could overlap, and all cores are free for it.
             return []

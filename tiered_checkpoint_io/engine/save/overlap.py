@@ -82,7 +82,7 @@ class Overlapped:
     def begin(self) -> None:
         """Notes the witnesses; the copy may begin on another thread."""
         self._versions, self.addresses = _versions(self.tensors), _addresses(self.tensors)
-        self._samples = list(_samples(self.tensors))
+        self._samples = list(_samples(self.tensors, self.addresses))
         if not all(map(attrgetter("is_cpu"), self.tensors)):
             for device in set(map(attrgetter("device"), self.tensors)):
                 if device.type == "cuda":
@@ -155,7 +155,7 @@ class Overlapped:
         what = ""
         if (_versions(self.tensors), _addresses(self.tensors)) != (self._versions, self.addresses):
             what = "a parameter, or an optimizer's tensor, was written to before the next optimizer step"
-        elif list(_samples(self.tensors)) != self._samples:
+        elif list(_samples(self.tensors, self.addresses)) != self._samples:
             what = "a parameter, or an optimizer's tensor, changed while it was copied"
         elif not all(map(torch.equal, self._expected, map(_bytes_of, self.tensors))):
             what = f"a parameter, or an optimizer's tensor, is not what it was when the save began ({CHECK})"
@@ -277,12 +277,12 @@ def _apart(
     # A training waits for this, and nearly all are kept: what is the same, or begins at the same place, is not looked
     # at any closer.
     same = set(map(id, kept))
-    others = [_storage_of(each) for each in found if id(each) not in same]
-    others = [storage for storage in others if storage.data_ptr() not in addresses]
-    if not others:
+    others = [each for each in found if id(each) not in same]
+    storages = [_storage_of(each) for each in others if each.data_ptr() not in addresses]
+    if not storages:
         return {}
     identities = _storages(kept)
-    return {storage._cdata: storage for storage in others if storage._cdata not in identities}
+    return {storage._cdata: storage for storage in storages if storage._cdata not in identities}
 
 
 def _storage_of(found: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
@@ -297,14 +297,14 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
-def _samples(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
-    """A few bytes from the middle of some tensors' storages."""
-    for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
-        if tensor.is_cpu:
-            storage = tensor.untyped_storage()
-            nbytes = storage.nbytes()
+def _samples(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Iterator[bytes]:
+    """A few bytes from the middle of some tensors, which begin at these addresses."""
+    step = max(1, len(tensors) // _SAMPLES)
+    for tensor, address in zip(tensors[::step], addresses[::step], strict=True):
+        if tensor.is_cpu and tensor.is_contiguous():
+            nbytes = tensor.nbytes
             length = min(_SAMPLE_BYTES, nbytes)
-            yield ctypes.string_at(storage.data_ptr() + (nbytes - length) // 2, length)
+            yield ctypes.string_at(address + (nbytes - length) // 2, length)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,10 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
 _COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
 _STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
+#: Control characters, and the backslash.
+_UNPRINTED = re.compile(r"[\x00-\x1f\x7f\\]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_NO_COMPONENTS = {"", ".", ".."}
 _LAST = re.compile(r"(?:^|[/_-])last(?:-v\d+)?(?:\.[^/.]*)?\Z")
 #: A file system allows 255 bytes for one component; the manifest's key adds its suffix.
 _MAX_COMPONENT_BYTES = 255 - len(MANIFEST_SUFFIX)
@@ -37,21 +41,22 @@ def validate_name(name: str) -> str:
     """
     problem: str | None = None
     parts = name.split("/")
+    # Asked at each save: nothing here goes through the characters one by one.
     if not name:
         problem = "is empty"
-    elif any(ord(char) < 32 or ord(char) == 127 for char in name) or "\\" in name:
+    elif _UNPRINTED.search(name):
         problem = "has control characters or a backslash"
     elif name.startswith("/") or url_scheme(name) is not None:
         problem = "is not relative to dirpath"
-    elif any(part in ("", ".", "..") for part in parts):
+    elif not _NO_COMPONENTS.isdisjoint(parts):
         problem = "has an empty, '.' or '..' component"
     elif parts[0] == META_PREFIX.rstrip("/"):
         problem = f"lies in the reserved folder {META_PREFIX!r}"
-    elif any("\ud800" <= char <= "\udfff" for char in name):
+    elif _SURROGATE.search(name):
         problem = "is not valid Unicode"
     elif len(name.encode()) > _MAX_NAME_BYTES:
         problem = f"is longer than {_MAX_NAME_BYTES} bytes"
-    elif any(len(part.encode()) > _MAX_COMPONENT_BYTES for part in parts):
+    elif len(name) * 4 > _MAX_COMPONENT_BYTES and max(map(len, map(str.encode, parts))) > _MAX_COMPONENT_BYTES:
         problem = f"has a component of more than {_MAX_COMPONENT_BYTES} bytes"
     if problem:
         raise InvalidNameError(
