@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -104,6 +106,15 @@ class Unpicklable(Callback):
     # Its state can't be saved at one step; rank 0 alone saves what is not sharded.
     def state_dict(self):
         return {"lock": threading.Lock()} if trainer.global_step == told["unpicklable"] else {}
+
+
+class Undescribed(Callback):
+    # Its state holds, at one step, a sharded tensor whose mesh has no names.
+    def state_dict(self):
+        if trainer.global_step != told["undescribed"]:
+            return {}
+        mesh = init_device_mesh("cpu", (told["ranks"],))
+        return {"mean": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}
 
 
 def stall(seconds):
@@ -200,6 +211,7 @@ if __name__ == "__main__":
         strategy=strategy,
         callbacks=callbacks
         + ([average] if told.get("average") else [])
+        + ([Undescribed()] if "undescribed" in told else [])
         + ([Unpicklable()] if "unpicklable" in told else []),
         max_steps=told["steps"],
         accelerator="cpu",

@@ -106,6 +106,14 @@ def test_a_weight_that_changes_beside_a_sharded_capture_fails_the_save_on_all_ra
 
 
 @pytest.mark.matrix
+def test_a_callbacks_sharded_tensor_that_cannot_be_described_fails_the_save_and_training_goes_on(fit, tmp_path):
+    answers = fit(9, undescribed=4, on_save_error="warn")
+    assert [sorted(answer["losses"]) for answer in answers] == [list(range(9))] * 2
+    assert "saving step=4.ckpt failed on ranks [0, 1]: a callback's state holds a sharded tensor" in said(tmp_path, 0)
+    assert (tmp_path / "durable" / "step=8.ckpt" / ".metadata").exists()
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("staging", ["eager", "overlapped"])
 def test_what_rank_0_cannot_pickle_fails_the_save_on_all_ranks_and_training_goes_on(fit, tmp_path, staging):
     answers = fit(9, unpicklable=4, on_save_error="warn", staging=staging)

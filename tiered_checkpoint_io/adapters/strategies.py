@@ -158,10 +158,8 @@ class TieredSharding(_Base):
             return
         self._show()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        rest, sharded = part_off(rest)
         state: dict[str, Any] = {self._model_key: checkpoint["state_dict"]}
         state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
-        state.update({SHARDED: sharded} if sharded else {})
         wait = may_wait and "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer = StrategyWriter(
             self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
@@ -174,6 +172,8 @@ class TieredSharding(_Base):
         }
         begun = None
         try:
+            rest, sharded = part_off(rest)
+            state.update({SHARDED: sharded} if sharded else {})
             if self.is_global_zero:
                 writer.rest = Rest(rest)
             overlap = writer.saver.overlap if writer.seals_in_background else None
