@@ -61,6 +61,17 @@ def test_a_durable_save_that_memory_has_no_room_for(ranks, small, tmp_path, node
     assert all(torch.equal(state["model"][key], value) for key, value in whole.items())
 
 
+@pytest.mark.parametrize("rank", [0, 1], ids=["coordinator", "other rank"])
+def test_memory_that_others_fill_while_a_part_is_sealed_in_the_background_is_no_failure(ranks, memory_dir, rank):
+    """The part is sent without the drain, which has no operation of it to wait for."""
+    save = ["save_behind", 1, {"lacks": rank}]
+    answers = ranks(2, save, ["save", 2], ["wait"], ["load", 1, {"step": 1}], save_to_s3=True, on_save_error="raise")
+    for answer in answers:
+        assert answer[0]["got"]["ended"] == "None"
+        assert [step.get("error") for step in answer] == [None] * 4, [step.get("message") for step in answer]
+        assert answer[3]["got"]["matches"]
+
+
 @pytest.mark.matrix
 def test_what_another_node_sends_and_memory_has_no_room_for_is_there_for_all_ranks_of_the_node(ranks, small):
     """Only one of them receives it."""

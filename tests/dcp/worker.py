@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.errors import DrainError, MemoryFullError
 
 ROWS = 37
 WRITERS = {}
@@ -368,8 +368,8 @@ def die(job, rank):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save_behind(job, seed, fails=None, dies=None, **more):
-    """Our ``async_save``; a rank may fail, or be killed, while it seals behind that."""
+def save_behind(job, seed, fails=None, dies=None, lacks=None, **more):
+    """Our ``async_save``; a rank may fail, be killed, or find no room for its part, while it seals behind that."""
     from tiered_checkpoint_io import dcp as ours
 
     rows = more.pop("rows", ROWS)
@@ -383,6 +383,8 @@ def save_behind(job, seed, fails=None, dies=None, **more):
             raise OSError("this rank's memory is gone")
         if rank == dies:
             os.kill(os.getpid(), signal.SIGKILL)
+        if rank == lacks:
+            raise MemoryFullError("no space for the part's folder", operation="commit", tier="memory")
         return commit(*args, **kwargs)
 
     mine._shared.session.open().tier.commit = sealed

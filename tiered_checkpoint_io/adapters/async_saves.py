@@ -64,18 +64,23 @@ class AsyncSave(Future[Any]):
         """How long to wait for it, seconds: it ends by ``wait_timeout_s`` itself, and a little later reports so."""
         return float(self._session.config.wait_timeout_s) + self._session.clock.timing.future_slack_s
 
-    def follow(self, sealing: Future[None] | None, op_id: str | None, value: Any) -> None:
-        """Ends, with ``value`` or an error, once this rank's part is sealed and the drain's operation has ended."""
+    def follow(self, sealing: Future[str | None] | None, op_id: str | None, value: Any) -> None:
+        """Ends, with ``value`` or an error, once this rank's part is sealed and the drain's operation has ended.
+
+        Args:
+            sealing: The background task that seals it, and gives the operation; None where it is sealed.
+            op_id: The operation of a part that is sealed; None where there is none.
+            value: What the save gives.
+        """
         if sealing is None and op_id is None:
             self.set_result(value)
             return
 
         def wait() -> None:
             try:
-                if sealing is not None:
-                    sealing.result(self._session.config.wait_timeout_s)
-                if op_id is not None:
-                    self._wait_for(op_id)
+                uploads = op_id if sealing is None else sealing.result(self._session.config.wait_timeout_s)
+                if uploads is not None:
+                    self._wait_for(uploads)
                 self.set_result(value)
             except BaseException as error:
                 self.set_exception(error)

@@ -201,7 +201,7 @@ def async_save(
     """
     writer = storage_writer or TieredStorageWriter(**options)
     groups = {"process_group": process_group, "replication_group": replication_group}
-    sealing: Future[None] | None = None
+    sealing: Future[str | None] | None = None
     op_id: str | None = None
     saved: Any = None
     before, writer.seals_in_background = writer.seals_in_background, True

@@ -71,9 +71,10 @@ class CoordinatedSaver:
         #: The save that this process finished in the background, and that other ranks may still be sealing.
         self._finished: SaveFacts | None = None
         self._agreeing: SaveFacts | None = None
-        #: The result of the background task of the last save, where it has one.
-        self.sealing: Future[None] | None = None
-        #: The drain's operation that uploads this rank's part of the last save; None where none does.
+        #: The background task of the last save, where it has one: its result is the :attr:`op_id` of the sealed part.
+        self.sealing: Future[str | None] | None = None
+        #: The drain's operation that uploads this rank's part of the last save; None where none does. A part that is
+        #: sealed in the background may still find no room, and be sent without the drain.
         self.op_id: str | None = None
         self.overlap: Overlap | None = None
         self._why_eager = OF_PARTS
@@ -349,7 +350,7 @@ class CoordinatedSaver:
             captured.part.give_back()
 
     # ------------------------------------------------------------------------------------ inside
-    def _seal(self, captured: _Captured) -> None:
+    def _seal(self, captured: _Captured) -> str | None:
         part, lost = captured.part, self._session.background.lost
         try:
             part.seal(captured.small() if captured.small is not None else None)
@@ -360,6 +361,7 @@ class CoordinatedSaver:
             raise
         self._session.background.saved(part.facts.name, durable=part.facts.durable)
         part.prepare_next()
+        return part.op_id
 
     def _report(self, captured: _Captured, *, wait: bool = False) -> None:
         part = captured.part
