@@ -20,6 +20,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     unreplaced,
 )
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import Server
 
@@ -63,6 +64,22 @@ def test_a_look_at_the_outcomes_costs_what_is_new(queue, tmp_path, monkeypatch):
         queue.finish(ended(number, "committed"))
         assert [each.state for each in trainer.outcomes()[-2:]] == ["committed"] * min(number, 2)
     assert len(parsed) == 200
+
+
+def test_a_look_at_what_is_queued_costs_what_is_new(queue, memory_dir, monkeypatch):
+    """A durable tier may be away for days: aliases and deletes pile up, and training waits for these looks."""
+    parsed, parse = [], module._parsed
+    monkeypatch.setattr(module, "_parsed", lambda kind, raw: (parsed.append(raw), parse(kind, raw))[1])
+    tier = MemoryTier.open(memory_dir, "job")
+    queue.finish(ended(1, "skipped"))
+    compared, is_equal = [], Request.__eq__
+    monkeypatch.setattr(Request, "__eq__", lambda one, other: (compared.append(one), is_equal(one, other))[1])
+    for number in range(2, 102):
+        queue.submit(delete(number, f"{number}.ckpt"))
+        assert len(queue.look(tier)) == number - 1
+        assert queue.doable(tier) == [], "they wait for a save that is committed"
+    assert sum("target" in each for each in parsed) == 100
+    assert len(compared) <= 200
 
 
 # ------------------------------------------------------------------------------------------ order

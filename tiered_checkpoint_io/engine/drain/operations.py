@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from tiered_checkpoint_io.model import ids
@@ -44,6 +44,11 @@ class Request(AtPlace):
     target: str = ""
     stored: StoredPart | None = field(default=None, repr=False, compare=False)
     server: Server | None = None
+
+    def known(self, here: Place | None) -> Request:
+        """The same, with the server that :meth:`Place.known` tells."""
+        server = self.place.known(here).server
+        return self if server is self.server else replace(self, server=server)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class Queue:
         self.heard = self._log.heard
         self._outcomes: tuple[bytes, list[Outcome]] = b"", []
         self._understood: dict[str, tuple[Any, Outcome | None]] = {}
+        self._requests: dict[str, tuple[Any, Request]] = {}
         self._notes: dict[str, Note] = {}
         self._said, self._last = b"", DrainProgress()
 
@@ -114,7 +115,13 @@ class Queue:
 
     def requests(self) -> list[Request]:
         """What is queued, in order; what this release does not understand has the action ``unknown``."""
-        return [_request(op_id, raw) for op_id, raw in sorted(self._log.entries(_REQUEST).items())]
+        # While the durable tier is away, some thousand may be, and each save and each look at progress reads them.
+        known, entries = self._requests, sorted(self._log.entries(_REQUEST).items())
+        self._requests = understood = {
+            op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _request(op_id, raw))
+            for op_id, raw in entries
+        }
+        return [each for _, each in understood.values()]
 
     def look(self, tier: MemoryTier) -> list[Request]:
         """All that waits for the drain, in order."""
@@ -124,14 +131,14 @@ class Queue:
         parts = [stored for stored in tier.parts() if stored.pending]
         newest = max((stored.op_id for stored in parts), default="")
         requests = [each for each in self.requests() if each.op_id in seen or each.op_id < newest]
-        return operations_of(parts, [replace(each, server=each.place.known(tier.place).server) for each in requests])
+        return operations_of(parts, [each.known(tier.place) for each in requests])
 
     def doable(self, tier: MemoryTier) -> list[Request]:
         """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
         operations = self.look(tier)
-        held = held_back(operations, unreplaced(self.outcomes()))
+        held = {each.op_id for each in held_back(operations, unreplaced(self.outcomes()))}
         # A save that is under way may set them free as well, and then they are waited for.
-        return [operation for operation in operations if operation not in held]
+        return [operation for operation in operations if operation.op_id not in held]
 
     # ------------------------------------------------------------------------------------ drains
     def announced(self) -> dict[str, str]:
