@@ -81,6 +81,29 @@ def test_a_durable_save_that_memory_has_no_room_for(job, small, request, tmp_pat
     assert [(answer["same"], answer["step"]) for answer in got(elsewhere)] == [(True, 4)] * 2
 
 
+def test_ranks_of_one_node_whose_memory_has_room_for_one_shard_alone(job, small):  # noqa: F811
+    """The shard that fits waits in the queue for the other one, which must not wait for that queue."""
+    small("a")
+    half = {"save_to_s3": True, "spill_dir": None, "sync": True, "wait": False, "large": 500_000}
+    first, _, second, waited, _, loaded = job(
+        2,
+        ["save_local", 1, {**half, "only": [0]}],
+        ["meet"],
+        ["save_local", 1, {**half, "only": [1]}],
+        ["wait"],
+        ["meet"],
+        ["load_local", 1, {"large": 500_000}],
+        nodes="aa",
+        wait_timeout_s=40,
+        on_save_error="raise",
+    )
+    assert got(first)[0]["tiers"] == ["durable", "memory"]
+    assert got(second)[1]["tiers"] == ["durable"]
+    assert got(second)[1]["seconds"] < 20
+    got(waited)
+    assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 1)] * 2
+
+
 @pytest.mark.matrix
 def test_a_shard_that_does_not_come_holds_up_nobody_for_long(job, small, tmp_path):  # noqa: F811
     small("a")

@@ -16,7 +16,7 @@ from support.draining import Node, names, readable
 from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain import client, queue
+from tiered_checkpoint_io.engine.drain import news, queue
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
@@ -70,13 +70,13 @@ def test_a_trainer_starts_it_waits_for_it_and_leaves_it(node, store, handle_of):
 
 
 def test_each_outcome_is_told_once_and_none_is_remembered_for_ever(node, handle_of, monkeypatch):
-    monkeypatch.setattr(client, "_SEEN", 4)
+    monkeypatch.setattr(news, "_SEEN", 4)
     monkeypatch.setattr(queue, "_KEEP", 2)
     handle, told = handle_of(node), []
     for number in range(1, 21):
         node.queue.finish(Outcome(op_id(number), "save", f"{number}.ckpt", number, "committed"))
         told += [outcome.step for outcome in handle.news()[0]]
-        assert len(handle._seen) <= 5
+        assert len(handle._news._seen) <= 5
     assert told == [*range(1, 21)]
 
 
@@ -111,6 +111,27 @@ def test_a_killed_drain_is_started_again(node, store, handle_of):
     pid = handle.progress().pid
     os.kill(pid, signal.SIGKILL)
     assert handle.wait(node.save("b.ckpt", b"B"), 60).state == "committed"
+    assert handle.progress().pid != pid
+
+
+def test_one_that_has_died_is_kept_up_only_where_work_is_left(node, store, handle_of):
+    handle = handle_of(node, clock=Clock(Timing(respawn_s=0.05)))
+    node.save("0.ckpt", b"0")
+    handle.keep_up()
+    assert not handle._running(), "one that was never started has not died"
+    handle.start()
+    handle.wait(node.save("a.ckpt", b"A"), 60)
+    pid = handle.progress().pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not handle._running(), "it is dead")
+    handle.keep_up()
+    assert not handle._running(), "there is nothing to do"
+    node.save("b.ckpt", b"B")
+    handle.leave_by = time.monotonic() + 60
+    handle.keep_up()
+    assert not handle._running(), "the process is told to end"
+    handle.leave_by = None
+    until(lambda: handle.keep_up() or readable(store, "b.ckpt") == b"B", "it is started again")
     assert handle.progress().pid != pid
 
 

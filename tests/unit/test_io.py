@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,28 @@ def test_the_drain_outlives_a_killed_trainer(s3_url, make, memory_dir, tmp_path)
     io.checkpointer.wait(30)
     wipe(memory_dir)
     assert torch.equal(io.load_checkpoint("tiered:latest")["w"], torch.arange(3_000_000.0))
+
+
+@pytest.mark.parametrize("told_by", ["saves of memory alone", "looks for outcomes"])
+def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save(tmp_path, make, told_by):
+    """The next may come an hour later, and the node may be gone by then."""
+    engine = make(str(tmp_path), drain="process", memory_keep_last=1).checkpointer
+    engine.save(state(1), "a.ckpt")
+    pid = engine.progress().drain.pid
+    # As where it dies amid the upload, for want of memory.
+    os.kill(pid, signal.SIGSTOP)
+    engine.save(state(2), "b.ckpt", wait=False)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while engine.is_pending("b.ckpt"):
+        assert time.monotonic() < deadline
+        if told_by == "looks for outcomes":
+            engine.poll()
+        else:
+            engine.save(state(3), "c.ckpt", tiers=["memory"])
+        time.sleep(0.05)
+    assert torch.load(tmp_path / "b.ckpt")["global_step"] == 2
+    assert engine.progress().drain.pid != pid
 
 
 def test_the_thread_drain_does_the_same(tmp_path, make):

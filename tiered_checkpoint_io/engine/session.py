@@ -100,8 +100,7 @@ class Session:
         self._asked: Counter[str] = Counter()
         self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
         self._unshown: list[SaveError] = []
-        self._standing, self._trouble = Standing(), ""
-        self.last_tensors = LastTensors()
+        self._standing, self._trouble, self.last_tensors = Standing(), "", LastTensors()
         self.claims = Claims(
             config,
             self.log,
@@ -251,7 +250,8 @@ class Session:
     def _look_for_outcomes(self) -> None:
         if self._opened is None:
             return
-        fresh, trouble = self._looking(self._opened.drain.news, (list[Outcome](), ""))
+        news = functools.partial(self._opened.drain.news, keeps_up=self._leads)
+        fresh, trouble = self._looking(news, (list[Outcome](), ""))
         self._unread.extend(fresh)
         for outcome in fresh:
             failure = say_outcome(self.log, outcome, self.config, leads=self._leads)
@@ -396,5 +396,5 @@ class Session:
         if self._raises:
             if isinstance(error, SaveError):
                 raise error
-            known = step if step >= 0 else None
-            raise SaveError(f"saving {name} failed: {error}", operation="save", key=self.dirpath, step=known) from error
+            text, known = f"saving {name} failed: {error}", step if step >= 0 else None
+            raise SaveError(text, operation="save", key=self.dirpath, step=known) from error

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.environment import differs, elsewhere
 from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, try_lock
+from tiered_checkpoint_io.engine.drain.news import News
 from tiered_checkpoint_io.engine.drain.operations import (
     SAVES,
     Outcome,
@@ -33,10 +34,6 @@ from tiered_checkpoint_io.memory.private import write_atomic, write_over
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-
-#: So many outcomes that were returned are remembered before those go that the log has forgotten: a few times what it
-#: keeps.
-_SEEN = 2048
 
 
 class DrainHandle:
@@ -64,11 +61,9 @@ class DrainHandle:
         self.leave_by: float | None = None
         self._spawned_at = 0.0
         self._respawn_wait = clock.timing.respawn_s
-        outcomes = self.queue.outcomes()
-        self._seen = {(outcome.op_id, outcome.state) for outcome in outcomes}
+        self._news = News(self.queue)
         #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
-        self._earlier = {outcome.op_id: outcome.finished for outcome in outcomes if outcome.state == "failed"}
-        self._heard: tuple[bytes | None, str] = None, ""
+        self._earlier = {each.op_id: each.finished for each in self.queue.outcomes() if each.state == "failed"}
         tier.bell = self.queue.ring
 
     # ----------------------------------------------------------------------------------- life
@@ -134,6 +129,13 @@ class DrainHandle:
             self._thread = self._clock.start(functools.partial(self._run, self._drain), "tiered-drain")
             return
         self._child = start_process(self._root, self._log)
+
+    def keep_up(self) -> None:
+        """Starts again a drain that has died with work left, where this process had one run."""
+        if self._trainer_lock is None or self.leave_by is not None or self._foreign() or self._running():
+            return
+        if self.pending():
+            self.ensure()
 
     def close(self, *, timeout_s: float) -> None:
         """Leaves the drain to itself. A thread ends after its queue is empty, or at the timeout."""
@@ -237,7 +239,7 @@ class DrainHandle:
                 lost = Outcome(op_id, "save", "?", -1, "failed", error, "DrainError", finished=self._clock.wall())
                 outcome = self.queue.outcome_in_file(op_id) or lost
             if outcome is not None and not (outcome.state == "committed" and is_pending):
-                self._seen.add((op_id, outcome.state))
+                self._news.was_told(outcome)
                 return outcome
             self._check_drain()
             # The time that is left is for the job's last checkpoint.
@@ -267,13 +269,15 @@ class DrainHandle:
                 raise self._fails(f"{first.name} did not reach the durable tier: {first.error}", first.name)
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
-    def make_way(self, name: str, timeout_s: float, next_id: Callable[[], str]) -> None:
+    def make_way(self, name: str, save_id: str, timeout_s: float, next_id: Callable[[], str]) -> None:
         """Waits until the drain does nothing with a name, and will not: the caller is about to write to it directly.
 
-        An earlier save of the name whose other parts have not come is given up.
+        An earlier save of the name whose other parts have not come is given up. Parts of the caller's own save, which
+        other ranks of this node have queued, are not waited for: their commit waits for the caller's.
 
         Args:
             name: The checkpoint's name.
+            save_id: The caller's save.
             timeout_s: For how long, seconds.
             next_id: Makes the id of a request.
 
@@ -284,6 +288,7 @@ class DrainHandle:
         for _ in self._looks(timeout_s):
             operations = self.queue.look(self._tier)
             held = held_back(operations, unreplaced(self.queue.outcomes()))
+            operations = [each for each in operations if ids.save_id_of_op(each.op_id) != save_id]
             mine = [each for each in operations if name in (each.name, each.target)]
             # A delete that is held back is of an earlier save, and may stay; but a save that is queued may set it free.
             may_free = SAVES if any(each in held for each in mine) else ()
@@ -304,19 +309,19 @@ class DrainHandle:
                 raise self._fails(f"earlier work on {name} has not reached the durable tier: {error}", name)
         raise self._too_slow(f"earlier work on {name}", timeout_s)
 
-    def news(self) -> tuple[list[Outcome], str]:
-        """Outcomes that this process has not returned yet, and :attr:`DrainProgress.trouble`."""
-        heard = self.queue.heard()
-        if heard == self._heard[0]:
-            return [], self._heard[1]
-        outcomes = self.queue.outcomes()
-        fresh = [outcome for outcome in outcomes if (outcome.op_id, outcome.state) not in self._seen]
-        self._heard = heard, self.progress().trouble
-        self._seen.update((outcome.op_id, outcome.state) for outcome in fresh)
-        if len(self._seen) > _SEEN:
-            # Those that the log has forgotten do not come again.
-            self._seen.intersection_update([(outcome.op_id, outcome.state) for outcome in outcomes])
-        return fresh, self._heard[1]
+    def news(self, *, keeps_up: bool = False) -> tuple[list[Outcome], str]:
+        """Outcomes that this process has not returned yet, and :attr:`DrainProgress.trouble`.
+
+        Args:
+            keeps_up: Whether it also sees to :meth:`keep_up`: the next save that would may come an hour later.
+        """
+        if keeps_up:
+            try:
+                self.keep_up()
+            except OSError as error:
+                # Out of descriptors or processes, for one: the next look tries again.
+                self._log.error("the drain has died, and could not be started again: %s", error)
+        return self._news.tell()
 
     # ---------------------------------------------------------------------------------- inside
     def _looks(self, timeout_s: float) -> Iterator[None]:
@@ -371,11 +376,7 @@ class DrainHandle:
         hint = f"last error: {progress.last_error or 'none'}; {self._last_words()}"
         is_leaving = self.leave_by is not None and self._clock.monotonic() > self.leave_by
         when = "when this process has to end" if is_leaving else f"after {timeout_s:.0f} s"
-        return self._error(
-            f"{what} not durable {when} ({done})",
-            self._config.dirpath,
-            hint,
-        )
+        return self._error(f"{what} not durable {when} ({done})", self._config.dirpath, hint)
 
     def _error(self, text: str, key: str, hint: str, *, tier: str = "durable") -> DrainError:
         return DrainError(text, operation="drain", tier=tier, key=key, hint=hint)

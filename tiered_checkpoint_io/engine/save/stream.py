@@ -70,7 +70,8 @@ class Stream:
             StoreError, TieredCheckpointError: The durable tier refused it.
         """
         session, part = self._session, self._part
-        session.open().drain.make_way(part.name, float(session.config.wait_timeout_s), session.save_ids.next)
+        timeout_s = float(session.config.wait_timeout_s)
+        session.open().drain.make_way(part.name, part.save_id, timeout_s, session.save_ids.next)
         if part.content.parts > 1:
             self._check(put_part(session.durable(), part, files, journal=self._journal, clock=session.clock))
 

@@ -1,0 +1,37 @@
+"""What has become of a process' operations, each told once."""
+
+from __future__ import annotations
+
+from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain.queue import Queue
+
+#: So many outcomes that were told are remembered before those go that the log has forgotten: a few times what it keeps.
+_SEEN = 2048
+
+
+class News:
+    """Outcomes that were not told yet; those that were there before are none."""
+
+    def __init__(self, queue: Queue) -> None:
+        """Takes what is written by the drain."""
+        self._queue = queue
+        self._seen = {(outcome.op_id, outcome.state) for outcome in queue.outcomes()}
+        self._heard: tuple[bytes | None, str] = None, ""
+
+    def tell(self) -> tuple[list[Outcome], str]:
+        """Outcomes that were not told yet, and :attr:`DrainProgress.trouble`."""
+        heard = self._queue.heard()
+        if heard == self._heard[0]:
+            return [], self._heard[1]
+        outcomes = self._queue.outcomes()
+        fresh = [outcome for outcome in outcomes if (outcome.op_id, outcome.state) not in self._seen]
+        self._heard = heard, self._queue.progress().trouble
+        self._seen.update((outcome.op_id, outcome.state) for outcome in fresh)
+        if len(self._seen) > _SEEN:
+            # Those that the log has forgotten do not come again.
+            self._seen.intersection_update([(outcome.op_id, outcome.state) for outcome in outcomes])
+        return fresh, self._heard[1]
+
+    def was_told(self, outcome: Outcome) -> None:
+        """Takes note of one that somebody has waited for."""
+        self._seen.add((outcome.op_id, outcome.state))
