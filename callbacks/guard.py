@@ -134,8 +134,8 @@ class StrategyGuard(Callback):
             CheckpointNotFoundError: There is none.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
-        sentinels = (ids.LATEST, ids.LAST, ids.LAST_URL)
-        if io is None or trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path not in sentinels:
+        # Whatever form of "the newest" it has: that of "best" is another for each callback.
+        if io is None or trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is None:
             return
         if io.found_nothing:
             raise CheckpointNotFoundError(

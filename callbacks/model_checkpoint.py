@@ -215,7 +215,7 @@ class TieredModelCheckpoint(DurableEnd):
             EndOfTraining.join(trainer)
         self._io = io
         self._ask_exists = True
-        if ids.parse_best_url(self.best_model_path) is not None:
+        if stage == "fit" and ids.parse_best_url(self.best_model_path) is not None:
             self.best_model_path = ""
         # Upstream looks into the folder here; ours holds many checkpoints by design, and is remote.
         self.dirpath = NOWHERE
@@ -353,19 +353,24 @@ class TieredModelCheckpoint(DurableEnd):
     def _save_memory_step(self, trainer: Trainer) -> None:
         step = trainer.global_step
         tiers = tiers_for_step(step, self.memory_every_n_train_steps, self.s3_every_n_train_steps)
-        # A durable step that upstream has put off or skipped is still saved to memory.
-        if "memory" in tiers and not (self._should_skip_saving_checkpoint(trainer) or self._saved(trainer, step)):
+        # A durable step that upstream has put off or skipped is still saved to memory. On one that is due in memory by
+        # itself, it is not enough that weights alone are saved: there is nothing to resume from in them.
+        whole = "memory" in tiers_for_step(step, self.memory_every_n_train_steps, None)
+        if "memory" in tiers and not (trainer.fast_dev_run or self._saved(trainer, step, whole=whole)):  # type: ignore[attr-defined]
             self._last_memory_step = step
             name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"
             self._save_state(trainer, name, "memory")
 
-    def _saved(self, trainer: Trainer, step: int) -> bool:
-        """Whether this step is saved already, by this callback or another of its kind.
+    def _saved(self, trainer: Trainer, step: int, *, whole: bool = False) -> bool:
+        """Whether this step is saved already, by this callback or another of its kind; ``whole``: not by weights alone.
 
         Gradient accumulation shows the same step for several batches.
         """
-        siblings = self._siblings(trainer)
-        return any(step in (each._last_global_step_saved, each._last_memory_step) for each in siblings)
+        return any(
+            step == each._last_memory_step
+            or (step == each._last_global_step_saved and not (whole and each.save_weights_only))
+            for each in self._siblings(trainer)
+        )
 
     def _siblings(self, trainer: Trainer) -> list[TieredModelCheckpoint]:
         """The trainer's callbacks of this kind, this one included."""

@@ -309,6 +309,35 @@ def test_the_best_by_step_is_found_by_a_process_that_has_not_trained(runs):
     assert trainer.io.checkpointer.restored.step == 20
 
 
+@pytest.mark.parametrize("asked", ["best", Path("tiered:latest")], ids=str)
+def test_nothing_is_evaluated_where_there_is_no_checkpoint(runs, asked):
+    # Weights alone are nothing to resume from; without a monitor, the newest of the others is the best.
+    runs.fit(TieredModelCheckpoint(save_weights_only=True), ckpt_path=None)
+    trainer = runs.trainer([TieredModelCheckpoint(save_weights_only=True)])
+    for _ in range(2):
+        with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint to resume from"):
+            trainer.test(Model(), ckpt_path=asked, verbose=False)
+
+
+def test_weights_alone_do_not_push_what_to_resume_from_out_of_memory(runs):
+    # Three of weights alone are saved at step 10, and memory keeps two checkpoints.
+    watched = [("score", "min"), ("score", "max"), ("step", "max")]
+    best = [
+        TieredModelCheckpoint(
+            s3_every_n_train_steps=10, save_weights_only=True, monitor=monitor, mode=mode, filename=f"{monitor}-{mode}"
+        )
+        for monitor, mode in watched
+    ]
+    runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=4, save_top_k=0), *best, stop_at=11)
+    assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 8
+
+
+def test_a_step_of_weights_alone_is_saved_to_memory_as_well(runs):
+    both = TieredModelCheckpoint(memory_every_n_train_steps=5, s3_every_n_train_steps=5, save_weights_only=True)
+    runs.fit(both, stop_at=11)
+    assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 10
+
+
 class OutOfDescriptors(Callback):
     """From one step to another, the process has none left."""
 

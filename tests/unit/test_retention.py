@@ -29,9 +29,12 @@ def save_id(number, run=1):
     return ids.save_id(RUNS[run], number)
 
 
-def part(number, rank=0, run=1, *, size=10, pending=False, replicated=False, name="", dirpath="d", payload="local"):
+def part(
+    number, rank=0, run=1, *, size=10, pending=False, replicated=False, name="", dirpath="d", payload="local", **more
+):
     name = name or f"step_{number}"
-    content = Content(save_id(number, run), number, -1, payload, 1.0, 2, {}, (FileEntry(f"{name}/x", size, 10, ()),))
+    files = (FileEntry(f"{name}/x", size, 10, ()),)
+    content = Content(save_id(number, run), number, -1, payload, 1.0, 2, {}, files, **more)
     return StoredPart(Part(name, rank, content, dirpath, pending), Path(f"/saves/{number}/{rank}"), False, replicated)
 
 
@@ -241,3 +244,10 @@ def test_the_newest_safe_copy_of_a_rank_goes_only_if_a_newer_save_is_safe(told, 
         if safe == newest_safe:
             assert any(copy in left for copy in mine if copy.save_id == safe)
         assert len([copy for copy in left if copy.part.rank == rank]) <= keep + 1
+
+
+def test_weights_alone_do_not_replace_what_training_can_resume_from():
+    held = [part(1), part(2), part(3, resumable=False), part(4, resumable=False)]
+    for keep, gone in ((1, {1, 3}), (2, {1, 3}), (3, {1})):
+        assert {each.part.content.step for each in removable(held, scope(), keep, all_complete(held, scope()))} == gone
+    assert {each.part.content.step for each in room_for(20, held, scope())} == {1, 3}

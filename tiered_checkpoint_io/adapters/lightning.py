@@ -265,6 +265,7 @@ class TieredCheckpointIO(CheckpointIO):
         # Upstream's function does the same, but torch takes none for DTensors.
         place: Any = "cpu" if map_location is None else map_location
         if self._is_scratch(path):
+            self.found_nothing = False
             found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(str(path), place)
             return found
         state: dict[str, Any] = self.checkpointer.load(

@@ -107,7 +107,8 @@ def removable(
 
     A part that waits for the durable tier stays, and so does all that is as new as the newest complete save, or
     newer: other ranks may be finishing it. The newest save that is safe with peers stays until a newer one is. A
-    save that memory will never hold completely is of no use once there is a newer one, and goes.
+    save that memory will never hold completely is of no use once there is a newer one, and goes. Weights alone do
+    not replace the newest that training can resume from.
 
     Args:
         held: The parts in memory.
@@ -130,6 +131,11 @@ def removable(
         and (evidence.covers_earlier_runs or scope.of_this_run(each))
     ]
     kept = set(evidence.completed[-keep:])
+    resumable = {each.save_id for each in covered if each.part.content.resumable}
+    if not kept & resumable:
+        known = resumable.intersection(evidence.completed) or resumable.intersection(each.save_id for each in older)
+        if known:
+            kept = {max(known), *evidence.completed[len(evidence.completed) - keep + 1 :]}
     if len(kept) < keep:
         others = sorted({each.save_id for each in older} - kept)
         kept.update(others[len(kept) - keep :])
@@ -142,7 +148,8 @@ def room_for(
 ) -> list[StoredPart]:
     """The parts to remove, the oldest saves first, so that ``missing`` bytes come free; none where that is not enough.
 
-    The newest save of this durable tier stays whatever happens, and the newest that is safe with peers.
+    The newest save of this durable tier that training can resume from stays whatever happens, or else the newest; and
+    the newest that is safe with peers.
 
     Args:
         missing: Bytes.
@@ -153,7 +160,8 @@ def room_for(
     candidates = [each for each in held if scope.may_make_room(each)]
     own = [each for each in candidates if each.part.place == scope.place]
     kept = {*retained, *_newest_safe(own), *(each.save_id for each in candidates if each.pending)}
-    kept.add(max((each.save_id for each in own), default=""))
+    resumable = [each for each in own if each.part.content.resumable]
+    kept.add(max((each.save_id for each in resumable or own), default=""))
     removed: list[StoredPart] = []
     for save_id in sorted({each.save_id for each in candidates} - kept):
         if sum(each.part.content.size for each in removed) >= missing:
