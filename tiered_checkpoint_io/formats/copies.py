@@ -7,7 +7,7 @@ bytes stand about 128 bytes of the zip file, and optimizers keep a number for ea
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections import deque
 from typing import Any, cast
 
 import numpy as np
@@ -86,10 +86,20 @@ class Copies:
         )
         self._cuts = np.searchsorted(pieces, np.arange(-(-self._size // piece) + 1)).tolist()
 
-    def long(self, piece: int) -> Iterable[tuple[int, int, int]]:
-        """Of a piece, by its number: where to and from where how many bytes go, but for short stretches."""
+    @property
+    def calls(self) -> int:
+        """How many stretches are copied by calls of their own."""
+        return len(self._columns[0])
+
+    def copy_long(self, piece: int, away: int = 0) -> None:
+        """Copies all but the short stretches of a piece, by its number, to ``away`` bytes beyond the buffer's own."""
         start, end = self._cuts[piece : piece + 2]
-        return zip(*(column[start:end] for column in self._columns), strict=True)
+        targets, sources, lengths = (column[start:end] for column in self._columns)
+        if away:
+            targets = [target + away for target in targets]
+        # No line of Python for each, of which there may be thousands. A call releases the interpreter lock, unlike a
+        # copy between memoryviews.
+        deque(map(ctypes.memmove, targets, sources, lengths), 0)
 
     def has_short(self, chunk: int) -> bool:
         """Whether :meth:`copy_short` copies anything of a chunk, by its number."""

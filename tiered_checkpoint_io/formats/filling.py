@@ -25,6 +25,8 @@ from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
 #: it, large enough that threads seldom wait for the interpreter lock.
 _PIECE = 512 << 10
 _MAX_THREADS = 8
+#: Where stretches are shorter, bytes, one thread is faster than two.
+_WORTH_A_THREAD = 20 << 10
 _ASKED_AT_ONCE = 256
 _CPU = torch.device("cpu")
 
@@ -126,6 +128,7 @@ class StorageRegions(Sequence[StorageRegion]):
         storages: The storages.
         starts: From which of its bytes on.
         devices: All devices that they are on.
+        addresses: Where each storage lies, if that was just asked.
     """
 
     offsets: np.ndarray[Any, np.dtype[np.int64]]
@@ -133,6 +136,7 @@ class StorageRegions(Sequence[StorageRegion]):
     storages: Sequence[torch.UntypedStorage]
     starts: np.ndarray[Any, np.dtype[np.int64]]
     devices: set[torch.device]
+    addresses: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def __len__(self) -> int:
         return len(self.storages)
@@ -196,6 +200,9 @@ class Filling:
             piece = _PIECE if self._hashed or self._untouched is not None else self._chunk_size
             copies = self._copies_of(plain, piece)
             chunks = chunk_ranges(len(self._view), self._chunk_size)
+            if copies.calls * _WORTH_A_THREAD > len(self._view):
+                # They would wait for each other's calls: the interpreter lock changes hands at each.
+                threads = 1
             digests = in_parallel(lambda chunk: self._fill_chunk(chunk, copies, piece), chunks, threads)
             return tuple(digests) if self._hashed else ()
         finally:
@@ -213,15 +220,16 @@ class Filling:
     def _copies_of(self, regions: Sequence[StorageRegion], piece: int) -> Copies:
         """Notes at which addresses the bytes of each stretch of the file lie."""
         segments = Segments.of(self._segments)
+        storages: Sequence[torch.UntypedStorage]
         if isinstance(regions, StorageRegions):
             storages, lengths, offsets, starts = regions.storages, regions.lengths, regions.offsets, regions.starts
+            asked = regions.addresses
         else:
-            storages = [region.storage for region in regions]
+            storages, asked = [region.storage for region in regions], None
             starts = _integers([region.start for region in regions])
             lengths = _integers([region.nbytes for region in regions])
             offsets = _integers([region.offset for region in regions])
-        sizes, data = _memory_of(storages)
-        _check_sizes(sizes - starts - lengths)
+        data = _addresses_of(storages, starts + lengths) if asked is None else asked
         self._text = np.frombuffer(segments.data, np.uint8)
         lengths = np.concatenate((np.diff(segments.cuts), lengths))
         offsets = np.concatenate((segments.offsets, offsets))
@@ -245,9 +253,7 @@ class Filling:
         for piece in range(begin, begin + length, size):
             end = min(piece + size, begin + length)
             away = 0 if written is None else written.address - (self._base + piece)
-            for target, source, nbytes in copies.long(piece // size):
-                # Releases the interpreter lock, unlike a copy between memoryviews.
-                ctypes.memmove(target + away, source, nbytes)
+            copies.copy_long(piece // size, away)
             if self._arrivals:
                 self._await(piece, end)
             if self._hashed:
@@ -308,15 +314,17 @@ def devices_of(regions: Iterable[Region]) -> set[torch.device]:
     return set(map(attrgetter("storage.device"), regions))
 
 
-def _memory_of(storages: Sequence[torch.UntypedStorage]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The sizes of storages, and their addresses."""
+def _addresses_of(storages: Sequence[torch.UntypedStorage], ends: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where storages lie; UsageError where one has fewer bytes than are copied, which end there."""
     found = np.empty((2, len(storages)), np.int64)
     for start in range(0, len(storages), _ASKED_AT_ONCE):
         # Few at once, so that they are still in the core's cache when the other is asked of them.
         some = storages[start : start + _ASKED_AT_ONCE]
         found[0, start : start + len(some)] = list(map(torch.UntypedStorage.nbytes, some))
         found[1, start : start + len(some)] = list(map(torch.UntypedStorage.data_ptr, some))
-    return found
+    _check_sizes(found[0] - ends)
+    addresses: np.ndarray[Any, np.dtype[np.int64]] = found[1]
+    return addresses
 
 
 def _check_sizes(left: Any) -> None:

@@ -142,11 +142,13 @@ class Layouts:
             self._keep(assembly, key, records)
             last, pickled = Repeat(skeleton, tensors, assembly, records), assembly.data
         records, move, self._last = last.records, last.move, last
-        storages = _chosen(tensors.storages, last.order)
-        if len(storages) != len(records.lengths):
-            storages = tuple([each for each in storages if each.nbytes()])
+        order = last.order
+        if len(order) != len(records.lengths):
+            order = [number for number in order if tensors.sizes[number]]
+        storages, addresses = _chosen(tensors.storages, order), np.array(_chosen(tensors.addresses, order), np.int64)
         starts = np.zeros(len(storages), np.int64)
-        regions = StorageRegions(records.offsets + move, records.lengths, storages, starts, set(tensors.devices))
+        offsets, devices = records.offsets + move, set(tensors.devices)
+        regions = StorageRegions(offsets, records.lengths, storages, starts, devices, addresses)
         self._repeats, self._misses = True, 0
         self._paths, self.size = skeleton.paths, records.size + move
         self.reused += 1

@@ -270,7 +270,6 @@ class Tensors:
         self.offsets: list[int] = []
         self.grads: list[bool] = []
         self.storages: list[torch.UntypedStorage] = []
-        self.identities: list[int] = []
         self.addresses: list[int] = []
         self.sizes: list[int] = []
         self.forms: set[tuple[torch.dtype, torch.device, bool]] = set()
@@ -294,6 +293,11 @@ class Tensors:
             done = numbers.stop
         self._look_at(tensors[done:])
         self._check_memory()
+
+    @functools.cached_property
+    def identities(self) -> list[int]:
+        """What tells the storages apart."""
+        return list(map(attrgetter("_cdata"), self.storages))
 
     def _look_at(self, tensors: tuple[torch.Tensor, ...]) -> None:
         for start in range(0, len(tensors), _AT_ONCE):
@@ -323,7 +327,6 @@ class Tensors:
             ):
                 raise DoubtError("a tensor is of an uncommon kind")
             storages = list(map(torch.Tensor.untyped_storage, some))
-            self.identities += map(attrgetter("_cdata"), storages)
             self.addresses += map(torch.UntypedStorage.data_ptr, storages)
             self.sizes += map(torch.UntypedStorage.nbytes, storages)
             self.storages += storages

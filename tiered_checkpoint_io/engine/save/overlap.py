@@ -98,7 +98,7 @@ class Overlapped:
         regions = image.regions
         if isinstance(regions, StorageRegions):
             storages = [self.copies.get(each._cdata, each) for each in regions.storages]
-            return dataclasses.replace(image, regions=dataclasses.replace(regions, storages=storages))
+            return dataclasses.replace(image, regions=dataclasses.replace(regions, storages=storages, addresses=None))
         found = cast("Sequence[StorageRegion]", regions)
         return dataclasses.replace(
             image, regions=[each._replace(storage=self.copies.get(each.storage._cdata, each.storage)) for each in found]
