@@ -7,7 +7,6 @@ goes on.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -154,9 +153,8 @@ class FullSaver:
         assert overlapped is not None
         try:
             overlapped.stall_s = session.clock.monotonic() - part.started
-            report = part.make_report(background=True)
-            if part.image is None:
-                report = replace(report, size=self._layouts.size)
+            # What is not planned yet is most likely as large as the last one.
+            report = part.make_report(background=True, small=self._layouts.size if part.image is None else 0)
             overlapped.made = session.last_save = report
             self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
             self._tasks.append(session.background.run(part.facts.name, lambda: self._finish(part, overlapped, taken)))
