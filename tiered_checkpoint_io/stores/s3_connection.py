@@ -103,7 +103,7 @@ class Connection:
             BotoCoreError, ClientError: As botocore says it.
         """
         try:
-            _keys(client._get_credentials())
+            _keys(_credentials_of(client))
         except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
             raise
         except Exception as error:
@@ -162,9 +162,15 @@ def _keys(credentials: Any) -> Any:
     return None if credentials is None else credentials.get_frozen_credentials()
 
 
+def _credentials_of(client: Any) -> Any:
+    """Those of a client, which it may renew; None also in a release of botocore that does not tell them."""
+    ask = getattr(client, "_get_credentials", None)
+    return None if ask is None else ask()
+
+
 def _keys_of(client: Any) -> Any:
     """What a client signs with; None where it has no credentials, or such as can't be renewed."""
     try:
-        return _keys(client._get_credentials())
+        return _keys(_credentials_of(client))
     except Exception:
         return None
