@@ -125,12 +125,14 @@ def scan(state: Any, paths: Sequence[tuple[Any, ...]] | None = None) -> Skeleton
         Exception: Whatever pickling raises; or nothing is there where a path leads.
     """
     tensors: list[torch.Tensor] = []
+    # Asked of thousands of tensors: what is the same for all is looked up once.
+    plain, add, mark = torch.Tensor, tensors.append, (tensor_here, ())
 
     def reduced(value: Any) -> Any:
         # Asked of all but plain values and collections, and once of each object.
-        if type(value) is torch.Tensor:
-            tensors.append(value)
-            return tensor_here, ()
+        if type(value) is plain:
+            add(value)
+            return mark
         if isinstance(value, torch.storage.TypedStorage | torch.UntypedStorage):
             raise DoubtError("a storage stands for itself")
         return NotImplemented
