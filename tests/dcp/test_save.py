@@ -201,6 +201,20 @@ def test_ranks_that_mean_different_checkpoints_are_told(ranks):
         assert "give all ranks the same checkpoint_id" in answer[0]["message"]
 
 
+@pytest.mark.parametrize("step", ["save", "save_behind"])
+def test_ranks_that_mean_different_durable_tiers_are_told(ranks, tmp_path, step):
+    """As where each makes a dirpath of the time by itself: their parts would never be one checkpoint."""
+    here, there = str(tmp_path / "run-10-59"), str(tmp_path / "run-11-00")
+    options = {"dirpath": here, "of_rank": {1: {"dirpath": there}}, "save_to_s3": True, "on_save_error": "raise"}
+    answers = ranks(2, [step, 1], ["save", 2, {"dirpath": here}], **options)
+    for answer in answers:
+        said = answer[0].get("message", answer[0])
+        assert f"this rank saves step_1 to {there}, the coordinator to {here}" in said
+        assert "give all ranks the same dirpath" in said
+        assert "got" in answer[1], answer[1]
+    assert not Path(there, ids.manifest_key("step_1")).exists()
+
+
 def test_a_wrong_world_size_is_refused_on_all_ranks(ranks):
     for answer in ranks(2, ["save", 1], world_size=3):
         assert "world_size is 3, but 2 ranks save together" in answer[0]["message"]

@@ -37,6 +37,11 @@ class Settings:
     #: Whether a namespace was named.
     is_named: bool
 
+    @property
+    def durable_dirpath(self) -> str:
+        """The durable tier that was named; empty where none was."""
+        return self.config.dirpath if self.has_durable else ""
+
     def is_durable(self, step: int, save_to_s3: bool | None) -> bool:
         """Whether the save of this step goes to the durable tier."""
         told = self.save_to_s3 if save_to_s3 is None else save_to_s3

@@ -27,7 +27,7 @@ from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, arrived, expect_facts
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, TieredCheckpointError, UsageError
@@ -223,7 +223,13 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         with self._counting("beginning"):
             self._thread.check()
             facts = self.saver.issue(
-                located.name, step=located.step, world_size=len(plans), durable=durable, rank=self._rank, **self.facts
+                located.name,
+                step=located.step,
+                world_size=len(plans),
+                durable=durable,
+                rank=self._rank,
+                dirpath=self.settings.durable_dirpath,
+                **self.facts,
             )
         self._issued = facts
         return [dataclasses.replace(plan, storage_data=facts) for plan in plans]
@@ -326,19 +332,10 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         return shared
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        facts = self._issued or arrived() or plan.storage_data
-        located = self.located
         self._thread.check()
-        if not isinstance(facts, SaveFacts) or facts.name != located.name or facts.step != located.step:
-            meant = facts.name if isinstance(facts, SaveFacts) else "an unknown checkpoint"
-            raise SaveError(
-                f"this rank saves {located.name} (step {located.step}), the coordinator {meant}",
-                operation="save",
-                rank=self._rank,
-                step=located.step,
-                hint="give all ranks the same checkpoint_id and step; if they have them, the planner keeps storage_data"
-                " of earlier saves: switch its plan caching off",
-            )
+        facts = agreed(
+            self._issued or arrived() or plan.storage_data, self.located, self.settings.durable_dirpath, self._rank
+        )
         file = self._plan_file(plan, planner)
         in_memory = self.saver.capture(
             facts,

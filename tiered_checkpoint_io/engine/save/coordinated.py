@@ -133,6 +133,7 @@ class CoordinatedSaver:
         epoch: int = -1,
         metric: tuple[str, float] | None = None,
         resumable: bool = True,
+        dirpath: str = "",
     ) -> SaveFacts:
         """Decides what the ranks of a save have to agree on; called by the coordinator alone.
 
@@ -147,6 +148,7 @@ class CoordinatedSaver:
             epoch: The epoch.
             metric: What a ModelCheckpoint monitored, and its value.
             resumable: Whether training can resume from it.
+            dirpath: The durable tier of all ranks; empty where none is named.
 
         Raises:
             UsageError: Another live run writes to the same dirpath.
@@ -175,6 +177,7 @@ class CoordinatedSaver:
             series=series,
             coordinator=rank,
             resumable=resumable,
+            dirpath=dirpath,
         )
         return admit(session, facts)
 

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.save.small import warn_streamed
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Scope
-from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.errors import MemoryFullError, SaveError
 from tiered_checkpoint_io.memory.parts import StoredPart, check_file_name
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -53,6 +53,7 @@ class SaveFacts:
         coordinator: The rank whose drain commits; -1 where ranks need not know.
         resumable: Whether training can resume from it.
         left_out: Whether it was to go to the durable tier, where too many saves wait: see :func:`admit`.
+        dirpath: The coordinator's durable tier; empty where it names none, or ranks need not know.
     """
 
     name: str
@@ -69,6 +70,7 @@ class SaveFacts:
     coordinator: int = -1
     resumable: bool = True
     left_out: bool = False
+    dirpath: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_arrive, tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
@@ -150,6 +152,40 @@ def arrived() -> SaveFacts | None:
     reach every rank, in the thread that saves: so they are noted when they are unpickled.
     """
     facts: SaveFacts | None = getattr(_arrivals, "facts", None)
+    return facts
+
+
+def agreed(facts: object, located: ids.Located, dirpath: str, rank: int) -> SaveFacts:
+    """The coordinator's facts, where this rank saves the same checkpoint to the same durable tier.
+
+    Args:
+        facts: What has reached this rank.
+        located: Which checkpoint it saves.
+        dirpath: Its durable tier; empty where it names none.
+        rank: This rank.
+
+    Raises:
+        SaveError: It saves another.
+    """
+    if not isinstance(facts, SaveFacts) or facts.name != located.name or facts.step != located.step:
+        meant = facts.name if isinstance(facts, SaveFacts) else "an unknown checkpoint"
+        raise SaveError(
+            f"this rank saves {located.name} (step {located.step}), the coordinator {meant}",
+            operation="save",
+            rank=rank,
+            step=located.step,
+            hint="give all ranks the same checkpoint_id and step; if they have them, the planner keeps storage_data"
+            " of earlier saves: switch its plan caching off",
+        )
+    if facts.dirpath != dirpath:
+        mine, theirs = (each or "no durable tier" for each in (dirpath, facts.dirpath))
+        raise SaveError(
+            f"this rank saves {located.name} to {mine}, the coordinator to {theirs}",
+            operation="save",
+            rank=rank,
+            step=located.step,
+            hint="give all ranks the same dirpath: make a name that holds the time on one rank, and broadcast it",
+        )
     return facts
 
 
