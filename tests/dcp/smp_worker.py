@@ -202,10 +202,15 @@ def save_spoilt(job, number, kind):
     return save_now(job, number, kind)
 
 
-def save_replicated(job, number, groups):
+def come_late(job, ranks):
+    """These begin the next step a while after the others."""
+    time.sleep(1.0 if dist.get_rank() in ranks else 0.0)
+
+
+def save_replicated(job, number, groups, **more):
     """Each rank gives its own replication group, as global ranks."""
     (index,) = [index for index, group in enumerate(groups) if dist.get_rank() in group]
-    return save_local(job, number, shard=index, replication_group=groups[index])
+    return save_local(job, number, shard=index, replication_group=groups[index], **more)
 
 
 def save_told(job, number, groups, sharding, writers):

@@ -194,6 +194,26 @@ def test_one_rank_of_each_replication_group_writes_and_all_load_its_file(job, tm
     assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 6)] * 2
 
 
+def test_ranks_load_no_save_that_lies_in_the_memory_of_other_nodes_alone(job, tmp_path):
+    """The replicas of those that saved it are elsewhere; without peers to ask, the durable step is what all can get."""
+    groups = [[0, 2], [1, 3]]
+    memory = {"save_to_s3": False}
+    first, _, second, _ = job(
+        4,
+        ["save_replicated", 1, groups],
+        ["meet"],
+        ["save_replicated", 2, groups, memory],
+        ["meet"],
+        nodes="aabb",
+    )
+    assert [answer["saved"] for answer in got(first) + got(second)] == [True, True, False, False] * 2
+    _, loaded, _ = job(4, ["come_late", [2, 3]], ["load_replicated", 1, groups], ["meet"], nodes="aabb")
+    assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 1)] * 4
+    # Where all ranks can get it, it is the newest.
+    _, loaded, _ = job(4, ["come_late", [2, 3]], ["load_replicated", 2, groups], ["meet"], nodes="aaaa")
+    assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 2)] * 4
+
+
 @pytest.mark.parametrize("kind", ["full", "Local"])
 def test_other_kinds_are_refused(kind, memory_dir):
     with pytest.raises(UsageError, match="allowed: 'sharded', 'local'"):

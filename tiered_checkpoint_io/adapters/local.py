@@ -89,7 +89,7 @@ def load_local_state(
     session, config = reader.session, reader.settings.config
     tier, began = session.open().tier, session.clock.monotonic()
     peers = None if alone else session.local_peers()
-    with LocalRestorer(tiers_of(session, config), place, peers).restore(reader.selector) as found:
+    with LocalRestorer(tiers_of(session, config), place, peers, alone=alone).restore(reader.selector) as found:
         where = {"tier": found.tier, "key": found.name, "rank": place.shard, "step": found.step}
         mapped = found.mapped
         loaded = Trust.of(config).read(found.path, found.name, where, map_location="cpu", mmap=True, mapped=mapped)

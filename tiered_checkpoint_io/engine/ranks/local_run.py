@@ -26,7 +26,9 @@ look for that key once their own parts are uploaded.
 
 *What no step changes.* A rank whose tensors are those of an earlier save counts itself, by a key of the save.
 
-*Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save.
+*Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save. Of
+what lies in memory alone, each rank first counts itself where its node has its file, so that none is chosen that some
+rank can't get.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
@@ -49,6 +51,7 @@ _PREFIX = "tiered-checkpoint"
 _numbers = itertools.count(1)
 
 Where = Literal["memory", "durable"]
+_T = TypeVar("_T")
 
 
 class Run:
@@ -168,24 +171,49 @@ class Run:
         """What all load: ``mine``, or what another rank has chosen before."""
         return self.first(load, mine)
 
+    def tell_held(self, load: str, save_ids: Iterable[str]) -> None:
+        """Tells the other ranks that load of which saves this rank's file is in its node's memory."""
+        if self.store is not None:
+            for save_id in save_ids:
+                self._add(f"{load}/held/{save_id}", 1)
+            # Last: who counts as many as there are ranks has all that they hold.
+            self._add(f"{load}/began", 1)
+
+    def all_hold(self, load: str, save_id: str, world_size: int, clock: Clock) -> bool:
+        """Whether each rank's node has that rank's file of a save in memory.
+
+        Waits until all ranks have begun the load, for ``local_patience_s`` at most: then also true, because the others
+        may take no part in it.
+        """
+        if self.store is None:
+            return True
+        deadline = clock.monotonic() + clock.timing.local_patience_s
+        while self._add(f"{load}/began", 0) < world_size:
+            if clock.monotonic() > deadline or self.chosen(load) is not None:
+                return True
+            clock.sleep(clock.timing.local_poll_s)
+        return self._add(f"{load}/held/{save_id}", 0) >= world_size
+
     def first(self, key: str, mine: str) -> str:
         """The value that the first rank gave to ``key``: ``mine``, where that is this one."""
         if self.store is None:
             return mine
-        first = self._ask(lambda: self.store.compare_set(f"{_PREFIX}/{key}", "", mine))
-        assert first is not None
-        return first
+        first: bytes = self._ask(lambda: self.store.compare_set(f"{_PREFIX}/{key}", "", mine))
+        return first.decode()
 
     def _get(self, key: str) -> str | None:
         if self.store is None:
             return None
         key = f"{_PREFIX}/{key}"
-        return self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+        found: bytes | None = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+        return found.decode() if found is not None else None
 
-    def _ask(self, question: Callable[[], bytes | None]) -> str | None:
+    def _add(self, key: str, number: int) -> int:
+        return self._ask(lambda: int(self.store.add(f"{_PREFIX}/{key}", number)))
+
+    def _ask(self, question: Callable[[], _T]) -> _T:
         try:
-            answer = question()
-            return answer.decode() if answer is not None else None
+            return question()
         except Exception as error:
             raise UsageError(
                 f"the store of torch.distributed does not answer: {error}",

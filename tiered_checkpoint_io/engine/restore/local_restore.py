@@ -3,9 +3,11 @@
 A checkpoint is taken if it is known to be complete: it is committed on the durable tier, or this node's memory holds
 the parts of all its shards, or knows that all of them were replicated. The first rank that has an intact file of one
 publishes which save that is, see ``local_run``; all others take theirs of that save: from their node's memory, else
-from a peer's, see ``local_peers``, else from the durable tier. A checkpoint that several nodes hold in memory alone,
-without replicas, is loaded by its name: no node can see that it is complete, but a rank that lacks its part says so.
-The replicas that a node keeps for others count as what it holds.
+from a peer's, see ``local_peers``, else from the durable tier. Where no peer can be asked, a checkpoint of memory alone
+is passed over if some rank's node lacks that rank's file: the ranks of one node may have saved it for replicas on
+others, or ranks may be on other nodes than they were. A checkpoint that several nodes hold in memory alone, without
+replicas, is loaded by its name: no node can see that it is complete, but a rank that lacks its part says so. The
+replicas that a node keeps for others count as what it holds.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
+from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
@@ -30,8 +33,12 @@ from tiered_checkpoint_io.model.manifest import Content
 class LocalRestorer:
     """Finds the local checkpoint to load, and fetches this rank's file of it to this node."""
 
-    def __init__(self, tiers: Tiers, place: Place, peers: LocalPeers | None = None) -> None:
-        """Takes where to look, which shard this rank has, and the peers that may have it; None where none load."""
+    def __init__(self, tiers: Tiers, place: Place, peers: LocalPeers | None = None, *, alone: bool = False) -> None:
+        """Takes where to look, which shard this rank has, and the peers that may have it; None where none load.
+
+        ``alone`` says that no other rank takes part in the load.
+        """
+        self._alone = alone
         self._tiers = tiers
         self._place = place
         self._peers = peers
@@ -53,6 +60,8 @@ class LocalRestorer:
         group, has_peers = Group("here"), self._peers is not None
         search = Search(self._tiers, selector, "local", group, self._place.shard, replicas=has_peers)
         held = [(part.content.save_id, part.rank) for part in search.look() if selector.wants(part.name)]
+        if self._must_ask(search):
+            current_run().tell_held(self._load, {save_id for save_id, rank in held if rank == self._place.shard})
         if self._peers is not None:
             self._peers.begin(self._load, held)
         try:
@@ -86,6 +95,12 @@ class LocalRestorer:
     def _try(self, candidate: Candidate, search: Search) -> FetchedPart | None:
         """This rank's file of a candidate, from its node's memory, from another node's, or from the durable tier."""
         self._check_degree(candidate.name, candidate.content)
+        if candidate.durable is None and self._must_ask(search) and not self._all_hold(candidate):
+            what = f"{candidate.name} (step {candidate.content.step})"
+            note = f"{what} is in memory alone, and some ranks are on nodes that do not have their part of it"
+            self._tiers.log.warning("%s: trying the next; with a replication_factor of 2 they would fetch it", note)
+            search.reject([note])
+            return None
         tiers: list[tuple[Tier, bool]] = [
             ("memory", any(self._place.shard in ranks for ranks in candidate.held.values())),
             ("peer", self._peers is not None and candidate.replicated),
@@ -93,6 +108,13 @@ class LocalRestorer:
         ]
         found = (self._fetch(candidate, tier, search) for tier, has in tiers if has)
         return next((each for each in found if each is not None), None)
+
+    def _must_ask(self, search: Search) -> bool:
+        """Whether this rank may choose, for others, what they can't get; what is named is everybody's own choice."""
+        return not self._alone and self._peers is None and search.selector.kind != "name"
+
+    def _all_hold(self, candidate: Candidate) -> bool:
+        return current_run().all_hold(self._load, candidate.save_id, current_world_size(), self._tiers.clock)
 
     def _take(self, search: Search, name: str, save_id: str) -> FetchedPart:
         """This rank's file of the save that another rank has chosen."""
