@@ -16,9 +16,21 @@ from typing import Any, cast
 import torch
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, UsageError
+from tiered_checkpoint_io.engine.chunks import fetch_chunk
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ManifestError,
+    StoreError,
+    StoreNotFoundError,
+    UsageError,
+)
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Content
+from tiered_checkpoint_io.stores.silence import answer_within
 
 try:
     from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX
@@ -129,7 +141,7 @@ class TieredStorage(Storage):  # type: ignore[misc]
         says so, and training goes on.
 
         Raises:
-            OSError: There is a checkpoint of that name; or the folder was not written here.
+            OSError: There is an intact checkpoint of that name; or the folder was not written here.
             SaveError: The save failed, and ``on_save_error`` is ``raise``.
         """
         # Nothing tells that a load has ended. What it has mapped would take node memory to the end of the job.
@@ -140,7 +152,7 @@ class TieredStorage(Storage):  # type: ignore[misc]
             raise OSError(errno.ENOTSUP, f"{src_path} is not a folder of files written by this storage")
         # Their writer does not come back to them, whatever becomes of them here.
         self._written = {path: data for path, data in self._written.items() if path not in files}
-        if self._is_taken(name):
+        if self._is_taken(name) and not self._is_damaged(name):
             raise FileExistsError(errno.EEXIST, f"there is a checkpoint {name} at {self._config.dirpath}")
         state = {
             FILES: {str(path.relative_to(src_path)): _tensor(data) for path, data in files.items()},
@@ -236,6 +248,42 @@ class TieredStorage(Storage):  # type: ignore[misc]
                 error,
             )
             return name in self._held()
+
+    def _is_damaged(self, name: str) -> bool:
+        """Whether what has a name can't be loaded: a training that had to resume before it comes to its step again."""
+        session = self._config.checkpointer.session
+        if any(each.part.name == name and each.part.place == session.place for each in session.open().tier.parts()):
+            return False
+        try:
+            why = answer_within(session.config.durable_timeout_s, lambda: self._damage_of(name))
+        except StoreError:
+            return False
+        if why is not None:
+            session.log.warning("%s is saved anew: what the durable tier has of it is damaged: %s", name, why)
+        return why is not None
+
+    def _damage_of(self, name: str) -> Exception | None:
+        """What is wrong on the durable tier with a checkpoint; None where it is intact, or there is none."""
+        store, damage = self._config.checkpointer.session.durable(), None
+
+        def check(content: Content) -> None:
+            for entry in files_of(store, content).all():
+                if (size := store.size(entry.path)) != entry.size:
+                    raise CorruptCheckpointError(f"{size} bytes in place of {entry.size}", key=entry.path)
+                for index, (_, length) in enumerate(entry.chunks):
+                    fetch_chunk(store, entry, index, memoryview(bytearray(length)))
+
+        try:
+            for content in contents_of([read_manifest(store, name)]):
+                try:
+                    check(content)
+                except (CorruptCheckpointError, ManifestError, StoreNotFoundError) as error:
+                    damage = damage or error
+                else:
+                    return None
+        except ManifestError as error:
+            damage = error
+        return damage
 
     def _load(self, name: str) -> dict[str, torch.Tensor] | None:
         """The files of a checkpoint, found anew; None where there is none of theirs."""

@@ -3,11 +3,14 @@
 import errno
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from support.launch import free_port, launch, said
+from support.losing import lose_memory
+from support.restoring import flip
 from support.tenants import mounted_tmpfs
 
 pytest.importorskip("torch_checkpointing", reason="pip install -c constraints.txt '.[torch-checkpointing]'")
@@ -126,6 +129,38 @@ def test_what_is_refused_is_not_held(config):
         write(storage, "step_1", a=b"other")
     assert not storage.exists(Path("tmp_step_1"))
     assert storage.read(Path("step_1/a")) == b"one"
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("cut", "missing"))]
+)
+def test_a_damaged_checkpoint_does_not_stop_the_training_that_comes_to_its_id_again(
+    damage, config, tmp_path, memory_dir
+):
+    storage = config.create_storage()
+    write(storage, "step_1", a=b"one")
+    write(storage, "step_2", a=b"two" * 1000)
+    config.close()
+    lose_memory(memory_dir)
+    os.mkdir(memory_dir)
+    file = tmp_path / "durable" / "step_2"
+    if damage == "flipped":
+        flip(file, at=file.read_bytes().index(b"twotwo"))
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    reader, writer = config.create_storage(), config.create_storage()
+    assert reader.read(Path("tiered:latest/a")) == b"one"
+    write(writer, "step_2", a=b"again")
+    config.close()
+    lose_memory(memory_dir)
+    os.mkdir(memory_dir)
+    assert config.create_storage().read(Path("tiered:latest/a")) == b"again"
+    # What is intact is refused, wherever it is.
+    for name in ("step_1", "step_2"):
+        with pytest.raises(FileExistsError):
+            write(writer, name, a=b"other")
 
 
 def test_what_would_never_be_committed_is_refused(config, monkeypatch):
