@@ -26,7 +26,7 @@ from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CorruptCheckpointError, ExportError, StoreError, UsageError
 from tiered_checkpoint_io.export import folder
 from tiered_checkpoint_io.resharding import delivery, reshard_checkpoint
-from tiered_checkpoint_io.resharding.parts import shares_of
+from tiered_checkpoint_io.resharding.parts import plan_parts, shares_of
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -214,6 +214,35 @@ def test_what_fails_leaves_nothing(tmp_path, memory_dir, s3_url):
     for wrong in (["--ranks", 2, "--full"], [], ["--ranks", 0]):
         done = CliRunner().invoke(app, ["reshard", s3_url, "step_4", "--name", "x", *map(str, wrong)])
         assert done.exit_code == 2
+
+
+@pytest.mark.parametrize("parts", [2, pytest.param(1, marks=pytest.mark.matrix)])
+def test_what_takes_the_new_name_meanwhile_is_not_replaced(parts, tmp_path, memory_dir, s3_url, monkeypatch):
+    """A training's save, or another reshard: the name was free when this one began."""
+    writer = TieredStorageWriter(dirpath=s3_url, memory_dir=memory_dir, wait=True, drain="thread")
+    dcp.save(state(), checkpoint_id="step_4", storage_writer=writer)
+    others = {
+        "step_5": lambda: dcp.save(state(), checkpoint_id="step_5", storage_writer=writer),
+        "resharded": lambda: reshard_checkpoint(s3_url, "step_4", "resharded", parts=3),
+    }
+    for name, take in others.items():
+        kept = {}
+        with closing(ours_store(s3_url)) as store, monkeypatch.context() as patch:
+
+            def plan(*asked, take=take, kept=kept, store=store, **options):
+                if not kept:
+                    kept["key"] = "being written"
+                    take()
+                    kept.update((entry.key, entry.modified) for entry in store.list(""))
+                    del kept["key"]
+                return plan_parts(*asked, **options)
+
+            patch.setattr("tiered_checkpoint_io.resharding.reshard.plan_parts", plan)
+            with pytest.raises(UsageError, match="another save has taken the new name"):
+                reshard_checkpoint(s3_url, "step_4", name, parts=parts)
+            assert {entry.key: entry.modified for entry in store.list("")} == kept
+        assert CliRunner().invoke(app, ["verify", s3_url, name, "--tier", "durable"]).exit_code == 0
+    writer.close()
 
 
 def ours_store(url):

@@ -12,7 +12,8 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
-from tiered_checkpoint_io.engine.durable.manifests import Manifests, read_manifest
+from tiered_checkpoint_io.engine.durable.files import paths_in
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, read_manifest
 from tiered_checkpoint_io.engine.durable.removal import delete_all, remove_save, remove_unnamed
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError, UsageError
@@ -128,10 +129,10 @@ class Delivery:
 
     def _commit(self, parts: Sequence[Part], files: Mapping[str, Bytes]) -> None:
         rows = {part.rank: IndexRow.of(part) for part in parts}
-        fate = commit(self._store, parts[0], files, rows, progress=self._progress)
+        fate = commit(self._store, parts[0], files, rows, progress=self._progress, is_new=True)
         if fate == "replaced":
             raise UsageError(
-                "a later save has taken the new name meanwhile",
+                "another save has taken the new name meanwhile",
                 operation="reshard",
                 key=ids.join_url(self._store.url, self._facts.name),
                 hint="give another one",
@@ -140,10 +141,14 @@ class Delivery:
     def _withdraw(self, paths: Sequence[str]) -> None:
         name, save_id = self._facts.name, self._facts.save_id
         with contextlib.suppress(TieredCheckpointError):
-            if read_manifest(self._store, name) is None:
-                delete_all(self._store, paths)
+            manifest = read_manifest(self._store, name)
+            live = paths_in(self._store, contents_of([manifest]))
+            if live is None or (manifest is not None and manifest.content.save_id == save_id):
+                return
+            delete_all(self._store, set(paths) - live)
+            if manifest is None:
                 remove_unnamed(Manifests(self._store, save_id), name, f"{name}/{METADATA}")
-                remove_save(self._store, name, save_id, live=())
+            remove_save(self._store, name, save_id, live)
 
 
 def _new_file(folder: Path, planned: Planned) -> mmap.mmap:

@@ -126,6 +126,7 @@ def commit(
     journal: UploadJournal | None = None,
     progress: _Progress = None,
     remove_later: Later = None,
+    is_new: bool = False,
     clock: Clock = SYSTEM,
 ) -> Fate:
     """Makes a checkpoint exist, whose other parts have all arrived.
@@ -138,6 +139,7 @@ def commit(
         journal: The one of :func:`put_part`; cleared at the end.
         progress: See :meth:`Store.upload`.
         remove_later: See :meth:`Removal.finish`.
+        is_new: Whether it replaces no checkpoint: of the name, every other save counts as a later one.
         clock: Tells how long a save of another run has waited.
 
     Returns:
@@ -158,7 +160,7 @@ def commit(
     if is_committed(old, part):
         Removal.noted(part.name, note).finish(store, note, remove_later)
         fate = "committed"
-    elif gone_past(old, part, clock) or _was_replaced(old, part, journal):
+    elif gone_past(old, part, clock, is_new=is_new) or _was_replaced(old, part, journal):
         return "replaced"
     else:
         index = _index_of(part, rows or {part.rank: IndexRow.of(part)})
@@ -297,11 +299,7 @@ def _put_files(
 
 
 def _bring(
-    store: Store,
-    entry: FileEntry,
-    files: Mapping[str, _Source],
-    journal: UploadJournal | None,
-    progress: _Progress,
+    store: Store, entry: FileEntry, files: Mapping[str, _Source], journal: UploadJournal | None, progress: _Progress
 ) -> None:
     """Puts a file's bytes where they belong."""
     data, upload = files[entry.basename], Section(journal, _UPLOAD)

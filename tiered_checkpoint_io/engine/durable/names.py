@@ -7,8 +7,13 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest, Part
 
 
-def gone_past(old: Manifest | None, part: Part, clock: Clock) -> bool:
-    """Whether what has a name was saved later than what is to take it, as far as can be told."""
+def gone_past(old: Manifest | None, part: Part, clock: Clock, *, is_new: bool = False) -> bool:
+    """Whether what has a name was saved later than what is to take it, as far as can be told.
+
+    What replaces nothing (``is_new``) counts as earlier than any other save.
+    """
+    if is_new:
+        return old is not None and old.content.save_id != part.save_id
     if old is None or old.alias_of is not None or old.content.save_id <= part.save_id:
         return False
     # Clocks of different runs may disagree: there the last to commit gets the name, except for a save that a dead run
