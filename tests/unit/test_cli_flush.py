@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, UsageError
 from tiered_checkpoint_io.inventory.flushing import to_flush
@@ -169,3 +170,21 @@ def test_a_live_trainer_goes_on(drain, memory_dir, tmp_path):
     io.remove_checkpoint(f"{run}/step=2.ckpt")
     io.teardown()
     assert sorted(names_of(DirectoryStore(run))) == ["step=1.ckpt", "step=3.ckpt"]
+
+
+def test_what_a_trainer_saves_meanwhile_is_not_waited_for(memory_dir, tmp_path, monkeypatch):
+    """Where it saves faster than the drain uploads, something is queued at all times."""
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.save("new.ckpt", b"N", durable=False)
+    doable, saved = Queue.doable, []
+
+    def looked_at(queue, tier):
+        saved.append(node.save(f"later{len(saved)}.ckpt", b"L"))
+        return doable(queue, tier)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "doable", looked_at)
+        done, states = flushed(node, "--timeout", "15")
+    assert (done.exit_code, states) == (0, {"new.ckpt": "durable"})
+    # They are uploaded all the same.
+    assert set(flushed(node, "--all")[1].values()) == {"durable"}

@@ -139,13 +139,17 @@ def _mark(queue: Queue, saves: Sequence[HeldSave]) -> None:
 
 
 def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *, silent: bool) -> DrainError | None:
-    """Waits until all that is queued is uploaded, by a drain of its own where none runs; why it was not, else None."""
+    """Waits until all that is queued by now is uploaded, by a drain of its own where none runs; why it was not.
+
+    What a trainer saves meanwhile is not waited for: it may never end.
+    """
     # A thread of this process would end with it.
     handle = DrainHandle(tier, replace(config, drain="process"), get_logger(tier.root.name))
-    waiting = {each.op_id: each.stored.part.content.size for each in handle.queue.look(tier) if each.stored is not None}
+    queued = handle.queue.look(tier)
+    waiting = {each.op_id: each.stored.part.content.size for each in queued if each.stored is not None}
     try:
         with progress("upload", sum(waiting.values()), silent=silent) as meter, _followed(handle, tier, waiting, meter):
-            handle.flush(timeout)
+            handle.flush(timeout, only={each.op_id for each in queued})
     except DrainError as error:
         return error
     finally:

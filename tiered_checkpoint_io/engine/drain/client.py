@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.environment import differs, elsewhere
@@ -250,8 +250,8 @@ class DrainHandle:
                 raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
         raise self._too_slow(f"operation {op_id}", timeout_s)
 
-    def flush(self, timeout_s: float) -> None:
-        """Waits until nothing is queued that can be done.
+    def flush(self, timeout_s: float, *, only: Collection[str] | None = None) -> None:
+        """Waits until nothing is queued that can be done; with ``only``, nothing of these operations.
 
         A delete that is held back until a further save is durable is not waited for.
 
@@ -260,7 +260,7 @@ class DrainHandle:
         """
         left: list[Request] = []
         for _ in self._looks(timeout_s):
-            left = self.queue.doable(self._tier)
+            left = [each for each in self.queue.doable(self._tier) if only is None or each.op_id in only]
             if not left:
                 return
             self._check_drain()
