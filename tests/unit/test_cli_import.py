@@ -1,5 +1,6 @@
 """The command that makes checkpoints of others committed ones: each kind is loaded again, bytes unchanged."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -102,7 +103,12 @@ def test_a_training_goes_on_from_lightnings_own_checkpoints(tmp_path, memory_dir
     io = TieredCheckpointIO(dirpath=str(run), memory_dir=memory_dir)
     assert fit(tmp_path, 6, plugins=[io], ckpt_path="tiered:latest").global_step == 6
     assert io.checkpointer.restored.name == name
+    # Once more: there is nothing to do, and that is no error.
+    status, rows = imported(tmp_path / "old", run)
+    assert (status, {(row["state"], row["earlier"]) for row in rows.values()}) == (0, {("imported", True)})
     # Nothing is overwritten unless that is asked for.
+    for file in (tmp_path / "old").iterdir():
+        os.utime(file, (1, 1))
     status, rows = imported(tmp_path / "old", run)
     assert (status, {row["state"] for row in rows.values()}) == (1, {"exists"})
     (run / "other.ckpt").write_text("somebody's file")
@@ -110,6 +116,39 @@ def test_a_training_goes_on_from_lightnings_own_checkpoints(tmp_path, memory_dir
     assert (status, rows["other.ckpt"]["state"]) == (1, "exists")
     assert imported(tmp_path / "old" / name, run, "--name", "other.ckpt", "--force")[0] == 0
     assert command("verify", run, "other.ckpt", "--tier", "durable").exit_code == 0
+
+
+def files_in(folder):
+    folder.mkdir()
+    for step in (1, 2, 3):
+        torch.save({"global_step": step, "optimizer_states": []}, folder / f"step={step}.ckpt")
+    return folder
+
+
+def test_a_pipe_that_nothing_reads_does_not_stop_it(tmp_path):
+    source, run = files_in(tmp_path / "old"), tmp_path / "run"
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-m", "tiered_checkpoint_io", "import", source, run]
+    done = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert sorted(path.name for path in run.glob("*.ckpt")) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+
+
+def test_an_import_goes_on_where_an_earlier_one_was_interrupted(tmp_path):
+    source, run = files_in(tmp_path / "old"), tmp_path / "run"
+    (source / "step=3.ckpt").rename(tmp_path / "later")
+    assert imported(source, run)[0] == 0
+    (tmp_path / "later").rename(source / "step=3.ckpt")
+    status, rows = imported(source, run)
+    assert (status, [row["earlier"] for row in rows.values()]) == (0, [True, True, False])
+    # Between those that are there, one more would be the newest.
+    torch.save({"global_step": 2, "optimizer_states": []}, source / "step=2-v1.ckpt")
+    (run / "step=2.ckpt").unlink()
+    (run / ".tiered" / "manifests" / "step=2.ckpt.json").unlink()
+    status, rows = imported(source, run)
+    assert (status, rows["step=1.ckpt"]["earlier"], rows["step=3.ckpt"]["state"]) == (1, True, "exists")
 
 
 def test_sharded_checkpoints_of_torch_and_of_the_sagemaker_library(tmp_path, memory_dir, monkeypatch):

@@ -13,7 +13,7 @@ import typer
 from tiered_checkpoint_io.cli.answers import ask, counter
 from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
-from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.cli.output import READER_GONE, printable, say, write_json
 from tiered_checkpoint_io.cli.progress import progress
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreNotFoundError
 from tiered_checkpoint_io.logs import size_text
@@ -51,12 +51,17 @@ def import_(
     is_target = ids.is_s3_url(target) or not ids.is_s3_url(origin)
     config = server.config(target if is_target else origin)
     rows: list[Imported] = []
-    stop = threading.Event()
+    stop, reader_gone = threading.Event(), False
 
     def done(row: Imported) -> None:
+        nonlocal reader_gone
         rows.append(row)
         if not json:
-            say(_line(row))
+            try:
+                say(_line(row))
+            except SystemExit:
+                # A closed pipe must not stop it amid its work.
+                reader_gone = True
 
     # Before the server is asked: torch takes its time.
     from tiered_checkpoint_io.imports import import_checkpoints
@@ -82,7 +87,7 @@ def import_(
             {**asdict(row), "step": row.step if row.step >= 0 else None, "error": row.error or None} for row in rows
         ]
         write_json("import", {"source": source, "dirpath": target, "imported": good, "checkpoints": documents})
-    raise typer.Exit(0 if good else 1)
+    raise typer.Exit(1 if not good else READER_GONE if reader_gone else 0)
 
 
 def _opened(config: TieredCheckpointConfig, origin: str) -> tuple[Store, str]:
@@ -140,4 +145,5 @@ def _line(row: Imported) -> str:
         return printable(f"{'FAILED' if row.state == 'failed' else 'exists':<10}{row.name}: {row.error}{hint}")
     step = f"step {row.step}, " if row.step >= 0 else ""
     note = "" if row.resumable else "; not resumable: load it by name"
-    return printable(f"imported  {row.name} ({step}{size_text(row.size_bytes)}{note})")
+    done = "earlier" if row.earlier else "imported"
+    return printable(f"{done:<10}{row.name} ({step}{size_text(row.size_bytes)}{note})")

@@ -13,6 +13,7 @@ import torch
 from tiered_checkpoint_io.adapters.storage_options import OPTIMIZERS, is_resumable
 from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import exists, newest_save_id, read_manifest
 from tiered_checkpoint_io.engine.save.facts import position, versions
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, TieredCheckpointError
@@ -42,6 +43,7 @@ class Imported:
         resumable: Whether ``tiered:latest`` takes it.
         size_bytes: Bytes of its files.
         error: Why it was not imported.
+        earlier: Whether an earlier import made it: it was left as it is.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Imported:
     resumable: bool = False
     size_bytes: int = 0
     error: str = ""
+    earlier: bool = False
 
 
 def import_checkpoints(
@@ -64,6 +67,8 @@ def import_checkpoints(
     done: Callable[[Imported], None] = lambda _: None,
 ) -> list[Imported]:
     """Commits checkpoints that others wrote, in their order; the last one is then the newest of the tier.
+
+    Those that an earlier import of the same files made are left as they are, so that one that was interrupted goes on.
 
     Args:
         source: Where they are.
@@ -79,7 +84,7 @@ def import_checkpoints(
         StoreError: A store could not be asked.
     """
     run = ids.new_run_id(after=newest_save_id(target))
-    made = []
+    made: list[Imported] = []
     for number, each in enumerate(found, 1):
         kind: Literal["full", "sharded"] = "full" if each.layout in ("torch", "nemo") else "sharded"
         try:
@@ -90,6 +95,9 @@ def import_checkpoints(
             raise
         except TieredCheckpointError as error:
             imported = Imported(each.name, "failed", kind, error=str(error))
+        # Behind one that is made now, it would not be in order.
+        if imported.earlier and not all(before.earlier for before in made):
+            imported = Imported(each.name, "exists", kind, error="an earlier import made it, before those above")
         done(imported)
         made.append(imported)
     return made
@@ -109,6 +117,8 @@ def _import(
     kind: Literal["full", "sharded"] = "full" if is_full else "sharded"
     name = ids.validate_name(found.name)
     paths = {basename: name if is_full else f"{name}/{basename}" for basename in found.files}
+    if not force and (made := _made_earlier(source, found, target, name, kind)) is not None:
+        return made
     if not force and (why := _in_the_way(source, found, target, name, paths)):
         return Imported(name, "exists", kind, error=why)
     files: dict[str, Bytes] = {}
@@ -147,6 +157,27 @@ def _import(
     if fate == "replaced":
         return Imported(name, "exists", kind, error="a later save has taken its name meanwhile")
     return Imported(name, "imported", kind, step, content.resumable, content.size)
+
+
+def _made_earlier(
+    source: Store, found: Found, target: Store, name: str, kind: Literal["full", "sharded"]
+) -> Imported | None:
+    """What an earlier import made of the same files, by their time and size; None where it is another's, or none."""
+    manifest = read_manifest(target, name)
+    if manifest is None or manifest.alias_of is not None or manifest.previous:
+        return None
+    content = manifest.content
+    if (content.kind, content.created) != (kind, found.modified):
+        return None
+    sizes = {path.rpartition("/")[2]: size for path, size in files_of(target, content).sizes.items()}
+    for basename, key in found.files.items():
+        size = source.size(key)
+        if found.layout == "nemo":
+            size = len(weights_in(Source(source, key, size), source))
+        # The metadata of the SageMaker library is written anew.
+        if sizes.get(basename) != size and not (found.layout == "sagemaker" and basename == METADATA):
+            return None
+    return Imported(name, "imported", kind, content.step, content.resumable, content.size, earlier=True)
 
 
 def _in_the_way(source: Store, found: Found, target: Store, name: str, paths: Mapping[str, str]) -> str:
