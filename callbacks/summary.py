@@ -20,7 +20,7 @@ _NAMED = 3
 def summary(standing: Standing, config: TieredCheckpointConfig) -> list[str]:
     """The lines; none where nothing was saved."""
     where = told_as(config.dirpath)
-    if standing == Standing():
+    if standing.memory is None and standing.durable is None and not standing.pending:
         return []
     memory = f"{standing.memory} in node memory" if standing.memory else "none in node memory"
     durable = f"{standing.durable} on {where}" if standing.durable else f"none uploaded to {where} from this node"
@@ -32,8 +32,9 @@ def summary(standing: Standing, config: TieredCheckpointConfig) -> list[str]:
             f"{count} {what} not on {where} yet ({names}{', ...' if count > _NAMED else ''}): uploaded by a drain that"
             f" runs, or by the next start on this node, or by: {drain_command(config)}"
         )
-    lines.append('to resume: trainer.fit(..., ckpt_path="tiered:latest")')
-    return lines
+    if standing.resumable:
+        return [*lines, 'to resume: trainer.fit(..., ckpt_path="tiered:latest")']
+    return [*lines, "these are weights alone, which training can't resume from"]
 
 
 def say_summary(trainer: Trainer) -> None:

@@ -338,6 +338,23 @@ def test_a_step_of_weights_alone_is_saved_to_memory_as_well(runs):
     assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 10
 
 
+def test_weights_alone_are_said_to_be_nothing_to_resume_from(runs, caplog):
+    caplog.set_level("INFO", logger="tiered_checkpoint_io")
+    weights, resume = (
+        TieredModelCheckpoint(save_weights_only=True),
+        'to resume: trainer.fit(..., ckpt_path="tiered:latest")',
+    )
+    runs.fit(weights, ckpt_path=None, max_steps=5)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[-1] == "these are weights alone, which training can't resume from"
+    assert resume not in said
+    caplog.clear()
+    runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=5, every_n_train_steps=10))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{runs.dirpath} has weights alone, which training can't resume from: epoch=0-step=5.ckpt" in warned
+    assert [record.getMessage() for record in caplog.records][-1] == resume
+
+
 class OutOfDescriptors(Callback):
     """From one step to another, the process has none left."""
 

@@ -85,11 +85,14 @@ class Standing:
         memory: The newest in its memory, if any.
         durable: The newest that was uploaded, and not deleted since, as far as the operation log reaches back.
         pending: Those whose upload is still queued, or has failed and is tried again; in order.
+        resumable: Whether training can resume from some of them, as far as this is known: not where all in memory, and
+            the newest that was uploaded, are weights alone.
     """
 
     memory: Saved | None = None
     durable: Saved | None = None
     pending: tuple[Saved, ...] = ()
+    resumable: bool = True
 
 
 def standing_of(
@@ -100,7 +103,8 @@ def standing_of(
     last_save: SaveReport | None = None,
 ) -> Standing:
     """What is where, by what lies in memory, by the operation log, and by the newest save of this process."""
-    held = max((each for each in parts if each.part.place == place), key=lambda each: each.save_id, default=None)
+    own = [each for each in parts if each.part.place == place]
+    held = max(own, key=lambda each: each.save_id, default=None)
     there: dict[str, tuple[str, Saved]] = {}
     for outcome in sorted(outcomes, key=lambda each: each.op_id):
         if outcome.state == "committed" and outcome.place == place:
@@ -112,10 +116,15 @@ def standing_of(
         # Streamed, that is past the queue.
         there.setdefault(last_save.name, (last_save.save_id, Saved(last_save.name, last_save.step)))
     pending = {each.name: each.stored for each in operations if each.action in SAVES and each.place == place}
+    weights = {each.part.name for each in own if not each.part.content.resumable}
+    if last_save is not None and not last_save.resumable:
+        weights.add(last_save.name)
+    durable = max(there.values())[1] if there else None
     return Standing(
         Saved(held.part.name, held.part.content.step) if held is not None else None,
-        max(there.values())[1] if there else None,
+        durable,
         tuple(Saved(name, stored.part.content.step if stored else -1) for name, stored in pending.items()),
+        any(each.part.content.resumable for each in own) or (durable is not None and durable.name not in weights),
     )
 
 

@@ -24,6 +24,7 @@ class SaveReport:
         spilled: Whether what the memory tier has of it lies in its spill, on the node's disk.
         capture_s: How long the state was copied, seconds; 0 where that goes on when the save returns.
         overlapped: Whether it was copied beside training, and not within the stall.
+        resumable: Whether training can resume from it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class SaveReport:
     spilled: bool = False
     capture_s: float = 0.0
     overlapped: bool = False
+    resumable: bool = True
 
     def line(self, dirpath: str, what: str = "") -> str:
         """What to log of it: where it is by now, and what is still to be done.

@@ -44,6 +44,8 @@ _BATCH = 32
 _BY_STEP = 8
 #: After so many checkpoints that have changed while they were read, others are taken.
 _MOST_CHANGES = 8
+#: How many names a message lists.
+_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +233,24 @@ class Versions:
         self._save_ids: dict[str, set[str]] = {}
         #: A run that lives may overwrite a checkpoint again and again, faster than it is read.
         self._left = _MOST_CHANGES
+        self._weights: set[str] = set()
 
     def note(self, manifests: Iterable[Manifest]) -> None:
         """Takes what was read."""
         self._save_ids.update({each.name: _save_ids([each]) for each in manifests})
+        self._weights |= {each.name for each in manifests if not each.content.resumable}
+
+    def say_weights(self, tiers: Tiers, selector: Selector, nodes: Iterable[NodeCatalog]) -> None:
+        """Warns where there is nothing to resume from but weights alone: who asks for the newest may count on them."""
+        names = sorted(
+            self._weights | {each.name for node in nodes for each in node.held if not each.content.resumable}
+        )
+        if names and selector.kind == "latest":
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            tiers.log.warning(
+                "%s has weights alone, which training can't resume from: %s%s",
+                *(tiers.dirpath, ", ".join(names[:_NAMED]), more),
+            )
 
     def changed(self, tiers: Tiers, name: str) -> set[str] | None:
         """The saves of which it has the content under a name by now; None where they are as they were, or not known.

@@ -371,8 +371,7 @@ class Search:
         if selector.step is not None:
             what += f" of step {selector.step}"
         # What an earlier start found corrupt must not become a start from scratch on the next one.
-        nodes = self._memory.values()
-        suspects = [note for each in nodes for note in (*each.damaged, *each.quarantined)]
+        suspects = [note for each in self._memory.values() for note in (*each.damaged, *each.quarantined)]
         damage = list(dict.fromkeys([*self.rejected, *suspects]))
         if self.rejected or (damage and not by_name):
             return RestoreError(
@@ -384,6 +383,7 @@ class Search:
                 hint=f"corrupt parts of memory lie in {self._tiers.memory.root}/quarantine; to start from scratch,"
                 " remove what is damaged",
             )
+        self._versions.say_weights(self._tiers, selector, self._memory.values())
         hint = "see `tiered-ckpt ls` for those that exist"
         if by_name and selector.name.startswith(f"{ids.SENTINELS}:"):
             hint = f"allowed: {ids.LATEST}, {ids.LAST}, {ids.best_url('val_loss', 'min')}, a name, a path or a URL"

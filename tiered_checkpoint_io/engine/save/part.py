@@ -389,7 +389,7 @@ class PartSave:
         queued = facts.durable and not waited and (background or not self.streams)
         report = SaveReport(
             *(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s),
-            overlapped=self.overlapped is not None,
+            *(self.overlapped is not None, facts.resumable),
         )
         if self.overlapped is None or self.overlapped.made is None:
             session.last_save = report
