@@ -44,6 +44,13 @@ def test_without_a_checkpoint_nemos_rules_hold(runs):
     assert 0 in module.seen
 
 
+def test_weights_alone_are_not_taken_for_what_nemo_wrote(runs):
+    runs.fit(params(save_weights_only=True), max_steps=5)
+    trainer, module = runs.fit(max_steps=6)
+    assert restored(trainer) is None
+    assert 0 in module.seen
+
+
 def test_an_end_is_gone_on_with_where_that_is_wanted(runs):
     trainer, _ = runs.fit(max_steps=5)
     io = io_of(trainer)

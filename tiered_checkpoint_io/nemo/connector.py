@@ -89,7 +89,11 @@ def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) 
         # Each rank's file is a checkpoint of its own to the engine, so the choice among them is made here.
         path = choose(((name, 0.0) for name in session.known.all()), rules, dirpath=dirpath, shards=shards)
     if path is None:
-        written_by_nemo = ((entry.key, entry.modified) for entry in session.durable().list(""))
+        # What has a manifest is weights alone: the engine takes all else. With an EMA, it may also lack its averages.
+        passed_by = session.known.all() if shards == 1 and not io.companion else frozenset()
+        check_not_completed(passed_by, rules, dirpath=dirpath)
+        listed = session.durable().list("")
+        written_by_nemo = ((entry.key, entry.modified) for entry in listed if entry.key not in passed_by)
         path = choose(written_by_nemo, rules, dirpath=dirpath, shards=shards)
     if path is not None:
         return ids.join_url(dirpath, path)
