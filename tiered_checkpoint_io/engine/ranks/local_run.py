@@ -8,9 +8,9 @@ torch.distributed, and all others get its value: one request, answered at once, 
 knows by itself: the series of the name, the step, and how often the series has gone back to a step that it had saved.
 So
 
-- after a restart the store is a new one, and so are the run and all ids: parts of two starts never mix, even where both
-  saved the same name at the same step. The run's id begins with the time, and sorts after all ids that its maker has
-  seen, so that later starts count as newer;
+- after a restart the store is a new one, or its keys are those of another attempt, and so are the run and all ids:
+  parts of two starts never mix, even where both saved the same name at the same step. The run's id begins with the
+  time, and sorts after all ids that its maker has seen, so that later starts count as newer;
 - a name that is saved again gets another id, because its step does not grow: that is a repeat;
 - a save that fails on one rank, or is skipped, does not put later ones out of step: nothing is counted;
 - process groups that save side by side, in names of their own, are series of their own.
@@ -28,7 +28,7 @@ look for that key once their own parts are uploaded.
 
 *Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save. Of
 what lies in memory alone, each rank first counts itself where its node has its file, so that none is chosen that some
-rank can't get.
+rank can't get. All these are keys of the attempt as well: the next one must not load what this one did.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ class Run:
         """
         with self._lock:
             if self._run_id is None:
-                # A launcher may keep one store over several attempts.
-                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                self._run_id = self.first(f"run/{attempt}", new_run_id())
+                self._run_id = self.first(f"run/{_attempt()}", new_run_id())
             last, repeat = self._saved.get((namespace, series), (-1, 0))
             if step <= last or (step < 0 and (namespace, series) in self._saved):
                 repeat += 1
@@ -161,7 +159,7 @@ class Run:
         """The key of a load that begins now: equal on all ranks that load the same as often."""
         with self._lock:
             self._loads[what] += 1
-            return f"load/{self._loads[what]}/{what}"
+            return f"load/{_attempt()}/{self._loads[what]}/{what}"
 
     def chosen(self, load: str) -> str | None:
         """What the first rank has chosen to load; None where this one is the first so far."""
@@ -220,6 +218,11 @@ class Run:
                 operation="agree",
                 hint="local checkpoints need it to name what ranks save together; is its host alive?",
             ) from error
+
+
+def _attempt() -> str:
+    """Which attempt of its launcher this is: torchrun keeps one store, and what was agreed in it, over all restarts."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _missing_key(save_id: str, where: Where) -> str:
