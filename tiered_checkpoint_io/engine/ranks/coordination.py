@@ -196,14 +196,16 @@ class TorchGroup(GivenGroup):
             )
         # Ranks that are all here may take their time to fetch; one that never calls this is noticed sooner. A group has
         # one bound, hence two groups.
-        meeting, rendezvous_s = None, clock.timing.rendezvous_s
+        meeting, rendezvous_s, began = None, clock.timing.rendezvous_s, clock.monotonic()
         try:
             meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s))
             dist.monitored_barrier(meeting, timeout=timedelta(seconds=rendezvous_s))
             super().__init__(node, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
         except RuntimeError as error:
+            # A connection that is refused fails at once.
+            bound = f" within {rendezvous_s:.0f} s" if clock.monotonic() - began >= rendezvous_s / 2 else ""
             raise UsageError(
-                f"not all {dist.get_world_size()} ranks came to {what} within {rendezvous_s:.0f} s: {error}",
+                f"not all {dist.get_world_size()} ranks came to {what}{bound}: {error}",
                 operation="load",
                 rank=dist.get_rank(),
                 hint=f"{what} is a collective call while torch.distributed is initialised: every rank has to make it",
