@@ -111,7 +111,7 @@ def test_s3_is_away_for_a_whole_run_and_comes_back(io_of, options, proxy, caplog
 def test_what_a_dead_run_left_on_its_node_does_not_replace_what_was_saved_since(io_of, proxy, monkeypatch):
     """A job is preempted while S3 is away, goes on and is preempted on another node, and comes back to the first."""
     soon, gone_past = Clock(Timing(left_over_s=0.0)), commit.gone_past
-    monkeypatch.setattr(commit, "gone_past", lambda old, part, _: gone_past(old, part, soon))
+    monkeypatch.setattr(commit, "gone_past", lambda old, part, _, **more: gone_past(old, part, soon, **more))
     proxy.plan = where(SLOW_DOWN)
     first = io_of()
     first.checkpointer.save(state(1), "preempted.ckpt", wait=False)

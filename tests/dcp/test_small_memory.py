@@ -84,9 +84,9 @@ def test_what_another_node_sends_and_memory_has_no_room_for_is_there_for_all_ran
 @pytest.mark.matrix
 def test_the_wait_for_the_other_ranks_is_bounded(ranks, small, tmp_path):
     small("a")
-    # Spilled, it is the drain that waits.
+    # Spilled, it is the drain that waits. What they compare is patched: a part that goes elsewhere does not come.
     nowhere = {1: {"dirpath": str(tmp_path / "elsewhere")}}
-    step = ["save", 1, {"save_to_s3": True, "wait_timeout_s": 5, "spill_dir": None, **LARGE}]
+    step = ["save_anywhere", 1, {"save_to_s3": True, "wait_timeout_s": 5, "spill_dir": None, **LARGE}]
     answers = ranks(2, step, nodes="ab", of_rank=nowhere)
     for answer in answers:
         assert "the parts of 1 of 2 ranks have not come within 5 s: 1" in answer[0]["message"]
