@@ -189,8 +189,9 @@ class TieredSharding(_Base):
         overlapped = writer.overlapped
         overlapped.stall_s = stall_s = session.clock.monotonic() - started
         # Callers look here for what was saved, as soon as this returns.
+        more = {"overlapped": True, "resumable": writer.facts["resumable"]}
         places = (frozenset(tiers), "durable" in tiers)
-        overlapped.made = SaveReport(name, step, "", overlapped.size, stall_s, *places, overlapped=True)
+        overlapped.made = SaveReport(name, step, "", overlapped.size, stall_s, *places, **more)
         session.last_save = overlapped.made
         try:
             self._saving = session.background.run(name, lambda: self._save_beside(state, writer))

@@ -68,7 +68,8 @@ def import_checkpoints(
 ) -> list[Imported]:
     """Commits checkpoints that others wrote, in their order; the last one is then the newest of the tier.
 
-    Those that an earlier import of the same files made are left as they are, so that one that was interrupted goes on.
+    Those that an earlier import of the same files made are left as they are: an import that was interrupted can be
+    repeated.
 
     Args:
         source: Where they are.

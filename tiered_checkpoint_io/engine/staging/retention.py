@@ -135,7 +135,7 @@ def removable(
     if not kept & resumable:
         known = resumable.intersection(evidence.completed) or resumable.intersection(each.save_id for each in older)
         if known:
-            kept = {max(known), *evidence.completed[len(evidence.completed) - keep + 1 :]}
+            kept = {max(known), *evidence.completed[max(0, len(evidence.completed) - keep + 1) :]}
     if len(kept) < keep:
         others = sorted({each.save_id for each in older} - kept)
         kept.update(others[len(kept) - keep :])
