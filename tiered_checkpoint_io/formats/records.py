@@ -25,6 +25,8 @@ _END = struct.Struct("<4s4H2IH")
 #: What stands in a field of 4 bytes whose value stands in the extra field, in 8 bytes.
 _ELSEWHERE = (1 << 32) - 1
 _MASK = (1 << 64) - 1
+#: What torch adds to each checksum that it combines with those before.
+_GOLDEN = 0x9E3779B9
 _ZIP_64, _FILLER = b"\1\0", b"FB"
 #: torch's id of a file: a hash of its records' names, and one of their checksums, 20 digits each.
 _ID = b"/.data/serialization_id"
@@ -106,7 +108,8 @@ class Records:
         tail = int(self._cuts[-2]) + self._tail_from
         at_offset = int(self._cuts[-2] - self._starts[-1])
         self._directory = directory + at_offset
-        self._crcs = [crc for _, crc, _, _ in entries]
+        # As they are combined; neither the pickle's nor the id's own is one of them.
+        self._terms = [crc + _GOLDEN for _, crc, _, _ in entries[1:-1]]
         # The first two records do not move.
         moving = entries[2:]
         self._moving = np.array([offset for _, _, offset, _ in moving], np.int64)
@@ -164,8 +167,9 @@ class Records:
     def _identify(self, fixed: bytearray, crc: int) -> None:
         """Writes torch's id of the file, and its checksum."""
         combined = 0
-        for each in (crc, *self._crcs[1:-1]):
-            combined ^= (each + 0x9E3779B9 + (combined << 6) + (combined >> 2)) & _MASK
+        for term in (crc + _GOLDEN, *self._terms):
+            # Tens of thousands of times, each of which needs the one before.
+            combined ^= (term + (combined << 6) + (combined >> 2)) & _MASK
         at, end = self._id, self._id + 2 * _ID_HALF
         fixed[at + _ID_HALF : end] = b"%020d" % combined
         crc_of_id = zlib.crc32(fixed[at:end])
