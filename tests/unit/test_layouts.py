@@ -2,11 +2,9 @@
 
 import gc
 import importlib
-import io
 import os
 import threading
 import weakref
-import zipfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,53 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.changing_state import CHANGES, World, nth, swap
+from support.changing_state import CHANGES, World
+from support.planning import check, check_taken, shown
 
-from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.formats import alike as alike_module
 from tiered_checkpoint_io.formats import layouts as layouts_module
 from tiered_checkpoint_io.formats.assembly import Assembly
-from tiered_checkpoint_io.formats.image import Image, collecting_later, plan
+from tiered_checkpoint_io.formats.image import collecting_later, plan
 from tiered_checkpoint_io.formats.layouts import Layouts
-
-
-def shown(image: Image) -> tuple[Any, ...]:
-    """All of a plan: the bytes around tensors, and whose storage's bytes are where."""
-    regions = [(each.offset, each.nbytes, each.start, each.storage._cdata) for each in image.regions]
-    return image.size, [(each.offset, bytes(each.data)) for each in image.segments], regions
-
-
-def filled(image: Image) -> bytes:
-    data = bytearray(image.size)
-    image.fill(memoryview(data), threads=1)
-    return bytes(data)
-
-
-def check(layouts: Layouts, state: Any) -> None:
-    wanted, got = plan(state), layouts.plan(state)
-    assert shown(got) == shown(wanted)
-    # What a file of the same layout had where is not looked for again.
-    assert stretches_of_state(lambda: state, got) == stretches_of_state(lambda: state, wanted)
-
-
-def check_taken(layouts: Layouts, state: Any) -> None:
-    """As :func:`check`, where the state may be planned later: what is no tensor changes meanwhile."""
-    taken = layouts.take(state)
-    if taken is None:
-        check(layouts, state)
-        return
-    wanted = filled(plan(state))
-    state["loops"]["step"] = "another"
-    state["callbacks"].clear()
-    state.clear()
-    got = filled(layouts.plan_taken(taken))
-    # What was rebuilt to be planned by torch.save may share equal strings.
-    assert got == wanted or resaved(got) == resaved(wanted)
-
-
-def resaved(file: bytes) -> bytes:
-    return filled(plan(torch.load(io.BytesIO(file), weights_only=False)))
-
 
 ONCE = {"rename", "alias", "renew", "reshaped", "key", "number", "moment"}
 
@@ -217,105 +176,6 @@ def test_where_values_alone_have_changed_they_are_put_into_the_pickle_of_the_sav
         state["one"] = one
         for _ in range(2):
             check(layouts, state)
-
-
-def test_tensors_that_share_other_storages_than_before():
-    world, layouts = World(), Layouts()
-    for seed in (1, 1, 1, 2, 2, 1):
-        swap(world, seed)
-        check(layouts, world.state())
-    # Plans that are made anew are not the reason that it is right.
-    assert layouts.reused == 2
-
-
-def test_a_tensor_that_is_met_in_several_collections():
-    world, layouts = World(), Layouts()
-    world.begin_moments()
-    world.ema = {name: each.clone() for name, each in world.model.items()}
-    tensor = world.ema[nth(world, 3)]
-    for more in ({"more": [tensor, tensor]}, {"more": {**world.ema}}, {"more": {}}, {"before": tensor}):
-        world.more = more
-        for world.step in range(3):
-            check(layouts, world.state())
-    assert layouts.reused >= 5
-
-
-def test_tensors_that_no_longer_take_up_the_whole_of_their_storages():
-    layouts, weights = Layouts(), {f"w{n}": torch.zeros(4) for n in range(40)}
-    for replaced in (torch.zeros(4), torch.zeros(8)[4:], torch.zeros(4), torch.zeros(8)[:4], torch.zeros(1).expand(4)):
-        weights["w7"] = replaced
-        for step in range(3):
-            check(layouts, {"step": step, "weights": weights})
-    assert layouts.reused >= 7
-
-
-def test_a_string_that_is_met_before_the_tensors_that_have_it_as_a_key():
-    world, layouts = World(), Layouts()
-    world.begin_moments()
-    for text in ("none", nth(world, 3), "exp_avg", "0", "storage", "cpu", nth(world, 9), "none"):
-        # Two saves each: the first one plans anew, where the structure has changed.
-        for world.step in (1, 2):
-            world.more["before"] = {"text": text, "again": [text]}
-            check(layouts, world.state())
-    assert layouts.reused >= 6
-
-
-def test_numbers_that_become_longer():
-    layouts, weights = Layouts(), {f"w{n}": torch.zeros(2) for n in range(40)}
-    for count in (230, 240, 250, 260, 270, 280, 240):
-        before = {f"k{n}": n for n in range(count)}
-        behind = {f"m{n}": n for n in range(300)}
-        for step in (1, 2):
-            check(layouts, {"step": step, "rest": {**before, "tensor": torch.ones(1), **behind}, "weights": weights})
-    assert layouts.reused >= 7
-
-
-def test_what_moves_behind_a_longer_pickle_is_numbered_anew():
-    world, layouts = World(300), Layouts()
-    world.begin_moments()
-    for _ in range(2):
-        check(layouts, world.state())
-    for names in (3, 30, 1, 0):
-        state = world.state()
-        state["loops"]["names"] = {f"n{n}": f"value{n}" for n in range(names)}
-        check(layouts, state)
-    assert layouts.reused == 4
-
-
-def test_the_file_is_the_one_that_torch_save_writes_but_for_checksums_of_tensors():
-    world, layouts = World(), Layouts()
-    world.begin_moments()
-    for world.step in range(4):
-        data = filled(layouts.plan(world.state()))
-    whole = io.BytesIO()
-    torch.save(world.state(), whole)
-    ours, theirs = (zipfile.ZipFile(io.BytesIO(each)) for each in (data, whole.getvalue()))
-    facts = [
-        [(each.filename, each.header_offset, each.file_size) for each in file.infolist()] for file in (ours, theirs)
-    ]
-    assert facts[0] == facts[1] and layouts.reused == 2
-    assert ours.read("archive/data.pkl") == theirs.read("archive/data.pkl")
-    loaded = torch.load(io.BytesIO(data), weights_only=True)
-    assert all(torch.equal(each, world.model[name]) for name, each in loaded["state_dict"].items())
-    # Tensors' own checksums are the only bytes that differ, and the id that torch makes of all checksums.
-    differing = {at // 64 for at, (a, b) in enumerate(zip(data, whole.getvalue(), strict=True)) if a != b}
-    assert len(differing) <= 3 * len(facts[0])
-
-
-def test_files_of_more_than_4_gib():
-    layouts = Layouts()
-    # The pages are never touched.
-    big = {"a": torch.empty(1 << 30), "b": torch.empty(1 << 30), "c": torch.ones(3)}
-    for step in (1, 2, 1 << 40, 5):
-        check(layouts, {"step": step, "text": "x" * (step % 997), "weights": {**big}})
-    assert layouts.reused == 2
-
-
-def test_a_record_that_moves_over_the_limit_of_4_gib_is_planned_anew():
-    layouts = Layouts()
-    tensors = {"a": torch.empty((1 << 30) - 300), "b": torch.ones(3), "c": torch.ones(3)}
-    for length in (0, 0, 10, 400, 4000):
-        check(layouts, {"text": "x" * length, "weights": tensors})
 
 
 def test_nothing_of_a_state_is_kept_alive():
