@@ -12,12 +12,8 @@ from support.restoring import of_a_newer_release
 from support.sharded import FlatStore, named, objects, readable
 from support.story import op_id
 
-from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
-from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.errors import DrainError, StoreAccessError
+from tiered_checkpoint_io.engine.drain.worker import Drain
+from tiered_checkpoint_io.errors import StoreAccessError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -353,84 +349,3 @@ def test_looks_become_rare(nodes, store):
         until(lambda: len(first.states()) == 3, "all are told to have failed")
     # Three saves, 1 s: looks at 0, 0.1, 0.3, 0.7, 1.5 s, one of them also for parts of an earlier release.
     assert first.queue.progress().counters["requests.list"] <= 3 * (5 + 1)
-
-
-# ------------------------------------------------------------------------------ the trainer's side
-def test_max_pending_counts_saves_and_a_cancel_takes_all_their_parts(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "durable"), max_pending=2, on_pending="skip")
-    handle = DrainHandle(node.tier, node.config, LOG)
-    lock = try_lock(node.root / LOCK_FILE)
-    for rank in (3, 2, 1, 0):
-        node.part("1.ckpt", 1, rank, world_size=5)
-    assert handle.has_room(op_id(90))
-    assert handle.pending_saves() == [op_id(1)]
-    for rank in (3, 2, 1, 0):
-        node.part("2.ckpt", 2, rank, world_size=5)
-    assert not handle.has_room(op_id(91))
-    node.queue.finish(Outcome(part_op(1, 2), "part", "1.ckpt", 1, "failed", "no"), final=False)
-    assert handle.has_room(op_id(92))
-    assert [request.target for request in node.queue.requests()] == [op_id(1)]
-    release(lock)
-    drain(node).run(once=True)
-    cancelled = [op_id(1), *(part_op(1, rank) for rank in (1, 2, 3))]
-    assert {node.states()[op] for op in cancelled} == {"skipped"}
-    assert pending(node) == [op_id(2)]
-    handle.close(timeout_s=10)
-
-
-@pytest.mark.matrix
-def test_a_trainer_waits_for_its_rank_s_part_and_for_the_save(nodes, store):
-    first, second = nodes
-    handles = [DrainHandle(node.tier, node.config, LOG) for node in nodes]
-    try:
-        own, other = first.part("1.ckpt", 1, 0), second.part("1.ckpt", 1, 1)
-        for handle in handles:
-            handle.start()
-        assert handles[1].wait(other, 60).action == "part"
-        assert handles[0].wait(own, 60).state == "committed"
-        assert readable(store, "1.ckpt") == 1
-        first.part("2.ckpt", 2, 0)
-        with pytest.raises(DrainError, match=r"have not come within 1 s: 1|not durable"):
-            handles[0].flush(30)
-        second.part("2.ckpt", 2, 1)
-        handles[1].flush(30)
-        # Something new to do is a reason to look again.
-        handles[0].submit(Request(op_id(3), "alias", "last.ckpt", first.dirpath, "2.ckpt"))
-        handles[0].wait(op_id(3), 60)
-        assert readable(store, "last.ckpt") == 2
-    finally:
-        for handle in handles:
-            handle.close(timeout_s=30)
-
-
-def test_a_drain_stays_for_a_save_that_waits_and_leaves_it_to_the_next_in_the_end(nodes, store, caplog):
-    first, second = nodes
-    first.part("1.ckpt", 1, 0)
-    assert drain(first, clock=Clock(Timing(drain_give_up_s=0.3))).run()
-    assert "leaving 1 operations" in caplog.text
-    second.part("1.ckpt", 1, 1)
-    trainer = try_lock(second.root / TRAINERS_FILE, shared=True)
-    thread = threading.Thread(target=drain(second).run)
-    thread.start()
-    until(lambda: not pending(second), "its part is there")
-    release(trainer)
-    thread.join(10)
-    assert drain(first).run()
-    assert readable(store, "1.ckpt") == 1
-
-
-def test_a_drain_without_a_trainer_stays_while_parts_may_come_and_no_longer(nodes, store):
-    first, second = nodes
-    own = first.save("own.ckpt", b"what nobody takes")
-    first.part("2.ckpt", 2, 0)
-    thread = threading.Thread(target=drain(first, Refusing(store, "own.ckpt")).run)
-    thread.start()
-    until(lambda: own in first.states(), "the other is told to have failed")
-    second.part("2.ckpt", 2, 1)
-    drain(second).run()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert first.states() == {own: "skipped", op_id(2): "committed"}
-    first.part("3.ckpt", 3, 0)
-    assert drain(first).run()
-    assert first.states()[op_id(3)] == "failed"
