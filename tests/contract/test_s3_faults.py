@@ -4,11 +4,8 @@ import os
 
 import pytest
 from support.clocks import quick
-from support.draining import Node, names
-from support.fault_proxy import lose_answer, object_lock, refuse, reset, short_pages, truncate, whole_object
+from support.fault_proxy import object_lock, refuse, reset, short_pages, truncate, whole_object
 
-from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     StoreAccessError,
@@ -22,7 +19,6 @@ from tiered_checkpoint_io.stores.fallbacks import folders_of
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_errors import refusal
 from tiered_checkpoint_io.testing.contract import MemoryJournal
-from tiered_checkpoint_io.testing.servers import RcloneServer
 
 SLOW_DOWN = refuse(503, "SlowDown")
 PASSING = [SLOW_DOWN, refuse(500, "InternalError"), refuse(502, ""), refuse(400, "RequestTimeout"), reset]
@@ -42,13 +38,6 @@ def open_store(s3_url, proxy):
     yield open_store
     for store in stores:
         store.close()
-
-
-@pytest.fixture
-def uploads(s3_server, s3_url):
-    """The uploads in progress, as the server knows them."""
-    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
-    return lambda: s3_server.uploads(bucket, prefix)
 
 
 def on(operation, fault, numbers=(1,)):
@@ -219,151 +208,6 @@ def test_a_refusal_for_another_reason_is_asked_about_once_more(open_store, proxy
         with pytest.raises(StoreError, match="InvalidRequest"):
             store.put("x", b"12345")
     assert proxy.counts["put"] == 4
-
-
-def test_a_lost_answer_to_the_last_request_costs_no_second_upload(open_store, proxy, s3_server):
-    data = os.urandom(20 * MIB)
-    store = open_store()
-    proxy.plan = on("complete", lose_answer)
-    journal = MemoryJournal()
-    store.upload("x", memoryview(data), journal=journal)
-    assert store.get("x") == data
-    assert journal.read() is None
-    # rclone forgets what metadata an upload in parts began with: there it is sent again.
-    if not isinstance(s3_server, RcloneServer):
-        assert (proxy.counts["create"], proxy.counts["part"]) == (1, 3)
-
-
-def test_an_upload_that_others_aborted_is_made_again(open_store, proxy, uploads, s3_server, s3_url):
-    data = os.urandom(20 * MIB)
-    # A server may hang up on a part to an upload that is gone, before it says so.
-    store = open_store()
-    seen = []
-
-    def abort_at_the_first_part(count):
-        seen.append(count)
-        if len(seen) == 1:
-            s3_server.empty(*s3_url.removeprefix("s3://").split("/", 1))
-
-    store.upload("x", memoryview(data), journal=MemoryJournal(), progress=abort_at_the_first_part)
-    assert store.get("x") == data
-    assert sum(seen) == len(data)
-    assert uploads() == []
-
-
-def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_store, proxy, uploads, s3_server, s3_url):
-    data = os.urandom(20 * MIB)
-    # What Ceph answers: "this multipart completion is already in progress", to the end of days.
-    proxy.plan = on("complete", refuse(500, "InternalError"), range(1, 4))
-    seen = []
-
-    def abort_at_the_last_part(count):
-        seen.append(count)
-        if sum(seen) == len(data):
-            s3_server.empty(*s3_url.removeprefix("s3://").split("/", 1))
-
-    open_store().upload("x", memoryview(data), journal=MemoryJournal(), progress=abort_at_the_last_part)
-    assert open_store().get("x") == data
-    assert uploads() == []
-    # Asked after at once: it does not wait until the server gives up on it.
-    assert (proxy.counts["create"], proxy.counts["complete"]) == (2, 4)
-
-
-def test_an_outage_leaves_the_upload_to_the_next_process(open_store, proxy, uploads):
-    data = os.urandom(40 * MIB)
-    journal = MemoryJournal()
-    proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
-    with pytest.raises(StoreUnavailableError):
-        open_store(deadline_s=0.3, write_concurrency=1).upload("x", memoryview(data), journal=journal)
-    assert len(uploads()) == 1
-    proxy.plan = lambda name, number: None
-    # The next one is configured with another part size; what was begun is finished as it was.
-    again = open_store(part_size=10 * MIB)
-    again.upload("x", memoryview(data), journal=journal)
-    assert again.metrics.snapshot()["requests.part"] == 3
-    assert again.get("x") == data
-    assert uploads() == []
-    assert journal.read() is None
-
-
-def test_the_uploads_that_an_outage_cut_off_are_ended_once_a_later_save_replaces_them(
-    open_store, proxy, uploads, memory_dir, s3_url
-):
-    """Each holds nearly a checkpoint on the server, and a drain that lives for weeks looks for such only at its start."""
-    node, patient = Node(memory_dir, s3_url), Clock(Timing(redo_first_s=600.0, redo_max_s=600.0))
-    proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 1 else None
-    for name in ("a.ckpt", "b.ckpt"):
-        node.save(name, os.urandom(10 * MIB))
-    drain = Drain(node.root, clock=patient, open_store=lambda *_: open_store(deadline_s=0.1, write_concurrency=1))
-    drain.run(once=True)
-    assert set(node.states().values()) == {"failed"}
-    assert len(uploads()) == 2
-    proxy.plan = lambda *_: None
-    node.save("c.ckpt", b"C")
-    drain.run(once=True)
-    assert sorted(node.states().values()) == ["committed", "skipped", "skipped"]
-    assert names(open_store()) == ["c.ckpt"]
-    assert uploads() == []
-
-
-def test_an_outage_without_a_journal_leaves_nothing(open_store, proxy, uploads):
-    proxy.plan = always("part", SLOW_DOWN)
-    with pytest.raises(StoreUnavailableError):
-        open_store(deadline_s=0.3).upload("x", memoryview(bytes(20 * MIB)))
-    assert uploads() == []
-
-
-@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidToken", "RequestTimeTooSkewed"])
-def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(code, open_store, proxy, uploads):
-    data, journal = os.urandom(40 * MIB), MemoryJournal()
-    proxy.plan = lambda *_: refuse(400, code) if proxy.counts["part"] > 2 else None
-    with pytest.raises(StoreAccessError):
-        open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal)
-    proxy.plan = lambda *_: None
-    again = open_store()
-    again.upload("x", memoryview(data), journal=journal)
-    assert again.metrics.snapshot()["requests.part"] == 3
-    assert again.get("x") == data
-    assert uploads() == []
-    assert journal.read() is None
-
-
-def test_a_refused_part_ends_the_upload_and_leaves_nothing(open_store, proxy, uploads):
-    journal = MemoryJournal()
-    proxy.plan = on("part", refuse(403, "AccessDenied"), numbers=[2])
-    store = open_store(write_concurrency=1)
-    with pytest.raises(StoreAccessError):
-        store.upload("x", memoryview(bytes(40 * MIB)), journal=journal)
-    assert proxy.counts["part"] == 2
-    assert uploads() == []
-    assert journal.read() is None
-
-
-def test_parts_of_other_sizes_are_not_trusted(open_store, uploads, s3_server, s3_url):
-    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
-    upload_id = s3_server.client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/x")["UploadId"]
-    s3_server.client.upload_part(
-        Bucket=bucket, Key=f"{prefix}/x", UploadId=upload_id, PartNumber=1, Body=b"1" * (5 * MIB)
-    )
-    journal = MemoryJournal()
-    journal.write({"url": s3_url, "key": "x", "upload_id": upload_id, "size": 20 * MIB, "part_size": 8 * MIB})
-    data = os.urandom(20 * MIB)
-    store = open_store()
-    store.upload("x", memoryview(data), journal=journal)
-    assert store.get("x") == data
-    assert uploads() == []
-
-
-def test_forgotten_uploads_are_aborted_below_the_prefix_alone(open_store, uploads, s3_bucket, s3_server):
-    for key in ("run/old", "other/old"):
-        s3_server.client.create_multipart_upload(Bucket=s3_bucket, Key=key)
-    store = open_store(f"s3://{s3_bucket}/run", endpoint_url=s3_server.endpoint_url)
-    assert store.abort_stale_uploads() == 0
-    assert store.abort_stale_uploads(older_than_s=-60) == 1
-    assert [upload["Key"] for upload in s3_server.uploads(s3_bucket)] == ["other/old"]
-    assert store.abort_stale_uploads(older_than_s=-60) == 0
-    whole_bucket = open_store(f"s3://{s3_bucket}", endpoint_url=s3_server.endpoint_url)
-    assert whole_bucket.abort_stale_uploads(older_than_s=-60) == 0
 
 
 def test_a_failure_keeps_no_reference_to_the_buffer(open_store, proxy):
