@@ -1,8 +1,8 @@
 """What breaks or costs too much in other storage for torch.distributed.checkpoint, and must not here.
 
 Those that concern a single function are beside the tests of that function: step 0, a newest step without
-metadata, an absent step and partial loads, truncations at the boundary of an item (``test_load.py``); a
-local checkpoint of two ranks that one loads (``test_local.py``); requests when resharding (``test_load.py``).
+metadata, an absent step and partial loads, truncations at the boundary of an item (``test_load_alone.py``);
+a local checkpoint of two ranks that one loads (``test_local.py``); requests when resharding (``test_load.py``).
 """
 
 import contextlib

@@ -1,0 +1,345 @@
+"""Sharded checkpoints read back by one process: damaged ones, other libraries' defects, and straight into tensors."""
+
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.losing import lose_memory
+from support.restoring import flip
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
+from tiered_checkpoint_io import dcp as ours
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+# ------------------------------------------------------------------------------------------ damage
+ROWS = 300
+
+
+def state(step):
+    return {
+        "a": torch.full((ROWS, 50), float(step)),
+        "b": torch.arange(7) + step,
+        "note": f"step {step}",
+    }
+
+
+def blank():
+    return {"a": torch.zeros(ROWS, 50), "b": torch.zeros(7, dtype=torch.int64), "note": ""}
+
+
+def is_step(loaded, step):
+    return all(
+        torch.equal(value, loaded[key]) if isinstance(value, torch.Tensor) else value == loaded[key]
+        for key, value in state(step).items()
+    )
+
+
+@pytest.fixture
+def config(memory_dir, tmp_path):
+    return {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
+
+
+@pytest.fixture
+def saved(config):
+    """Steps 1 and 2, in both tiers."""
+    writer = TieredStorageWriter(**config, wait=True)
+    for step in (1, 2):
+        dcp.save(state(step), checkpoint_id=f"step_{step}", storage_writer=writer)
+    writer.close()
+    return config
+
+
+def files_in_memory(config, save):
+    folder = sorted(Path(config["memory_dir"]).glob("tiered-*/*/saves/*"))[save]
+    return {role(path): path for path in folder.glob("rank-*/*") if path.name.startswith((".metadata", "__"))}
+
+
+def files_there(config, step):
+    return {role(path): path for path in Path(config["dirpath"], f"step_{step}").iterdir()}
+
+
+def role(path):
+    """The file's name without the mark of its save."""
+    return re.sub(r"-[0-9a-f]{8}\.", ".", path.name)
+
+
+def items_of(folder_file):
+    """Where the items of a file begin, as .metadata tells."""
+    import pickle
+
+    metadata = pickle.loads(folder_file.with_name(".metadata").read_bytes())
+    return sorted(info.offset for info in metadata.storage_data.values())
+
+
+def damage(path, how):
+    if how == "flip":
+        flip(path, at=path.stat().st_size // 2)
+    elif how == "cut" and path.name != ".metadata":
+        os.truncate(path, items_of(path)[-1])
+    elif how == "cut":
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["flip", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("cut", "lose"))])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_damage_in_memory_is_found_and_the_durable_copy_is_taken(saved, name, how):
+    damage(files_in_memory(saved, -1)[name], how)
+    loaded = blank()
+    reader = TieredStorageReader(**saved)
+    dcp.load(loaded, storage_reader=reader)
+    assert is_step(loaded, 2)
+    assert reader.session.asked["bytes.down"] > 0
+    assert list(Path(saved["memory_dir"]).glob("tiered-*/*/quarantine/*"))
+    reader.close()
+
+
+@pytest.mark.parametrize("how", ["flip", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("cut", "lose"))])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_damage_in_both_tiers_leads_to_the_step_before(saved, name, how):
+    damage(files_there(saved, 2)[name], how)
+    damage(files_in_memory(saved, -1)[name], how)
+    loaded = blank()
+    reader = ours.load(loaded, **saved)
+    assert is_step(loaded, 1)
+    assert reader.opened.name == "step_1"
+    reader.close()
+
+
+def test_plain_load_fails_on_damage_and_the_same_reader_then_takes_the_step_before(saved):
+    lose_memory(saved["memory_dir"])
+    os.mkdir(saved["memory_dir"])
+    damage(files_there(saved, 2)["__0_0.distcp"], "flip")
+    reader, loaded = TieredStorageReader(**saved), blank()
+    with pytest.raises(BaseException, match="differ from their hash"):
+        dcp.load(loaded, storage_reader=reader)
+    dcp.load(loaded, storage_reader=reader)
+    assert is_step(loaded, 1)
+    reader.close()
+
+
+def test_when_nothing_is_intact_it_is_said_and_nothing_is_returned(saved):
+    lose_memory(saved["memory_dir"])
+    os.mkdir(saved["memory_dir"])
+    for step in (1, 2):
+        damage(files_there(saved, step)["__0_0.distcp"], "flip")
+    with pytest.raises(RestoreError, match="no sharded checkpoint is intact"):
+        ours.load(blank(), **saved)
+    with pytest.raises(CheckpointNotFoundError):
+        ours.load(blank(), **{**saved, "dirpath": saved["dirpath"] + "-other"})
+
+
+# ------------------------------------------------------------------ defects of others, not to be had
+def test_step_zero_is_found(config):
+    writer = TieredStorageWriter(**config, step=0, save_to_s3=False)
+    dcp.save(state(0), storage_writer=writer)
+    loaded = blank()
+    ours.load(loaded, **config)
+    assert is_step(loaded, 0)
+    loaded = blank()
+    ours.load(loaded, step=0, **config)
+    assert is_step(loaded, 0)
+    writer.close()
+
+
+def test_a_newest_step_without_metadata_does_not_hide_an_older_one(saved):
+    files_in_memory(saved, -1)[".metadata"].unlink()
+    files_there(saved, 2)[".metadata"].unlink()
+    loaded = blank()
+    ours.load(loaded, **saved)
+    assert is_step(loaded, 1)
+
+
+def test_a_step_that_is_absent_is_an_error_also_for_partial_loads(saved):
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.raises(CheckpointNotFoundError, match="of step 9"):
+        ours.load(blank(), step=9, planner=planner, **saved)
+
+
+def test_a_partial_load_reads_what_there_is(saved):
+    loaded = {**blank(), "new": torch.full((3,), 5.0)}
+    ours.load(loaded, planner=dcp.DefaultLoadPlanner(allow_partial_load=True), **saved)
+    assert is_step(loaded, 2)
+    assert loaded["new"].tolist() == [5.0] * 3
+
+
+def test_a_folder_that_plain_dcp_wrote_is_read_with_a_notice(saved, caplog):
+    import logging
+
+    folder = Path(saved["dirpath"], "theirs")
+    dcp.save(state(5), storage_writer=dcp.FileSystemWriter(folder))
+    loaded = blank()
+    reader = ours.load(loaded, checkpoint_id=folder, logger=logging.getLogger("mine"), **saved)
+    assert is_step(loaded, 5)
+    assert "nothing verified it" in caplog.text
+    reader.close()
+
+
+def test_plain_dcp_reads_the_folder_on_the_durable_tier(saved):
+    loaded = blank()
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(Path(saved["dirpath"], "step_2")))
+    assert is_step(loaded, 2)
+
+
+def test_an_overwritten_checkpoint_holds_the_new_content(saved):
+    before = files_there(saved, 2)["__0_0.distcp"]
+    writer = TieredStorageWriter(**saved, wait=True)
+    other = {**state(2), "note": "again"}
+    dcp.save(other, checkpoint_id="step_2", storage_writer=writer)
+    writer.close()
+    assert len(list(before.parent.iterdir())) == 2
+    assert files_there(saved, 2)["__0_0.distcp"] != before, "the old file was not written to"
+    lose_memory(saved["memory_dir"])
+    os.mkdir(saved["memory_dir"])
+    loaded = blank()
+    ours.load(loaded, **saved)
+    assert loaded["note"] == "again"
+
+
+class Inverted(StreamTransformExtension):
+    """Turns every bit around: what is written must not be what is read."""
+
+    @staticmethod
+    def registry_name():
+        return "test.inverted"
+
+    @staticmethod
+    def from_descriptor(version):
+        return Inverted()
+
+    def get_descriptor(self):
+        return "test.inverted/1"
+
+    def transform_to(self, output):
+        return Inverting(output)
+
+    def transform_from(self, stream):
+        return io.BytesIO(bytes(byte ^ 255 for byte in stream.read()))
+
+
+class Inverting(io.RawIOBase):
+    def __init__(self, output):
+        self.output = output
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        return self.output.write(bytes(byte ^ 255 for byte in bytes(data)))
+
+
+def test_transformed_items_are_read_back_by_us_and_by_plain_dcp(config):
+    writer = TieredStorageWriter(**config, step=1, wait=True, _extensions=[Inverted()])
+    dcp.save(state(1), storage_writer=writer)
+    registry = ExtensionRegistry()
+    registry.register(Inverted)
+    loaded = blank()
+    ours.load(loaded, **config, _extension_registry=registry)
+    assert is_step(loaded, 1)
+    loaded = blank()
+    folder = Path(config["dirpath"], "step_1")
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder, _extension_registry=registry))
+    assert is_step(loaded, 1)
+    writer.close()
+
+
+# ------------------------------------------------------------------------------- straight into tensors
+def odd():
+    """Tensors that can be filled where they lie, and such that can't, by name."""
+    base = torch.arange(60_000, dtype=torch.float32)
+    return {
+        "plain": torch.randn(300, 1000),
+        "bfloat": torch.randn(70, 11).to(torch.bfloat16),
+        "bool": torch.rand(1001) > 0.5,
+        "complex": torch.randn(13, 5, dtype=torch.complex64),
+        "scalar": torch.tensor(7.25),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(40, 30).t(),
+        "view": base[100:40_000].view(300, 133),
+        "parameter": torch.nn.Parameter(torch.randn(64, 64)),
+        "note": {"a": [1, 2], "b": "text"},
+    }
+
+
+def other_layouts(state):
+    """Where it is loaded: other strides, dtypes and storages than it was saved from."""
+    blank = {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else {} for key, value in state.items()}
+    blank["parameter"] = torch.nn.Parameter(torch.zeros(64, 64))
+    blank["plain"] = torch.zeros(1000, 300).t()
+    blank["bfloat"] = torch.zeros(70, 11, dtype=torch.float64)
+    blank["scalar"], blank["bool"] = torch.zeros(()), torch.zeros(2002, dtype=torch.bool)[::2]
+    return blank
+
+
+@pytest.mark.parametrize("tier", ["memory", "durable"])
+def test_any_tensor_is_loaded_as_plain_dcp_loads_it(config, tier):
+    state = odd()
+    writer = TieredStorageWriter(**config, step=1, wait=True)
+    dcp.save(state, storage_writer=writer)
+    writer.close()
+    if tier == "durable":
+        lose_memory(config["memory_dir"])
+        os.mkdir(config["memory_dir"])
+    theirs, loaded = other_layouts(state), other_layouts(state)
+    dcp.load(theirs, storage_reader=dcp.FileSystemReader(Path(config["dirpath"], "step_1")))
+    before = {key: value._version for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+    reader = ours.load(loaded, **config)
+    assert reader.tier == tier
+    for key, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(loaded[key], value), key
+            assert loaded[key]._version > before[key] or not value.numel(), f"autograd must notice that {key} changed"
+        else:
+            assert loaded[key] == value
+    reader.close()
+
+
+def test_two_names_of_one_tensor_leave_one_of_their_contents_in_it(config):
+    contents = {"a": torch.full((1 << 20,), 1.0), "b": torch.full((1 << 20,), 2.0)}
+    writer = TieredStorageWriter(**config, step=1, save_to_s3=False)
+    dcp.save(contents, storage_writer=writer)
+    writer.close()
+    shared = torch.zeros(1 << 20)
+    ours.load({"a": shared, "b": shared}, **config).close()
+    assert shared.unique().tolist() in ([1.0], [2.0])
+
+
+def test_a_tensor_that_a_damaged_chunk_was_read_into_is_read_again_from_elsewhere_or_refused(config):
+    saved = {"a": torch.randn(6 << 20)}
+    writer = TieredStorageWriter(**config, step=1, wait=True)
+    dcp.save(saved, storage_writer=writer)
+    (path,) = Path(config["memory_dir"]).glob("tiered-*/*/saves/*/rank-*/__*")
+    flip(path, at=20 << 20)
+    loaded = {"a": torch.zeros(6 << 20)}
+    ours.load(loaded, **config).close()
+    assert torch.equal(loaded["a"], saved["a"])
+    dcp.save(saved, checkpoint_id="step_2", storage_writer=TieredStorageWriter(**config, save_to_s3=False))
+    for path in Path(config["memory_dir"]).glob("tiered-*/*/saves/*/rank-*/__*"):
+        flip(path, at=20 << 20)
+    with pytest.raises(BaseException, match="differ from their hash"):
+        dcp.load(loaded, checkpoint_id="step_2", storage_reader=TieredStorageReader(**config))
+    writer.close()
+
+
+def test_damage_that_shows_last_leaves_nothing_unread(config):
+    """What was verified before it stays: of the copy that is taken then, no more is fetched than is still asked for."""
+    saved = {"a": {"note": 1}, "b": torch.randn(5 << 20), "c": torch.randn(6 << 20)}
+    writer = TieredStorageWriter(**config, step=1, wait=True)
+    dcp.save(saved, storage_writer=writer)
+    (path,) = Path(config["memory_dir"]).glob("tiered-*/*/saves/*/rank-*/__*")
+    # Only "c" lies there, which goes straight into its tensor; "b" is converted, and lies in two other chunks.
+    flip(path, at=path.stat().st_size - 500)
+    loaded = {"a": {"note": 0}, "b": torch.zeros(5 << 20, dtype=torch.float64), "c": torch.zeros(6 << 20)}
+    ours.load(loaded, **config).close()
+    assert loaded["a"] == saved["a"]
+    assert torch.equal(loaded["b"], saved["b"].double())
+    assert torch.equal(loaded["c"], saved["c"])
+    writer.close()
