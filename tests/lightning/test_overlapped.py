@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.staging_choice import StagingChoice
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.save.overlap import Overlap
 from tiered_checkpoint_io.engine.save.part import PartSave
@@ -382,20 +381,3 @@ def test_a_kill_amid_a_capture_leaves_the_old_checkpoint_or_the_new_one(amid, st
     io = runs.io()
     assert io.load_checkpoint("tiered:latest", weights_only=False)["global_step"] == step
     io.teardown()
-
-
-def test_the_cheaper_way_is_chosen_and_tried_again():
-    choice = StagingChoice()
-    for _ in range(3):
-        assert not choice.overlaps, "eager saves are measured first"
-        choice.note_eager(0.05)
-    assert [choice.note_overlapped(0.01) for _ in range(5)] == [False] * 5
-    assert choice.overlaps
-    lost = [choice.note_overlapped(0.2) for _ in range(5)]
-    assert lost.count(True) == 1, "said once"
-    assert not choice.overlaps
-    eager = 0
-    while not choice.overlaps:
-        choice.note_eager(0.05)
-        eager += 1
-    assert eager == 100
