@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
+from tiered_checkpoint_io.adapters.steps import tiers_for_step
 from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining
 from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
@@ -24,7 +25,6 @@ from tiered_checkpoint_io.callbacks.trainer import (
     if_known,
     on_rank_0,
     save_together,
-    tiers_for_step,
 )
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import (

@@ -90,26 +90,6 @@ def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, w
     fail_together(trainer, error)
 
 
-def tiers_for_step(
-    global_step: int, memory_every_n_train_steps: int | None, s3_every_n_train_steps: int | None
-) -> frozenset[str]:
-    """The tiers that a training step is saved to: a function of the step alone, so that all ranks agree.
-
-    ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
-    multiples of ``memory_every_n_train_steps``, else nothing.
-
-    Args:
-        global_step: The optimizer step; 0 is never saved.
-        memory_every_n_train_steps: Steps between memory checkpoints; None for none.
-        s3_every_n_train_steps: Steps between durable checkpoints; None for none.
-    """
-    if global_step > 0 and s3_every_n_train_steps and global_step % s3_every_n_train_steps == 0:
-        return frozenset({"memory", "durable"})
-    if global_step > 0 and memory_every_n_train_steps and global_step % memory_every_n_train_steps == 0:
-        return frozenset({"memory"})
-    return frozenset()
-
-
 def check_every(key: str, value: object) -> None:
     """Refuses what is no interval in training steps: a whole number from 1, or None for never."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _unwrap_objects
 
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
-from tiered_checkpoint_io.adapters.steps import name_of, tiers_at
+from tiered_checkpoint_io.adapters.steps import name_of, tiers_due
 
 __all__ = ["save"]
 
@@ -40,7 +40,7 @@ def save(
     """
     strategy: Any = fabric.strategy
     io = require_tiered_io(strategy, "tiered_checkpoint_io.fabric.save")
-    wanted = tiers_at(step, io.config) if tiers is None else tiers
+    wanted = tiers_due(step, io.config) if tiers is None else tiers
     if tiers is None and not wanted:
         return
     options = {"tiers": sorted(wanted)}

@@ -1,22 +1,34 @@
-"""Which steps go to which tier, and what they are called, where a training loop is not Lightning's Trainer (pure)."""
+"""Which steps go to which tier, and what they are called where a training loop is not Lightning's Trainer (pure)."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
-def tiers_at(step: int, config: TieredCheckpointConfig) -> Collection[str]:
-    """The tiers that a step goes to: none, memory alone, or both."""
+def tiers_for_step(
+    global_step: int, memory_every_n_train_steps: int | None, s3_every_n_train_steps: int | None
+) -> frozenset[str]:
+    """The tiers that a training step is saved to: a function of the step alone, so that all ranks agree.
 
-    def is_due(every: int | None) -> bool:
-        return every is not None and step > 0 and step % every == 0
+    ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
+    multiples of ``memory_every_n_train_steps``, else nothing.
 
-    if is_due(config.s3_every_n_train_steps):
+    Args:
+        global_step: The optimizer step; 0 is never saved.
+        memory_every_n_train_steps: Steps between memory checkpoints; None for none.
+        s3_every_n_train_steps: Steps between durable checkpoints; None for none.
+    """
+    if global_step > 0 and s3_every_n_train_steps and global_step % s3_every_n_train_steps == 0:
         return TIERS
-    return frozenset({"memory"}) if is_due(config.memory_every_n_train_steps) else frozenset()
+    if global_step > 0 and memory_every_n_train_steps and global_step % memory_every_n_train_steps == 0:
+        return frozenset({"memory"})
+    return frozenset()
+
+
+def tiers_due(step: int, config: TieredCheckpointConfig) -> frozenset[str]:
+    """:func:`tiers_for_step`, by the intervals of a configuration."""
+    return tiers_for_step(step, config.memory_every_n_train_steps, config.s3_every_n_train_steps)
 
 
 def name_of(step: int) -> str:

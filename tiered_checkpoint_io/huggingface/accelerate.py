@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from tiered_checkpoint_io.adapters.steps import name_of, tiers_at
+from tiered_checkpoint_io.adapters.steps import name_of, tiers_due
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.huggingface.state import (
@@ -59,7 +59,7 @@ class AcceleratorCheckpoints:
             SaveError: A save failed, and ``on_save_error`` is ``raise``.
         """
         refuse_sharded(accelerator.distributed_type, type(self).__name__)
-        wanted = tiers_at(step, self.config) if tiers is None else tiers
+        wanted = tiers_due(step, self.config) if tiers is None else tiers
         if tiers is None and not wanted:
             return
         rng = random_states()

@@ -17,7 +17,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 from transformers.utils import WEIGHTS_NAME
 
 from tiered_checkpoint_io.adapters.sizes import size_here
-from tiered_checkpoint_io.adapters.steps import name_of, tiers_at
+from tiered_checkpoint_io.adapters.steps import name_of, tiers_due
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
@@ -172,7 +172,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         With ``auto_find_batch_size`` a step that finds no memory has the Trainer begin once more, from there.
         """
-        self._due = tiers_at(state.global_step, self.config)
+        self._due = tiers_due(state.global_step, self.config)
         if not self._is_prepared and state.is_world_process_zero:
             # The optimizer has its state now.
             self._engine.prepare(size_here(kw["model"], [getattr(kw["optimizer"], "optimizer", kw["optimizer"])]))
