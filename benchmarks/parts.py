@@ -67,7 +67,7 @@ OF_DCP_LOAD = {
 #: What a load of a full checkpoint consists of, beside the copy into the parameters.
 OF_LOAD = {
     "finding and hashing it": ["tiered_checkpoint_io.engine.checkpointer:restore"],
-    "torch.load of the mapped file": ["tiered_checkpoint_io.engine.checkpointer:Checkpointer._torch_load"],
+    "torch.load of the mapped file": ["tiered_checkpoint_io.engine.restore.restore:Restored.load"],
 }
 
 

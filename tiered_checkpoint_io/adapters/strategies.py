@@ -325,14 +325,12 @@ class TieredSharding(_Base):
     def _load_full(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         trust = Trust.of(self._tiered_io.config, weights_only)
 
-        def read(file: Path, found: Restored) -> Any:
-            # What others wrote may be in torch's old format, which can't be mapped.
-            mmap, where = found.content is not None, {"tier": found.tier, "key": found.name, "step": found.step}
-            state = trust.read(file, found.name, where, map_location="cpu", mmap=mmap, mapped=found.mapped)
-            self._local_file = file
+        def read(found: Restored) -> Any:
+            state = found.load(trust, map_location="cpu")
+            self._local_file = found.path
             try:
-                with read_already(file, state):
-                    return super(TieredSharding, self).load_checkpoint(file)
+                with read_already(found.path, state):
+                    return super(TieredSharding, self).load_checkpoint(found.path)
             finally:
                 self._local_file = None
 

@@ -229,24 +229,24 @@ class Checkpointer:
             StoreError: The durable tier could not be asked.
         """
 
-        def read(file: Path, found: Restored) -> Any:
-            return self._torch_load(file, found, map_location, weights_only)
+        def read(found: Restored) -> Any:
+            return found.load(Trust.of(self.config, weights_only), map_location=map_location, rank=current_rank())
 
         return self.load_by(path, read, companion=companion, alone=alone)
 
     def load_by(
         self,
         path: str | os.PathLike[str],
-        read: Callable[[Path, Restored], Any],
+        read: Callable[[Restored], Any],
         *,
         companion: str = "",
         alone: bool = False,
     ) -> Any:
-        """As :meth:`load`, for who reads the file in a way of their own.
+        """As :meth:`load`, for callers that read the file in a way of their own.
 
         Args:
             path: As :meth:`load` takes it.
-            read: Called on every rank with a local file, which is intact; its answer is returned.
+            read: Called on every rank with what is restored, whose file is intact; its answer is returned.
             companion: As :meth:`load` takes it.
             alone: As :meth:`load` takes it.
         """
@@ -280,7 +280,7 @@ class Checkpointer:
         group: coordination.Group,
         dirpath: str,
         selector: Selector,
-        read: Callable[[Path, Restored], Any],
+        read: Callable[[Restored], Any],
     ) -> Any:
         began = self.session.clock.monotonic()
         tiers = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
@@ -296,7 +296,7 @@ class Checkpointer:
         error: Exception | None = None
         with restored:
             try:
-                state = read(restored.path, restored)
+                state = read(restored)
             except Exception as caught:
                 error = caught
             # No rank leaves before all have opened the file, and all fail if one does.
@@ -346,14 +346,6 @@ class Checkpointer:
             if not dirpath or ".." in text.split("/") or dirpath.endswith(":/"):
                 raise
             return ids.normalize_dirpath(dirpath), Selector("name", ids.validate_name(name))
-
-    def _torch_load(self, file: Any, restored: Restored, map_location: Any, weights_only: bool | None) -> Any:
-        where = {"tier": restored.tier, "key": restored.name, "rank": current_rank(), "step": restored.step}
-        # What others wrote may be in torch's old format, which can't be mapped.
-        mmap = restored.content is not None
-        trust = Trust.of(self.config, weights_only)
-        mapped = restored.mapped
-        return trust.read(file, restored.name, where, map_location=map_location, mmap=mmap, mapped=mapped)
 
     # ------------------------------------------------------------------------------- background
     def poll(self) -> list[Outcome]:

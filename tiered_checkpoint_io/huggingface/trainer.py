@@ -114,11 +114,9 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             )
         folder = Path(args.output_dir, f".tiered-restored-{socket.gethostname()}")
 
-        def read(file: Path, found: Restored) -> Path:
+        def read(found: Restored) -> Path:
             if args.local_process_index == 0:
-                where = {"tier": found.tier, "key": found.name, "step": found.step}
-                mmap = found.content is not None
-                state = Trust.of(self.config, None).read(file, found.name, where, map_location="cpu", mmap=mmap)
+                state = found.load(Trust.of(self.config), map_location="cpu")
                 _write_folder(folder, state, found.name, self._callbacks)
             return folder
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.durable.files import files_of
@@ -33,6 +33,8 @@ from tiered_checkpoint_io.model.manifest import Part
 
 if TYPE_CHECKING:
     import torch
+
+    from tiered_checkpoint_io.engine.trust import Trust
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +62,13 @@ class Restored(Found):
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def load(self, trust: Trust, *, map_location: Any, rank: int | None = None) -> Any:
+        """The state in the file, by ``torch.load``; raises as :meth:`Trust.read`, with ``rank`` in the error."""
+        where = {"tier": self.tier, "key": self.name, "rank": rank, "step": self.step}
+        # What others wrote may be in torch's old format, which can't be mapped.
+        mmap = self.content is not None
+        return trust.read(self.path, self.name, where, map_location=map_location, mmap=mmap, mapped=self.mapped)
 
     def release(self) -> None:
         """Lets the file go. What was mapped from it meanwhile lives on, unchanged."""
