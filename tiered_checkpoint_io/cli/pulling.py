@@ -16,7 +16,7 @@ from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.chunks import fetch_chunk
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace
+from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -131,27 +131,27 @@ _Views = Mapping[str, memoryview]
 @contextlib.contextmanager
 def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
     """Room in memory for the files of parts, which are committed there if the block does not raise."""
-    places = [SlotPlace(tier, part, drained=True) for part in parts]
+    destinations = [SlotDestination(tier, part, drained=True) for part in parts]
     try:
         with contextlib.ExitStack() as held:
             views: dict[str, memoryview] = {}
-            for part, place in zip(parts, places, strict=True):
-                opened = held.enter_context(place.open())
+            for part, destination in zip(parts, destinations, strict=True):
+                opened = held.enter_context(destination.open())
                 views |= {entry.path: opened[entry.basename] for entry in part.content.files}
             yield views
-        for part, place in zip(parts, places, strict=True):
+        for part, destination in zip(parts, destinations, strict=True):
             try:
-                place.keep()
+                destination.keep()
             except MemoryFullError:
                 raise
             except MemoryTierError:
                 # Another process has brought it meanwhile, such as this command in another task of the node.
                 if not _has(tier, part):
                     raise
-                place.drop()
+                destination.drop()
     except BaseException:
-        for place in places:
-            place.drop()
+        for destination in destinations:
+            destination.drop()
         raise
     finally:
         tier.close()

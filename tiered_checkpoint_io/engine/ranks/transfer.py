@@ -199,7 +199,7 @@ def _quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
         tier.quarantine(stored.folder, str(error))
 
 
-class Place(Protocol[_T_co]):
+class Destination(Protocol[_T_co]):
     """Where a part that arrives is put."""
 
     def open(self) -> contextlib.AbstractContextManager[Mapping[str, memoryview]]:
@@ -215,7 +215,7 @@ class Place(Protocol[_T_co]):
         ...
 
 
-class SlotPlace:
+class SlotDestination:
     """Slots of a memory tier, in which a part becomes this node's."""
 
     def __init__(
@@ -263,7 +263,7 @@ class SlotPlace:
         self._slots.clear()
 
 
-def receive_part(channel: Channel, part: Part, place: Place[_T]) -> _T:
+def receive_part(channel: Channel, part: Part, destination: Destination[_T]) -> _T:
     """Receives all files of a part, and verifies them.
 
     Raises:
@@ -271,20 +271,20 @@ def receive_part(channel: Channel, part: Part, place: Place[_T]) -> _T:
         MemoryTierError: There is no room for it, or its place is taken.
     """
     try:
-        _receive_files(channel, part, place)
+        _receive_files(channel, part, destination)
         with _reporting(channel):
-            kept = place.keep()
+            kept = destination.keep()
     except BaseException:
-        place.drop()
+        destination.drop()
         raise
     send_status(channel)
     return kept
 
 
-def _receive_files(channel: Channel, part: Part, place: Place[object]) -> None:
+def _receive_files(channel: Channel, part: Part, destination: Destination[object]) -> None:
     with contextlib.ExitStack() as held:
         with _reporting(channel):
-            views = held.enter_context(place.open())
+            views = held.enter_context(destination.open())
         send_status(channel)
         pool = held.enter_context(ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="tiered-check"))
         checks: list[Future[None]] = []

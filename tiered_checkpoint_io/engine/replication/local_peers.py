@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from tiered_checkpoint_io.engine.ranks.transfer import (
-    SlotPlace,
+    SlotDestination,
     find_part,
     receive_description,
     receive_part,
@@ -136,7 +136,7 @@ class LocalPeers:
         request(self._member, key, text, bound_s=bound_s, poll_s=poll_s)
         with contextlib.closing(Link(self._member, key, source, sends=False)) as link:
             part = receive_description(link)
-            stored = receive_part(link, part, SlotPlace(self._tier, part))
+            stored = receive_part(link, part, SlotDestination(self._tier, part))
         self._log.info(
             "Step %d: shard %d of %s is back from rank %d: %s",
             part.content.step,

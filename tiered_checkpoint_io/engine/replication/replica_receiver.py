@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from tiered_checkpoint_io.engine.ranks.transfer import (
-    SlotPlace,
+    SlotDestination,
     receive_description,
     receive_part,
     send_status,
@@ -115,7 +115,7 @@ class ReplicaReceiver:
             send_status(link, HAVE)
             return
         try:
-            receive_part(link, part, SlotPlace(kept, part, acquire=lambda size: self._slot(size, part)))
+            receive_part(link, part, SlotDestination(kept, part, acquire=lambda size: self._slot(size, part)))
         except PeerError:
             raise
         except TieredCheckpointError as error:

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.transfer import (
+    Destination,
     GroupChannel,
-    Place,
-    SlotPlace,
+    SlotDestination,
     find_part,
     receive_part,
     send_held_part,
@@ -44,14 +44,14 @@ class Move:
     target: int
 
 
-def spread(holders: Sequence[int], lacking: Sequence[int], part: int = 0) -> list[Move]:
-    """Which rank sends a part to which, in the order in which all ranks do it; pure.
+def spread(holders: Sequence[int], lacking: Sequence[int]) -> list[Move]:
+    """Which rank sends the one part of a checkpoint to which, in the order in which all ranks do it; pure.
 
     Those that have received it send it on, so that as many are sending at once as have it.
     """
     have, planned, rest = list(holders), list[Move](), list(lacking)
     while rest:
-        turn = [Move(part, source, target) for source, target in zip(have, rest, strict=False)]
+        turn = [Move(0, source, target) for source, target in zip(have, rest, strict=False)]
         planned += turn
         have += [move.target for move in turn]
         rest = rest[len(turn) :]
@@ -85,8 +85,12 @@ def moves_to_owners(candidate: Candidate, nodes: Sequence[str]) -> list[Move]:
     return planned
 
 
-def carry(
-    group: Group, tiers: Tiers, planned: Sequence[Move], parts: Mapping[int, Part], place: Callable[[Part], Place[_T]]
+def move_parts(
+    group: Group,
+    tiers: Tiers,
+    planned: Sequence[Move],
+    parts: Mapping[int, Part],
+    destination: Callable[[Part], Destination[_T]],
 ) -> _T | None:
     """Carries moves out, in the order in which all ranks do them; every rank calls this.
 
@@ -95,7 +99,7 @@ def carry(
         tiers: This node's memory, and where to log.
         planned: The moves, of which at most one brings a part to this rank.
         parts: The description of each part that can be sent.
-        place: Where to put what comes here: its answer is returned.
+        destination: Where to put what comes here: its answer is returned.
 
     Raises:
         CorruptCheckpointError: What was to come here did not arrive.
@@ -114,7 +118,7 @@ def carry(
         elif move.target == group.rank:
             started = tiers.clock.monotonic()
             try:
-                received = receive_part(GroupChannel(group, move.source), part, place(part))
+                received = receive_part(GroupChannel(group, move.source), part, destination(part))
             except LostRankError:
                 raise
             except Exception as error:
@@ -156,7 +160,7 @@ def restore_owners(group: Group, tiers: Tiers, candidate: Candidate, nodes: Sequ
     for theirs in group.all_gather(found):
         parts.update(theirs)
     try:
-        carry(group, tiers, planned, parts, lambda part: SlotPlace(tiers.memory, part, drained=drained))
+        move_parts(group, tiers, planned, parts, lambda part: SlotDestination(tiers.memory, part, drained=drained))
     except CorruptCheckpointError as error:
         tiers.log.warning("a part of %s did not come back: %s", candidate.name, error)
     # All ranks of a node find there what one of them has received.

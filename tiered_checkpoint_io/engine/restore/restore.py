@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
-from tiered_checkpoint_io.engine.ranks.transfer import SlotPlace, find_part
+from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination, find_part
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
-from tiered_checkpoint_io.engine.restore.part_moves import carry, spread
+from tiered_checkpoint_io.engine.restore.part_moves import move_parts, spread
 from tiered_checkpoint_io.engine.restore.search import Found, Outcome, Search
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
@@ -157,18 +157,18 @@ class NodeFetcher:
         if candidate.is_foreign and ids.url_scheme(self.tiers.dirpath) is None:
             # A local file needs no copy: nothing of it is kept mapped.
             return FetchedPart(part, Path(self.tiers.dirpath, entry.path), "durable")
-        started, place = self.tiers.clock.monotonic(), SlotOrFile(self.tiers, part, drained=True)
+        started, destination = self.tiers.clock.monotonic(), SlotOrFile(self.tiers, part, tier="durable", drained=True)
         try:
-            with place.open() as views:
+            with destination.open() as views:
                 concurrency = self.tiers.config.read_concurrency()
-                fresh = place.fresh(entry.basename)
+                fresh = destination.fresh(entry.basename)
                 write = chunks.writer_to(fresh) if fresh is not None else None
                 chunks.fetch(store, entry, views[entry.basename], concurrency=concurrency, write=write)
-            fetched = place.keep()
+            fetched = destination.keep()
         except BaseException:
-            place.drop()
+            destination.drop()
             raise
-        fetched.tier, fetched.bytes_read = "durable", entry.size
+        fetched.bytes_read = entry.size
         self.tiers.log.info("fetched %s: %s", part.name, rate(entry.size, self.tiers.clock.monotonic() - started))
         return fetched
 
@@ -237,11 +237,13 @@ def fetched_from(stored: StoredPart, tier: Tier) -> FetchedPart:
 class SlotOrFile:
     """Where a part's file is put: a slot, or a temporary file where memory has no room for it."""
 
-    def __init__(self, tiers: Tiers, part: Part, *, drained: bool) -> None:
+    def __init__(self, tiers: Tiers, part: Part, *, tier: Tier, drained: bool) -> None:
+        """Takes no room yet; ``tier`` is the one that the part comes from."""
         self._tiers = tiers
+        self._tier: Tier = tier
         self._part = part
         self._path: Path | None = None
-        self._slot = SlotPlace(tiers.memory, part, drained=drained, acquire=self._acquire)
+        self._slot = SlotDestination(tiers.memory, part, drained=drained, acquire=self._acquire)
 
     def _acquire(self, size: int) -> Slot:
         if self._tiers.memory.is_taken(self._part.save_id, self._part.rank):
@@ -266,13 +268,13 @@ class SlotOrFile:
             yield views
 
     def fresh(self, basename: str) -> int | None:
-        """See :meth:`SlotPlace.fresh`; of a temporary file, none."""
+        """See :meth:`SlotDestination.fresh`; of a temporary file, none."""
         return self._slot.fresh(basename)
 
     def keep(self) -> FetchedPart:
         if self._path is not None:
-            return FetchedPart(self._part, self._path, "peer", temporary=True)
-        return fetched_from(self._slot.keep(), "peer")
+            return FetchedPart(self._part, self._path, self._tier, temporary=True)
+        return fetched_from(self._slot.keep(), self._tier)
 
     def drop(self) -> None:
         self._slot.drop()
@@ -348,7 +350,9 @@ def _from_peers(
     planned = spread(list(parts), [rank for rank, (needs, _) in enumerate(gathered) if needs])
 
     def receive() -> FetchedPart | None:
-        return carry(search.group, tiers, planned, {0: part}, lambda part: SlotOrFile(tiers, part, drained=drained))
+        return move_parts(
+            search.group, tiers, planned, {0: part}, lambda part: SlotOrFile(tiers, part, tier="peer", drained=drained)
+        )
 
     received = search.attempt(candidate, "peer", receive)
     return mine.then(received) if lacks else mine
