@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_async_calls, register
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.groups import place_of, rank_in_group, save_planner, world
+from tiered_checkpoint_io.adapters.groups import rank_in_group, save_planner, shard_role_of, world
 from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
 from tiered_checkpoint_io.adapters.state import as_save_error, gathered, prepared, told
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
@@ -269,8 +269,8 @@ def load(
     reader = storage_reader or TieredStorageReader(**options)
     if _is_local(kind, planner, replication_group):
         writer = coordinator_rank if replication_group is not None else None
-        place = place_of(process_group, replication_group, writer, alone=no_dist)
-        load_local_state(state_dict, reader, place, checkpoint_id, alone=no_dist)
+        role = shard_role_of(process_group, replication_group, writer, alone=no_dist)
+        load_local_state(state_dict, reader, role, checkpoint_id, alone=no_dist)
         return reader
     alone = no_dist or world() is None
     coordinator = 0 if alone else rank_in_group(process_group, coordinator_rank)

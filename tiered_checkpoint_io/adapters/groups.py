@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
-from tiered_checkpoint_io.engine.save.uncoordinated import Place
+from tiered_checkpoint_io.engine.save.uncoordinated import ShardRole
 from tiered_checkpoint_io.errors import UsageError
 
 #: Earlier releases keep a rank's plan also where the save then fails, and lose its items from the next one.
@@ -105,7 +105,7 @@ def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
     )
 
 
-def place_of(process_group: Any, replication_group: Any, writer: int | None, *, alone: bool = False) -> Place:
+def shard_role_of(process_group: Any, replication_group: Any, writer: int | None, *, alone: bool = False) -> ShardRole:
     """Which shard this rank has, and whether it saves it; asks no other rank.
 
     Args:
@@ -119,7 +119,7 @@ def place_of(process_group: Any, replication_group: Any, writer: int | None, *, 
         UsageError: The groups do not tell.
     """
     if alone or world() is None:
-        return Place()
+        return ShardRole()
     if replication_group is None:
         if writer is not None:
             raise UsageError(
@@ -128,7 +128,7 @@ def place_of(process_group: Any, replication_group: Any, writer: int | None, *, 
                 hint="in a local checkpoint it says which rank of a replication group saves: give that group as"
                 " replication_group=, and the sharding group, if any, as process_group=",
             )
-        return Place(dist.get_rank(process_group), dist.get_world_size(process_group))
+        return ShardRole(dist.get_rank(process_group), dist.get_world_size(process_group))
     rank = dist.get_rank()
     if isinstance(replication_group, Sequence) and not isinstance(replication_group, str):
         ranks = sorted(int(each) for each in replication_group)
@@ -143,9 +143,9 @@ def place_of(process_group: Any, replication_group: Any, writer: int | None, *, 
             hint="each rank gives the group that it is in, and coordinator_rank as a global rank of it",
         )
     if process_group is not None:
-        return Place(dist.get_rank(process_group), dist.get_world_size(process_group), rank == saves)
+        return ShardRole(dist.get_rank(process_group), dist.get_world_size(process_group), rank == saves)
     shard, degree = _in_regular_layout(ranks)
-    return Place(shard, degree, rank == saves)
+    return ShardRole(shard, degree, rank == saves)
 
 
 def _in_regular_layout(ranks: list[int]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 from tiered_checkpoint_io.adapters.async_saves import show_failures
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.groups import place_of
+from tiered_checkpoint_io.adapters.groups import shard_role_of
 from tiered_checkpoint_io.adapters.state import fill, local_part, paths
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
@@ -16,7 +16,7 @@ from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.save.sameness import Stretches, stretches_of_state
-from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, Place, save_local
+from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, ShardRole, save_local
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
 from tiered_checkpoint_io.formats.image import Image, plan
@@ -39,21 +39,21 @@ def save_local_state(
         of memory alone and was skipped for want of room.
     """
     show_failures()
-    place = place_of(process_group, replication_group, coordinator_rank, alone=no_dist)
+    role = shard_role_of(process_group, replication_group, coordinator_rank, alone=no_dist)
     writer.reset(checkpoint_id)
     session, located, settings = writer.session, writer.located, writer.settings
     session.surface()
     if not no_dist:
         # The one time that ranks wait for each other, where peers are to keep copies.
         session.meet_peers(process_group)
-    if not place.writes:
+    if not role.writes:
         return None
-    settings.check_world_size(place.degree, writer.checkpoint_id)
+    settings.check_world_size(role.degree, writer.checkpoint_id)
 
     def planned() -> tuple[Image, Stretches]:
         state = local_part(state_dict)
         image = plan(state)
-        if place.shard == 0:
+        if role.shard == 0:
             # The others hold the same beside their tensors.
             warn_at_first_save(session, settings.config, session.log, located.name, image)
         return image, stretches_of_state(lambda: state, image)
@@ -62,7 +62,7 @@ def save_local_state(
         return save_local(
             session,
             planned,
-            place,
+            role,
             name=located.name,
             step=located.step,
             durable=settings.is_durable(located.step, writer.save_to_s3),
@@ -79,7 +79,7 @@ def save_local_state(
 def load_local_state(
     state_dict: dict[str, Any],
     reader: TieredStorageReader,
-    place: Place,
+    role: ShardRole,
     checkpoint_id: str | os.PathLike[str] | None,
     *,
     alone: bool = False,
@@ -89,13 +89,11 @@ def load_local_state(
     session, config = reader.session, reader.settings.config
     tier, began = session.open().tier, session.clock.monotonic()
     peers = None if alone else session.local_peers()
-    with LocalRestorer(tiers_of(session, config), place, peers, alone=alone).restore(reader.selector) as found:
-        where = {"tier": found.tier, "key": found.name, "rank": place.shard, "step": found.step}
-        mapped = found.mapped
-        loaded = Trust.of(config).read(found.path, found.name, where, map_location="cpu", mmap=True, mapped=mapped)
+    with LocalRestorer(tiers_of(session, config), role, peers, alone=alone).restore(reader.selector) as found:
+        loaded = found.load(Trust.of(config), map_location="cpu", rank=role.shard)
         held, wanted = paths(loaded), paths(local_part(state_dict))
-        warn_of_left_out(session, found.name, held, wanted, says=place.shard == 0 and place.writes)
-        fill(state_dict, loaded, where=f"{found.name}, shard {place.shard}")
+        warn_of_left_out(session, found.name, held, wanted, says=role.shard == 0 and role.writes)
+        fill(state_dict, loaded, where=f"{found.name}, shard {role.shard}")
     content = found.content
     assert content is not None
     note_restore(session, found, found.tier, began)

@@ -89,7 +89,7 @@ class Run:
             self._saved[namespace, series] = step, repeat
             return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
 
-    def tell_missing(self, save_id: str, where: Where) -> None:
+    def report_missing(self, save_id: str, where: Where) -> None:
         """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
         self.first(_missing_key(save_id, where), "-")
 
@@ -144,7 +144,7 @@ class Run:
         finally:
             client.close()
 
-    def tell_end(self, save_id: str, end: str) -> None:
+    def report_end(self, save_id: str, end: str) -> None:
         """Tells the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""
         self.first(_end_key(save_id), end)
 
@@ -169,7 +169,7 @@ class Run:
         """What all load: ``mine``, or what another rank has chosen before."""
         return self.first(load, mine)
 
-    def tell_held(self, load: str, save_ids: Iterable[str]) -> None:
+    def report_held(self, load: str, save_ids: Iterable[str]) -> None:
         """Tells the other ranks that load of which saves this rank's file is in its node's memory."""
         if self.store is not None:
             for save_id in save_ids:

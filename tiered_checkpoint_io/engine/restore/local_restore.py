@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.restore import FetchedPart, NodeFetcher, Restored, fetched_from
 from tiered_checkpoint_io.engine.restore.search import Search
-from tiered_checkpoint_io.engine.save.uncoordinated import Place
+from tiered_checkpoint_io.engine.save.uncoordinated import ShardRole
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content
@@ -33,17 +33,17 @@ from tiered_checkpoint_io.model.manifest import Content
 class LocalRestorer:
     """Finds the local checkpoint to load, and fetches this rank's file of it to this node."""
 
-    def __init__(self, tiers: Tiers, place: Place, peers: LocalPeers | None = None, *, alone: bool = False) -> None:
+    def __init__(self, tiers: Tiers, role: ShardRole, peers: LocalPeers | None = None, *, alone: bool = False) -> None:
         """Takes where to look, which shard this rank has, and the peers that may have it; None where none load.
 
         ``alone`` says that no other rank takes part in the load.
         """
         self._alone = alone
         self._tiers = tiers
-        self._place = place
+        self._role = role
         self._peers = peers
         self._load = ""
-        self._fetcher = NodeFetcher(tiers, part_rank=place.shard)
+        self._fetcher = NodeFetcher(tiers, part_rank=role.shard)
 
     def restore(self, selector: Selector) -> Restored:
         """This rank's file of the checkpoint that is meant, to be released once it is loaded.
@@ -58,10 +58,10 @@ class LocalRestorer:
         self._load = current_run().begin_load(what)
         # No collective, and no wait for other ranks.
         group, has_peers = Group("here"), self._peers is not None
-        search = Search(self._tiers, selector, "local", group, self._place.shard, replicas=has_peers)
+        search = Search(self._tiers, selector, "local", group, self._role.shard, replicas=has_peers)
         held = [(part.content.save_id, part.rank) for part in search.look() if selector.wants(part.name)]
         if self._must_ask(search):
-            current_run().tell_held(self._load, {save_id for save_id, rank in held if rank == self._place.shard})
+            current_run().report_held(self._load, {save_id for save_id, rank in held if rank == self._role.shard})
         if self._peers is not None:
             self._peers.begin(self._load, held)
         try:
@@ -102,7 +102,7 @@ class LocalRestorer:
             search.reject([note])
             return None
         tiers: list[tuple[Tier, bool]] = [
-            ("memory", any(self._place.shard in ranks for ranks in candidate.held.values())),
+            ("memory", any(self._role.shard in ranks for ranks in candidate.held.values())),
             ("peer", self._peers is not None and candidate.replicated),
             ("durable", candidate.durable is not None),
         ]
@@ -149,18 +149,18 @@ class LocalRestorer:
         if self._peers is None:
             return None
         # The drain sees whether the durable tier has it, and then uploads nothing.
-        stored, notes = self._peers.fetch(self._load, save_id, self._place.shard)
+        stored, notes = self._peers.fetch(self._load, save_id, self._role.shard)
         search.reject(notes)
         return fetched_from(stored, "peer") if stored is not None else None
 
     # -------------------------------------------------------------------------------------- errors
     def _check_degree(self, name: str, content: Content) -> None:
-        if content.world_size != self._place.degree:
+        if content.world_size != self._role.degree:
             raise RestoreError(
-                f"{name} is a local checkpoint of {content.world_size} shards, and {self._place.degree} are to load it",
+                f"{name} is a local checkpoint of {content.world_size} shards, and {self._role.degree} are to load it",
                 operation="load",
                 key=ids.join_url(self._tiers.dirpath, name),
-                rank=self._place.shard,
+                rank=self._role.shard,
                 step=content.step,
                 hint="the shard degree has to stay as it was; the number of replicas may change. To go on with another"
                 " one, save by kind='sharded'",
@@ -169,10 +169,10 @@ class LocalRestorer:
     def _lacks(self, search: Search, name: str, save_id: str) -> RestoreError:
         notes = f": {'; '.join(search.rejected)}" if search.rejected else ""
         return RestoreError(
-            f"the ranks load save {save_id} of {name}, but shard {self._place.shard} of it is not intact in this node's"
+            f"the ranks load save {save_id} of {name}, but shard {self._role.shard} of it is not intact in this node's"
             f" memory or at {self._tiers.dirpath}{notes}",
             operation="load",
             key=ids.join_url(self._tiers.dirpath, name),
-            rank=self._place.shard,
+            rank=self._role.shard,
             hint="have all ranks load an older one by its checkpoint_id",
         )

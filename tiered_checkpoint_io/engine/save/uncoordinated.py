@@ -25,7 +25,7 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardRole:
     """Which shard of a state a rank has.
 
     Attributes:
@@ -55,7 +55,7 @@ class LocalSave:
 def save_local(
     session: Session,
     planned: Callable[[], tuple[Image, Stretches]],
-    place: Place,
+    role: ShardRole,
     *,
     name: str,
     step: int,
@@ -73,7 +73,7 @@ def save_local(
         session: Both tiers.
         planned: Plans the state's file; gives it, and where it holds the model's tensors, and the optimizer's. Called
             here, so that the other ranks are told where it fails, and remove nothing for this save.
-        place: Which shard it is.
+        role: Which shard it is.
         name: The checkpoint's name.
         step: The training step; -1 where it is not known.
         durable: Whether it is to go to the durable tier, where there is room on the way.
@@ -90,19 +90,19 @@ def save_local(
     """
     started = session.clock.monotonic()
     session.claims.check()
-    if place.shard == 0:
+    if role.shard == 0:
         say_eager(session, OF_PARTS)
         if durable:
             session.claims.claim()
     held = session.open().tier.parts()
-    facts = uncoordinated(session, name, step=step, degree=place.degree, durable=durable, held=held)
-    run = _RunWide(session, facts, place.shard)
+    facts = uncoordinated(session, name, step=step, degree=role.degree, durable=durable, held=held)
+    run = _RunWide(session, facts, role.shard)
     try:
         facts = admit(session, facts, held)
         if durable and not facts.durable:
             run.report_missing("durable")
         image, stretches = planned()
-        part = PartSave(session, facts, place.shard, image, threads, started, stretches)
+        part = PartSave(session, facts, role.shard, image, threads, started, stretches)
         part.capture(retained=_make_room(part, held, run))
         if part.streams:
             # Before the others come to the next save, and remove older ones for this one.
@@ -151,7 +151,7 @@ class _RunWide:
     def report_missing(self, where: Where) -> None:
         """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
         try:
-            self._run.tell_missing(self._facts.save_id, where)
+            self._run.report_missing(self._facts.save_id, where)
         except UsageError as error:
             # The save goes on, or has failed already of what matters more.
             self._session.log.at_step(self._facts.step).warning(
@@ -167,14 +167,14 @@ class _RunWide:
         try:
             waited = part.wait()
         except Exception as error:
-            self._tell_end(str(error))
+            self._report_end(str(error))
             raise
-        self._tell_end("committed" if waited else "queued")
+        self._report_end("committed" if waited else "queued")
         return waited
 
-    def _tell_end(self, end: str) -> None:
+    def _report_end(self, end: str) -> None:
         try:
-            self._run.tell_end(self._facts.save_id, end)
+            self._run.report_end(self._facts.save_id, end)
         except UsageError as error:
             self._session.log.at_step(self._facts.step).warning(
                 "could not tell the other ranks what became of the save: %s", error
