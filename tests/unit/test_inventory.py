@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints, wait_for
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.durable.manifests import manifest_notes
+from tiered_checkpoint_io.engine.durable.manifests import manifest_cache
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -136,11 +136,11 @@ def test_a_further_look_reads_only_what_may_have_changed(node):
     node.save("a.ckpt", b"A")
     drain(node)
     clock, store = VirtualClock(), Coarse(node.dirpath)
-    notes = manifest_notes()
+    cache = manifest_cache()
 
     def look():
         before = store.metrics.snapshot().get("requests.get", 0)
-        (found,) = read_all(store, notes, clock)
+        (found,) = read_all(store, cache, clock)
         return found.manifest.content.save_id, store.metrics.snapshot().get("requests.get", 0) - before
 
     assert look() == (op_id(1), 1)

@@ -12,7 +12,7 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.durable import metrics, pins
-from tiered_checkpoint_io.inventory.durable import find_latest
+from tiered_checkpoint_io.inventory.durable import latest_manifest
 from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Pin
@@ -129,4 +129,4 @@ def _value_of(text: str) -> tuple[str, float]:
 
 def _meant(store: Store, wanted: str, operation: str) -> str:
     """The name that is meant: of tiered:latest, what a restart would take from the durable tier."""
-    return find_latest(store, operation).name if wanted == ids.LATEST else wanted
+    return latest_manifest(store, operation).name if wanted == ids.LATEST else wanted

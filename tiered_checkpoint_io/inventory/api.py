@@ -193,7 +193,7 @@ class _Tiers:
         self.place = place_of(self._config)
         self._clock = clock
         self._looker = Looker(self.place, memory_dir, metrics=metrics, clock=clock)
-        self._unfinished_too = memory_dir is not None
+        self._with_incomplete = memory_dir is not None
         self._store: Store | None = None
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class _Tiers:
             # One that fails, or is given up, is not asked again.
             store, self._store = self._store or open_store(self._config, clock=self._clock), None
             try:
-                look = self._looker.look(store, unfinished_too=self._unfinished_too)
+                look = self._looker.look(store, with_incomplete=self._with_incomplete)
             except BaseException:
                 store.close()
                 raise

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.manifests import manifest_notes, read_manifest
-from tiered_checkpoint_io.engine.durable.notes import Notes
+from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
+from tiered_checkpoint_io.engine.durable.manifests import manifest_cache, read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -53,9 +53,9 @@ def read(store: Store, name: str) -> Found:
         return Found(name, error=error)
 
 
-def read_all(store: Store, notes: Notes[Manifest | None] | None = None, clock: Clock = SYSTEM) -> list[Found]:
-    """All checkpoints of a tier, by name; raises as :func:`read`. ``notes`` are those of an earlier call."""
-    read = (notes or manifest_notes()).read(store, clock)
+def read_all(store: Store, cache: DocumentCache[Manifest | None] | None = None, clock: Clock = SYSTEM) -> list[Found]:
+    """All checkpoints of a tier, by name; raises as :func:`read`. ``cache`` is that of an earlier call."""
+    read = (cache or manifest_cache()).read(store, clock)
     named = {name: value for key, value in read.items() if (name := ids.name_from_manifest_key(key)) is not None}
     found = [
         Found(name, error=value) if isinstance(value, ManifestError) else Found(name, value)
@@ -64,14 +64,16 @@ def read_all(store: Store, notes: Notes[Manifest | None] | None = None, clock: C
     return [each for each in found if each.is_there]
 
 
-def checkpoints(store: Store, notes: Notes[Manifest | None] | None = None, clock: Clock = SYSTEM) -> list[Found]:
+def checkpoints(
+    store: Store, cache: DocumentCache[Manifest | None] | None = None, clock: Clock = SYSTEM
+) -> list[Found]:
     """All checkpoints of a tier: the latest save first, aliases and copies after it, what can't be read last.
 
     Raises:
         CheckpointNotFoundError: The directory does not exist, or there is nothing at all below the URL.
         StoreError: The tier could not be asked.
     """
-    found = read_all(store, notes, clock)
+    found = read_all(store, cache, clock)
     if not found and not _exists(store):
         raise CheckpointNotFoundError(
             "there is nothing at this dirpath", operation="list", tier="durable", key=store.url, hint="check dirpath"
@@ -131,12 +133,12 @@ def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None
         ManifestError: It can't be understood; or a newer release wrote what may be the latest.
         StoreError: The tier could not be asked.
     """
-    manifest = find_latest(store, operation, accepts) if name == ids.LATEST else read_manifest(store, name)
+    manifest = latest_manifest(store, operation, accepts) if name == ids.LATEST else read_manifest(store, name)
     target = read_manifest(store, manifest.alias_of) if manifest is not None and manifest.alias_of else None
     return target or manifest
 
 
-def find_latest(store: Store, operation: str, accepts: Kind | None = None) -> Manifest:
+def latest_manifest(store: Store, operation: str, accepts: Kind | None = None) -> Manifest:
     """What a restart would take of this tier; raises as :func:`find`, and logs what it passes over."""
     listed = read_all(store)
     meant = latest(listed, accepts=accepts)
@@ -151,7 +153,7 @@ def find_latest(store: Store, operation: str, accepts: Kind | None = None) -> Ma
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class IncompleteSave:
     """A save of which the durable tier has parts, and no manifest.
 
     Attributes:
@@ -167,10 +169,10 @@ class Unfinished:
     modified: float
 
 
-def unfinished(store: Store, found: Sequence[Found]) -> list[Unfinished]:
+def incomplete_saves(store: Store, found: Sequence[Found]) -> list[IncompleteSave]:
     """Saves without a manifest, by one list of folders, and one for each of those saves.
 
-    ``found`` are all checkpoints, listed before: what is committed in between is not unfinished, and is left out.
+    ``found`` are all checkpoints, listed before: what is committed in between is not incomplete, and is left out.
 
     Raises:
         StoreError: The tier could not be asked.
@@ -183,12 +185,14 @@ def unfinished(store: Store, found: Sequence[Found]) -> list[Unfinished]:
     ]
     known = {save_id for content in contents for save_id in (content.save_id, content.copy_of)}
     made = [
-        _unfinished(store, each) for each in sorted(folders_of(store, ids.SAVES_PREFIX) - known) if ids.is_save_id(each)
+        _incomplete_save(store, each)
+        for each in sorted(folders_of(store, ids.SAVES_PREFIX) - known)
+        if ids.is_save_id(each)
     ]
     return [each for each in made if each is not None]
 
 
-def _unfinished(store: Store, save_id: str) -> Unfinished | None:
+def _incomplete_save(store: Store, save_id: str) -> IncompleteSave | None:
     entries = {ids.rank_of_description(entry.key): entry for entry in store.list(ids.save_prefix(save_id))}
     ranks = sorted(rank for rank in entries if rank is not None)
     if not ranks:
@@ -206,7 +210,7 @@ def _unfinished(store: Store, save_id: str) -> Unfinished | None:
     except ManifestError:
         part = None
     modified = max(entry.modified for entry in entries.values())
-    return Unfinished(save_id, part, tuple(ranks), modified)
+    return IncompleteSave(save_id, part, tuple(ranks), modified)
 
 
 def _exists(store: Store) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import FormatVersionError
-from tiered_checkpoint_io.inventory.durable import Found, Unfinished, latest, newer
+from tiered_checkpoint_io.inventory.durable import Found, IncompleteSave, latest, newer
 from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, State, Tier, info, time_of, url_of
 from tiered_checkpoint_io.model.manifest import Content, Manifest
@@ -20,7 +20,7 @@ class DurableTier:
     """What a look at a durable tier found: names with a manifest, saves without one, and added metrics by save."""
 
     found: Sequence[Found] = ()
-    unfinished: Sequence[Unfinished] = ()
+    incomplete: Sequence[IncompleteSave] = ()
     added: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -48,7 +48,7 @@ def checkpoints_of(place: Place, durable: DurableTier | None, node: NodeMemory) 
     rows = [_durable_row(place, each, saves, broken, durable) for each in durable.found]
     rows += _queued_rows(place, node, durable.manifests)
     seen = {row.save_id for row in rows if not row.alias_of}
-    rows += [_unfinished_row(place, each, saves, node) for each in durable.unfinished if each.save_id not in seen]
+    rows += [_incomplete_row(place, each, saves, node) for each in durable.incomplete if each.save_id not in seen]
     seen |= {row.save_id for row in rows if not row.alias_of}
     rows += [
         _memory_row(place, held, node, asked=asked, broken=broken) for save, held in saves.items() if save not in seen
@@ -147,8 +147,8 @@ def _was_uploaded(each: HeldPart) -> bool:
     return each.outcome is None or (each.outcome.state == "committed" and each.outcome.action != "delete")
 
 
-def _unfinished_row(
-    place: Place, each: Unfinished, saves: dict[str, list[HeldPart]], node: NodeMemory
+def _incomplete_row(
+    place: Place, each: IncompleteSave, saves: dict[str, list[HeldPart]], node: NodeMemory
 ) -> CheckpointInfo:
     held = saves.get(each.save_id, [])
     if any(part.stored.pending for part in held):

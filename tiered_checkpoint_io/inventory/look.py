@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.manifests import manifest_notes
-from tiered_checkpoint_io.engine.durable.metrics import added_metrics, metric_notes
+from tiered_checkpoint_io.engine.durable.manifests import manifest_cache
+from tiered_checkpoint_io.engine.durable.metrics import added_metrics, metric_cache
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreUnavailableError
-from tiered_checkpoint_io.inventory.durable import checkpoints, unfinished
+from tiered_checkpoint_io.inventory.durable import checkpoints, incomplete_saves
 from tiered_checkpoint_io.inventory.listing import DurableTier, checkpoints_of
 from tiered_checkpoint_io.inventory.node import NodeMemory, look_at_node
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
@@ -38,7 +38,7 @@ class Look:
 
 
 class Looker:
-    """Looks at the same tiers again and again; see :class:`Notes`."""
+    """Looks at the same tiers again and again; see :class:`DocumentCache`."""
 
     def __init__(
         self, place: Place, memory_dir: str | None = None, *, metrics: bool = True, clock: Clock = SYSTEM
@@ -50,15 +50,15 @@ class Looker:
         self._place = place
         self._memory_dir = memory_dir
         self._clock = clock
-        self._manifests = manifest_notes()
-        self._added = metric_notes() if metrics else None
+        self._manifests = manifest_cache()
+        self._added = metric_cache() if metrics else None
 
-    def look(self, store: Store | None, *, unfinished_too: bool = True) -> Look:
+    def look(self, store: Store | None, *, with_incomplete: bool = True) -> Look:
         """Looks at both tiers, at memory first: what is committed in between is seen twice, and not missed.
 
         Args:
             store: The durable tier; None to look at memory alone.
-            unfinished_too: Whether to look for saves without a manifest as well.
+            with_incomplete: Whether to look for saves without a manifest as well.
 
         Raises:
             CheckpointNotFoundError: There is nothing at all at this dirpath.
@@ -75,7 +75,7 @@ class Looker:
             if self._place not in node.places:
                 raise
             found = []
-        left = unfinished(store, found) if unfinished_too else ()
+        left = incomplete_saves(store, found) if with_incomplete else ()
         # Before the first checkpoint there is none that has any.
         added = added_metrics(store, self._added, clock=self._clock) if self._added is not None and found else {}
         return replace(look, durable=DurableTier(found, left, added))

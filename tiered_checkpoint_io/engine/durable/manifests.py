@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
-from tiered_checkpoint_io.engine.durable.notes import Notes
+from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
@@ -190,9 +190,9 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
         raise
 
 
-def manifest_notes() -> Notes[Manifest | None]:
+def manifest_cache() -> DocumentCache[Manifest | None]:
     """What reads all manifests of a durable tier; None in place of a reservation."""
-    return Notes(ids.MANIFEST_PREFIX, _parse)
+    return DocumentCache(ids.MANIFEST_PREFIX, _parse)
 
 
 def _parse(data: bytes, where: str) -> Manifest | None:

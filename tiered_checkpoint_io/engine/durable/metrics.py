@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.engine.durable.manifests import meant_by
-from tiered_checkpoint_io.engine.durable.notes import Notes
 from tiered_checkpoint_io.errors import ConfigError, ManifestError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
@@ -53,11 +53,11 @@ def add_metrics(store: Store, name: str, metrics: Mapping[str, float]) -> str:
 
 
 def added_metrics(
-    store: Store, notes: Notes[Added] | None = None, *, clock: Clock = SYSTEM
+    store: Store, cache: DocumentCache[Added] | None = None, *, clock: Clock = SYSTEM
 ) -> dict[str, dict[str, float]]:
     """All values that were added, by save and metric: one list, and a GET for each that is new."""
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for value in (notes or metric_notes()).read(store, clock).values():
+    for value in (cache or metric_cache()).read(store, clock).values():
         # One that is damaged is no value.
         if not isinstance(value, ManifestError):
             found[value.save_id][value.metric.monitor] = value.metric.value
@@ -84,9 +84,9 @@ def forget(store: Store, save_ids: Iterable[str]) -> None:
     in_parallel(store.delete, keys)
 
 
-def metric_notes() -> Notes[Added]:
+def metric_cache() -> DocumentCache[Added]:
     """What reads all added metrics of a durable tier."""
-    return Notes(ids.METRICS_PREFIX, _parse)
+    return DocumentCache(ids.METRICS_PREFIX, _parse)
 
 
 def _check(metric: object, value: object) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.engine.durable.manifests import meant_by
-from tiered_checkpoint_io.engine.durable.notes import Notes
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, ManifestError, PinnedError, UsageError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
@@ -69,21 +69,21 @@ def unpin(store: Store, name: str, token: str | None = None) -> list[Pin]:
 
 
 def pins(
-    store: Store, notes: Notes[Pin] | None = None, *, tidies: bool = True, clock: Clock = SYSTEM
+    store: Store, cache: DocumentCache[Pin] | None = None, *, tidies: bool = True, clock: Clock = SYSTEM
 ) -> dict[str, list[Pin]]:
     """All pins that hold, by the names of their checkpoints: one list. Where it ``tidies``, expired ones are removed.
 
     One that can't be read counts as a pin without an end.
     """
     found: defaultdict[str, list[Pin]] = defaultdict(list)
-    for each in _sorted_out(store, (notes or pin_notes()).read(store, clock), clock, tidies=tidies):
+    for each in _sorted_out(store, (cache or pin_cache()).read(store, clock), clock, tidies=tidies):
         found[each.name].append(each)
     return dict(found)
 
 
 def pins_of(store: Store, name: str, *, clock: Clock = SYSTEM) -> list[Pin]:
     """The pins of one checkpoint; see :func:`pins`."""
-    read = Notes(ids.pins_prefix(name), _parse).read(store, clock)
+    read = DocumentCache(ids.pins_prefix(name), _parse).read(store, clock)
     return [each for each in _sorted_out(store, read, clock) if each.name == name]
 
 
@@ -101,9 +101,9 @@ def refuse_pinned(store: Store, name: str, *, clock: Clock = SYSTEM) -> None:
         )
 
 
-def pin_notes() -> Notes[Pin]:
+def pin_cache() -> DocumentCache[Pin]:
     """What reads all pins of a durable tier."""
-    return Notes(ids.PINS_PREFIX, _parse)
+    return DocumentCache(ids.PINS_PREFIX, _parse)
 
 
 def _sorted_out(

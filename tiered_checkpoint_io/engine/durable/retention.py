@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.aliases import delete
-from tiered_checkpoint_io.engine.durable.manifests import contents_of, manifest_notes
-from tiered_checkpoint_io.engine.durable.metrics import Added, added_metrics, forget, metric_notes
-from tiered_checkpoint_io.engine.durable.notes import Notes
-from tiered_checkpoint_io.engine.durable.pins import pin_notes, pins
+from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, manifest_cache
+from tiered_checkpoint_io.engine.durable.metrics import Added, added_metrics, forget, metric_cache
+from tiered_checkpoint_io.engine.durable.pins import pin_cache, pins
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
 from tiered_checkpoint_io.errors import ManifestError, PinnedError
 from tiered_checkpoint_io.model import ids
@@ -52,10 +52,10 @@ class Survey:
 
     unread: dict[str, ManifestError] = field(default_factory=dict)
     saves: set[str] = field(default_factory=set)
-    _manifests: Notes[Manifest | None] = field(default_factory=manifest_notes)
-    _pins: Notes[Pin] = field(default_factory=pin_notes)
-    _metrics: Notes[Added] = field(default_factory=metric_notes)
-    _leases: Notes[LeaseFacts] = field(default_factory=lambda: Notes(ids.LEASE_PREFIX, _lease))
+    _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
+    _pins: DocumentCache[Pin] = field(default_factory=pin_cache)
+    _metrics: DocumentCache[Added] = field(default_factory=metric_cache)
+    _leases: DocumentCache[LeaseFacts] = field(default_factory=lambda: DocumentCache(ids.LEASE_PREFIX, _lease))
 
     def look(self, store: Store, *, metrics: bool, tidies: bool = True, clock: Clock = SYSTEM) -> list[Checkpoint]:
         """All checkpoints and aliases, with their pins, and with their metrics where these are asked for.

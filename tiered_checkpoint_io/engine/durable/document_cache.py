@@ -27,7 +27,7 @@ class _Known(NamedTuple):
 
 
 @dataclass(slots=True)
-class Notes(Generic[_T]):
+class DocumentCache(Generic[_T]):
     """The documents below a prefix, as they were read last.
 
     Attributes:
