@@ -19,7 +19,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import node_budget
-from tiered_checkpoint_io.memory.parts import Shelf, reading
+from tiered_checkpoint_io.memory.parts import PartIndex, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
@@ -63,14 +63,14 @@ def test_what_is_drained_never_looks_pending_while_it_is_removed(tier, monkeypat
     # A drain that took it up again would find it gone, and tell that a save which is durable was given up.
     stored = save(tier, b"abc", 1, durable=True)
     tier.mark_drained(stored)
-    read = Shelf._read_part
+    read = PartIndex._read_part
 
     def read_then_lose(self, *args):
         part = read(self, *args)
         MemoryTier(tier.root).remove(stored)
         return part
 
-    monkeypatch.setattr(Shelf, "_read_part", read_then_lose)
+    monkeypatch.setattr(PartIndex, "_read_part", read_then_lose)
     assert (tier.parts(), tier.damaged()) == ([], [])
 
 

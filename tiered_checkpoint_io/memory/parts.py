@@ -85,7 +85,7 @@ class StoredPart:
         return self.folder / basename
 
 
-class Shelf:
+class PartIndex:
     """A folder of parts, by save and rank, as one process looks at it."""
 
     def __init__(self, folder: Path) -> None:

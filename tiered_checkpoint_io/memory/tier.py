@@ -37,7 +37,7 @@ from tiered_checkpoint_io.memory.parts import (
     REPLICAS,
     REPLICATED,
     SAVES,
-    Shelf,
+    PartIndex,
     StoredPart,
     clear_half_made,
     gone,
@@ -80,7 +80,7 @@ class MemoryTier:
         """
         self.root = root
         self._parts = root / folder
-        self._shelf = Shelf(self._parts)
+        self._index = PartIndex(self._parts)
         self._budget = budget_bytes
         self._left = left
         self._clock = clock
@@ -195,7 +195,7 @@ class MemoryTier:
 
     # ------------------------------------------------------------------------------- looking
     def _entries(self) -> list[StoredPart | tuple[Path, Exception]]:
-        found = [*self._shelf.scan()]
+        found = [*self._index.scan()]
         with contextlib.suppress(FileNotFoundError):
             # What clears temporary folders may have taken it.
             found += self.spill._entries() if self.spill is not None else []
