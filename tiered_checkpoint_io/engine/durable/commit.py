@@ -294,11 +294,11 @@ def _put_files(
     _verify(part, part.content.files, files)
     for entry in _uploaded(part):
         if entry.basename not in _sent(journal):
-            _bring(store, entry, files, journal, progress)
+            _put_file(store, entry, files, journal, progress)
             _note_sent(journal, entry.basename)
 
 
-def _bring(
+def _put_file(
     store: Store, entry: FileEntry, files: Mapping[str, _Source], journal: UploadJournal | None, progress: _Progress
 ) -> None:
     """Puts a file's bytes where they belong."""

@@ -28,28 +28,28 @@ _GIVEN_UP = "given up"
 _MAX_DROPPED = 16
 
 #: Saves of which the later replace the earlier: a durable tier, and a series of names.
-Line = tuple[Place, str]
+SeriesKey = tuple[Place, str]
 
 
-def line_of(part: Part) -> Line:
-    """Of which saves it is one."""
+def series_key(part: Part) -> SeriesKey:
+    """Which saves a part's save is one of."""
     return part.place, ids.series_of(part.name)
 
 
-def newest_replicated(held: Iterable[StoredPart]) -> dict[Line, str]:
-    """The newest save of each line that is marked as replicated."""
-    return newest_of((line_of(each.part), each.save_id) for each in held if each.replicated)
+def newest_replicated(held: Iterable[StoredPart]) -> dict[SeriesKey, str]:
+    """The newest save of each series that is marked as replicated."""
+    return newest_of((series_key(each.part), each.save_id) for each in held if each.replicated)
 
 
-def newest_of(saves: Iterable[tuple[Line, str]]) -> dict[Line, str]:
-    """The newest save of each line."""
+def newest_of(saves: Iterable[tuple[SeriesKey, str]]) -> dict[SeriesKey, str]:
+    """The newest save of each series."""
     return dict(sorted(saves, key=lambda each: each[1]))
 
 
 class Fates:
     """What one rank knows of the saves whose parts it sends or keeps; for the two threads that replicate."""
 
-    def __init__(self, store: StoreClient, tier: MemoryTier, replicated: Mapping[Line, str]) -> None:
+    def __init__(self, store: StoreClient, tier: MemoryTier, replicated: Mapping[SeriesKey, str]) -> None:
         """Takes what all ranks together know to be ``replicated``, and marks it on this node."""
         self._store = store
         self._tier = tier
@@ -122,7 +122,7 @@ class Fates:
         if fate is not None:
             with self._lock:
                 if fate == _REPLICATED:
-                    self._replicated = newest_of([*self._replicated.items(), (line_of(part), part.save_id)])
+                    self._replicated = newest_of([*self._replicated.items(), (series_key(part), part.save_id)])
                 self._close(part.save_id)
         return fate
 

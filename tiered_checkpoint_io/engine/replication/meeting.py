@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, agree, node_of, trains_here
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-from tiered_checkpoint_io.engine.replication.fates import Fates, Line, newest_of, newest_replicated
+from tiered_checkpoint_io.engine.replication.fates import Fates, SeriesKey, newest_of, newest_replicated
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.network import Interface, interface_for, megabits_of, rate_text
 from tiered_checkpoint_io.engine.replication.peer_link import Member
@@ -40,7 +40,7 @@ class _Member(NamedTuple):
     node: str
     replicas: set[tuple[str, int]]
     newest: str
-    replicated: dict[Line, str]
+    replicated: dict[SeriesKey, str]
     token: str
 
 
@@ -52,7 +52,11 @@ class Replicator:
     """
 
     def __init__(
-        self, member: Member, peers: Sequence[tuple[int, ...]], counts: Counter[str], replicated: Mapping[Line, str]
+        self,
+        member: Member,
+        peers: Sequence[tuple[int, ...]],
+        counts: Counter[str],
+        replicated: Mapping[SeriesKey, str],
     ) -> None:
         """Starts the threads.
 
