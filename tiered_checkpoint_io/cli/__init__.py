@@ -33,11 +33,8 @@ from tiered_checkpoint_io.cli import (
 )
 from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import Version, spread
-from tiered_checkpoint_io.cli.output import leave_terminal, printable, say
+from tiered_checkpoint_io.cli.output import INTERRUPTED, leave_terminal, printable, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
-
-#: As a shell has it for a process that a signal has ended.
-INTERRUPTED = 128 + signal.SIGINT
 
 app = typer.Typer(
     help="Checkpoints in node memory and on the durable tier.",

@@ -36,10 +36,9 @@ AnyDirpath = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
 
-#: Where the memory tier lies by default.
-SHM = "/dev/shm"  # noqa: S108
-#: As the configuration has it by default.
-TIMEOUT_S = TieredCheckpointConfig(dirpath="/").durable_timeout_s
+_DEFAULTS = TieredCheckpointConfig(dirpath="/")
+#: Where the memory tier lies, and how long a server is waited for, by default.
+SHM, TIMEOUT_S = _DEFAULTS.memory_dir, _DEFAULTS.durable_timeout_s
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ from tiered_checkpoint_io.inventory.record import iso
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: As a shell has it for a process that a signal has ended.
-READER_GONE = 128 + signal.SIGPIPE
+#: As a shell has them for a process that a signal has ended.
+INTERRUPTED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 #: Raised when a key of a document changes its meaning or goes; keys that are added leave it.
 JSON_VERSION = 1
 #: On a terminal of so many columns, cells of so many characters, and names of so many, are not folded.

@@ -13,7 +13,7 @@ import typer
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
-from tiered_checkpoint_io.cli.output import say, show, write_json
+from tiered_checkpoint_io.cli.output import INTERRUPTED, say, show, write_json
 from tiered_checkpoint_io.cli.pins import document_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.ending import told_to_end
@@ -27,8 +27,6 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Checkpoint, Policy, kept, policies_from
 from tiered_checkpoint_io.stores import Store
-
-_INTERRUPTED = 130
 
 
 class _Plan(NamedTuple):
@@ -88,7 +86,7 @@ def prune(
         _tell(config, plan, [], json=json, dry_run=not yes)
         return
     gone: list[Checkpoint] = []
-    ending = told_to_end(logging.getLogger("tiered_checkpoint_io"), late=_INTERRUPTED)
+    ending = told_to_end(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
     with ending as stop, claimed(config, stop) as is_ours:
         if is_ours:
             # The tier may have changed since the first look.
@@ -98,7 +96,7 @@ def prune(
             gone = ask(config, lambda asked: _remove(asked, going, stop))
     if stop.is_set():
         say(f"interrupted: removed {len(gone)} of {len(plan.going)}; the others are unchanged", err=True)
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     _tell(config, plan, gone, json=json, dry_run=False)
 
 
