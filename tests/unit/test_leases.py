@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.clocks import VirtualClock
+from support.clocks import VirtualClock, hurried
 from support.counting_proxy import CountingProxy
 from support.launch import free_port
 from support.running import Run, runner
@@ -190,7 +190,8 @@ def test_without_the_store_training_goes_on_and_the_claim_is_made_when_it_is_bac
     options = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": f"http://127.0.0.1:{port}"}
     config = TieredCheckpointConfig.from_any(options)
     ends, made = Checkpointer(config), Checkpointer(config)
-    ends.session.claims.claim(wait_s=0.2)
+    with hurried(lease_first_look_s=0.2):
+        ends.session.claims.claim()
     began = time.monotonic()
     ends.close()
     assert time.monotonic() - began < 2, "nothing is asked of a store that has not answered yet"

@@ -16,6 +16,7 @@ from typing import Any
 from tiered_checkpoint_io.engine.chunks import fetch, unverified
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.ids import StrPath
 from tiered_checkpoint_io.nemo import s3_dirpath_utils
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
@@ -31,8 +32,6 @@ _CREDENTIALS = {
     "SecretAccessKey": "aws_secret_access_key",
     "SessionToken": "aws_session_token",
 }
-
-StrPath = str | os.PathLike[str]
 
 
 class S3Utils:

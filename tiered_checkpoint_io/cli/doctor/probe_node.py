@@ -24,7 +24,7 @@ _PACKAGE = "tiered-checkpoint-io"
 _JUDGED = ("torch", "lightning", "boto3")
 
 
-def probe_node(config: TieredCheckpointConfig, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> NodeFacts:
+def probe_node(config: TieredCheckpointConfig) -> NodeFacts:
     """Measures what a configuration's memory tier needs of this node."""
     folder = config.memory_dir
     memory = _file_system(folder)
@@ -38,7 +38,7 @@ def probe_node(config: TieredCheckpointConfig, proc: Path = Path("/proc"), sys: 
         memory=memory if os.path.isdir(folder) else None,
         is_tmpfs=is_tmpfs(folder),
         is_writable=os.access(folder, os.W_OK | os.X_OK),
-        other_tmpfs=tuple(_other_tmpfs(folder, proc)),
+        other_tmpfs=tuple(_other_tmpfs(folder)),
         machine_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         memory_limit=memory_limit(),
         memory_left=memory_left(),
@@ -48,8 +48,8 @@ def probe_node(config: TieredCheckpointConfig, proc: Path = Path("/proc"), sys: 
         memlock=None if soft == resource.RLIM_INFINITY else soft,
         descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         cores=len(os.sched_getaffinity(0)),
-        numa_nodes=max(1, len(list((sys / "devices/system/node").glob("node[0-9]*")))),
-        has_rdma=any((sys / "class/infiniband").glob("*")),
+        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+        has_rdma=any(Path("/sys/class/infiniband").glob("*")),
         container=_container(),
         versions=versions,
         supported=supported,
@@ -82,11 +82,12 @@ def _file_system(path: str) -> Tmpfs | None:
     return Tmpfs(path, facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize)
 
 
-def _other_tmpfs(folder: str, proc: Path) -> list[Tmpfs]:
+def _other_tmpfs(folder: str) -> list[Tmpfs]:
     """File systems in memory that are open to checkpoints, besides that of a folder."""
     mounts: list[str] = []
     with contextlib.suppress(OSError):
-        mounts = [line.split(" ")[1] for line in (proc / "self/mounts").read_text().splitlines() if " tmpfs " in line]
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+        mounts = [line.split(" ")[1] for line in lines if " tmpfs " in line]
     others = [each for each in mounts if not os.path.realpath(folder).startswith(each.rstrip("/") + "/")]
     usable = (
         each for each in others if each != os.path.realpath(folder) and not each.startswith(("/run", "/sys", "/proc"))

@@ -61,14 +61,13 @@ class Claims:
         self._met = 0
         self._namespace: NamespaceLock | None = None
 
-    def claim(self, wait_s: float | None = None, *, saves: bool = True) -> None:
+    def claim(self, *, saves: bool = True) -> None:
         """Claims the dirpath for this launch, in the background; repeated, looks how that went.
 
-        A rank other than 0 that torch.distributed does not know yet claims nothing.
+        The first time, this waits for the first look, which tells nearly all, for ``lease_first_look_s``, and
+        ``durable_timeout_s`` at most. A rank other than 0 that torch.distributed does not know yet claims nothing.
 
         Args:
-            wait_s: How long to wait the first time, seconds, for the first look, which tells nearly all;
-                ``lease_first_look_s`` by default, and ``durable_timeout_s`` at most.
             saves: Whether a save comes next, which has to sort after those that are there.
 
         Raises:
@@ -76,8 +75,7 @@ class Claims:
         """
         self.check()
         began = self._clock.monotonic()
-        first_look_s = min(self._clock.timing.lease_first_look_s, self._config.durable_timeout_s)
-        patience_s = self._in_time(first_look_s if wait_s is None else wait_s)
+        patience_s = self._in_time(min(self._clock.timing.lease_first_look_s, self._config.durable_timeout_s))
         is_new = self._lease is None
         if self._lease is None:
             if current_world_size() == 1 and launch_rank() > 0:
