@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tiered_checkpoint_io.errors import ConfigError
@@ -15,6 +15,8 @@ _FORMAT = (
     "[%(asctime)s] [%(namespace)s] [%(name)s] [%(levelname)s] [%(filename)s:%(lineno)d] [Rank %(rank)s] %(message)s"
 )
 _NAME = "tiered_checkpoint_io"
+#: How many names a message lists.
+_NAMED = 3
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[Any]
@@ -85,6 +87,11 @@ def get_logger(
     if log_dir is not None:
         _add_file(target, namespace, os.path.abspath(log_dir))
     return CheckpointLogger(target, {"namespace": namespace, "rank": rank, "step": None})
+
+
+def names_text(names: Sequence[str]) -> str:
+    """``a, b, c and 2 more``."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def size_text(size: int) -> str:

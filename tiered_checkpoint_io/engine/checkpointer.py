@@ -26,7 +26,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
     UsageError,
 )
-from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.logs import Logger, names_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -37,8 +37,6 @@ from tiered_checkpoint_io.stores.silence import answer_within
 TIERS = frozenset({"memory", "durable"})
 #: A smaller state is saved within hundredths of a second, however that is done.
 _LEAST_PREPARED = 64 << 20
-#: How many checkpoints of others a message names.
-_NAMED = 3
 
 
 class NoCheckpoint(dict[str, Any]):
@@ -318,7 +316,7 @@ class Checkpointer:
                 " as ckpt_path=%r",
                 self.dirpath,
                 ids.LAST if selector.kind == "last" else ids.LATEST,
-                ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""),
+                names_text(names),
                 ids.join_url(self.dirpath, names[0]),
             )
 

@@ -27,7 +27,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.logs import Logger, names_text
 from tiered_checkpoint_io.memory.parts import PART_FILE, StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -44,8 +44,6 @@ _BATCH = 32
 _BY_STEP = 8
 #: After so many checkpoints that have changed while they were read, others are taken.
 _MOST_CHANGES = 8
-#: How many names a message lists.
-_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +244,8 @@ class Versions:
             self._weights | {each.name for node in nodes for each in node.held if not each.content.resumable}
         )
         if names and selector.kind == "latest":
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            tiers.log.warning(
-                "%s has weights alone, which training can't resume from: %s%s",
-                *(tiers.dirpath, ", ".join(names[:_NAMED]), more),
-            )
+            text = "%s has weights alone, which training can't resume from: %s"
+            tiers.log.warning(text, tiers.dirpath, names_text(names))
 
     def changed(self, tiers: Tiers, name: str) -> set[str] | None:
         """The saves of which it has the content under a name by now; None where they are as they were, or not known.
