@@ -40,7 +40,7 @@ class SafeDeletes(PortableState):
 
     # ------------------------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
-        # This state is part of the save that replaces these: who resumes from it deletes them, where this run can't.
+        # This state is part of the save that replaces these: the run that resumes from it deletes what this one can't.
         replaced = sorted(self._before - {*self._withheld, *self._named()})
         return {**super().state_dict(), WITHHELD: [*self._withheld, *replaced]}
 

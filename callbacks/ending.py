@@ -98,7 +98,7 @@ class DurableEnd(SafeDeletes):
         """Whether the batch that ends is one with which this training has made a step.
 
         What is saved after any other, such as the first ones after a resume, would lack the gradients that are
-        accumulated already, and who resumes from it would train without these batches.
+        accumulated already, and a run that resumes from it would train without these batches.
         """
         return trainer.global_step > self._began_at and not trainer.fit_loop._should_accumulate()
 

@@ -31,7 +31,7 @@ class Timing:
     s3_read_s: float = 60.0
     #: How often other credentials are looked for while those in use are refused: it is a file to read, mostly.
     credentials_again_s: float = 2.0
-    #: How often who waits for a store that does not answer says so.
+    #: How often a wait for a store that does not answer is said.
     silence_line_s: float = 5.0
     #: An older unfinished upload, or unlocked temporary file, is a dead process's: no upload of a file takes a day.
     abandoned_s: float = 24 * 3600.0
@@ -107,13 +107,13 @@ class Timing:
     log_lock_s: float = 30.0
     #: How often a writer that waits for that lock tries.
     log_lock_poll_s: float = 0.0005
-    #: How often who waits for another file lock tries.
+    #: How often a process that waits for another file lock tries.
     lock_poll_s: float = 0.02
     #: How often parts are looked at without a change of the log: a trainer may have been killed between the two.
     full_look_s: float = 2.0
     #: How often a drain with nothing to do looks at the log.
     drain_rest_s: float = 0.1
-    #: Who asks whether a drain runs holds its lock for a moment; so long a new drain tries.
+    #: A process that asks whether a drain runs holds its lock for a moment; so long a new drain tries.
     drain_lock_s: float = 0.1
     #: A drain that was asked to leave and moves nothing for so long hangs: each of its requests fails well before that.
     drain_handover_s: float = 600.0

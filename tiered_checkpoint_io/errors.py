@@ -26,7 +26,7 @@ class TieredCheckpointError(Exception):
         hint: What the user can do about it.
     """
 
-    #: Whether the same call may succeed later without anybody changing anything.
+    #: Whether the same call may succeed later without any change.
     retryable: bool = False
     #: The tier that errors of this class are about, where none is named.
     _tier: str | None = None

@@ -26,7 +26,7 @@ def holds_secrets(text: str) -> bool:
 def shown(value: object, *, name: str = "") -> str:
     """The value for an error's text; hidden altogether where ``name`` says that it is a secret.
 
-    So are containers, of which nobody knows what is in them.
+    So are containers: what is in them is not known.
     """
     if isinstance(value, int | float | None):
         return repr(value)

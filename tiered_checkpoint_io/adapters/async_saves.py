@@ -12,7 +12,7 @@ from tiered_checkpoint_io.engine.drain.messages import say_outcome
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import DrainError, SaveError
 
-#: Saves that have ended, and that nobody has asked for.
+#: How many saves that have ended are kept for a caller that may ask for them.
 _KEPT = 32
 
 
@@ -103,7 +103,7 @@ class AsyncSave(Future[Any]):
         say_outcome(session.log, outcome, session.config)
 
     def show(self) -> SaveError | None:
-        """Logs and counts a failure that nobody has seen; gives it where ``on_save_error`` is ``raise``."""
+        """Logs and counts a failure that was not shown yet; gives it where ``on_save_error`` is ``raise``."""
         error = super().exception(0) if self.done() and not self.shown else None
         if error is None:
             return None
@@ -173,7 +173,7 @@ def _show(saves: Iterable[AsyncSave]) -> None:
 
 
 def was_shown(error: BaseException | None) -> None:
-    """Takes note that somebody has shown this failure."""
+    """Takes note that this failure was shown."""
     with _lock:
         for save in _saves:
             save.shown |= error is not None and save.done() and Future.exception(save) is error

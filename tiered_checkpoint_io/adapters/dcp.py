@@ -362,7 +362,7 @@ def save_full(
             # The others wait to hear of it.
             failed = as_save_error(error)
         if report is None and failed is None:
-            # Who exports wants to know, whatever on_save_error says of saves while training goes on.
+            # An export that fails is an error, whatever on_save_error says of saves while training goes on.
             failed = SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)
     coordination.agree(group, failed)
     return report

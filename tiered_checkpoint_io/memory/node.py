@@ -38,7 +38,7 @@ def memory_limit(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of memory that are unused and that this process may take, less a margin for others; maybe below 0.
 
-    What others take meanwhile is not in it: who goes beyond it is ended by the kernel.
+    What others take meanwhile is not in it: a process that goes beyond it is ended by the kernel.
     """
     left = [memory_limit(proc, cgroup)]
     margin = min(_MAX_MARGIN, left[0] // _MARGIN_SHARE)

@@ -1,8 +1,8 @@
 """Pages of files on tmpfs: their space is taken in huge pages, and mapped so that each of these is one page, too.
 
-To take and to touch 2 MiB in pages of 4 KiB costs several times what one huge page does, and whoever maps the file
-later pays again for each of them. Mounts of tmpfs rarely give huge pages by themselves, but the kernel makes one of a
-stretch of a file where it is asked to (Linux 6.1). Where it can't, or has none left, all goes on as without.
+To take and to touch 2 MiB in pages of 4 KiB costs several times what one huge page does, and each process that maps the
+file later pays again for each of them. Mounts of tmpfs rarely give huge pages by themselves, but the kernel makes one
+of a stretch of a file where it is asked to (Linux 6.1). Where it can't, or has none left, all goes on as without.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def scratch_beside(path: Path, clock: Clock = SYSTEM) -> Path:
 
 
 def write_over(path: Path, data: bytes) -> None:
-    """Writes over a private file in the space that it has; who reads it meanwhile may see a mixture.
+    """Writes over a private file in the space that it has; a reader beside it may see a mixture.
 
     Raises:
         OSError: There is none, or it has less space.

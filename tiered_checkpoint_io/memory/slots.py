@@ -5,7 +5,7 @@ reused: a slot keeps its mapping in this process while its file moves from ``slo
 checkpoint's folder and back. Space is taken by ``posix_fallocate``, so that a full file system is
 an error here and never a SIGBUS at a later write.
 
-Who owns a file in ``slots/`` holds an exclusive lock on it; one without a lock was left by the dead.
+The owner of a file in ``slots/`` holds an exclusive lock on it; one without a lock was left by a dead process.
 """
 
 from __future__ import annotations

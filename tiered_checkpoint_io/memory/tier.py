@@ -129,7 +129,7 @@ class MemoryTier:
         return tier
 
     def mend(self) -> bool:
-        """Makes the folders anew that somebody removed beside us; whether that was so. Raises as :meth:`open`."""
+        """Makes the folders anew where they were removed; whether that was so. Raises as :meth:`open`."""
         if self._parts.is_dir():
             return False
         with opening(self.root):

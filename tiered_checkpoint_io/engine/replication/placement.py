@@ -61,7 +61,7 @@ def node_peers(count: int, *, factor: int, jump: int) -> list[tuple[int, ...]]:
             for block in range(0, count, factor * jump)
             for first in range(jump)
         ]
-        # Each begins with the next of its clique, so that no member is everybody's first choice.
+        # Each begins with the next of its clique, so that no member is the first choice of all others.
         found = {
             node: tuple(clique[(i + k) % factor] for k in range(1, factor))
             for clique in cliques

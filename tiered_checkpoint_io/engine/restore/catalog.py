@@ -239,7 +239,7 @@ class Versions:
         self._weights |= {each.name for each in manifests if not each.content.resumable}
 
     def say_weights(self, tiers: Tiers, selector: Selector, nodes: Iterable[NodeCatalog]) -> None:
-        """Warns where there is nothing to resume from but weights alone: who asks for the newest may count on them."""
+        """Warns where there is nothing to resume from but weights alone: a caller may count on them."""
         names = sorted(
             self._weights | {each.name for node in nodes for each in node.held if not each.content.resumable}
         )

@@ -63,7 +63,7 @@ class Selector:
         there = list(contents)
         wanted = [each for each in there if self.companion or self.takes(each)]
         if self.kind == "last" and not wanted:
-            # Weights alone, to be evaluated. Who would train on from them is refused, as by their name.
+            # Weights alone, to be evaluated. To train on from them is refused, as by their name.
             wanted = there
         latest = newest_first(each for each in wanted if self.step in (None, each.step))
         if self.kind != "best":
@@ -216,8 +216,8 @@ def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] |
     )
 
 
-#: What a search for a payload passes over: local checkpoints are steps of memory beside others, each loaded by who
-#: made them. A full and a sharded one in one place are one run's, which must not go back to the older of the two.
+#: What a search for a payload passes over: local checkpoints are steps of memory beside others, each loaded by
+#: the rank that made it. A full and a sharded one in one place are one run's, which must not go back to the older one.
 _PASSED_OVER: Mapping[str, tuple[Kind, ...]] = {"sharded": ("local",), "local": ("full", "sharded")}
 
 _HOW_TO_LOAD: Mapping[Kind, str] = {
