@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tiered_checkpoint_io.cli.answers import moving
 from tiered_checkpoint_io.cli.progress import Meter
-from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, fetch_pieces
+from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, fetch_pieces, verify
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -27,8 +27,6 @@ State = Literal["intact", "damaged", "newer", "changed"]
 
 #: Chunks of a file that are read at once.
 _READS = 8
-#: xxh3 at full speed saturates memory with few threads.
-_HASH_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +95,9 @@ def check_part(tier: MemoryTier, stored: StoredPart, meter: Meter) -> Checked:
 
     try:
         with reading(stored) as views:
-
-            def one(job: tuple[FileEntry, int]) -> None:
-                entry, index = job
-                offset, length = entry.chunks[index]
-                with views[entry.basename][offset : offset + length] as chunk:
-                    entry.check_chunk(index, chunk, tier="memory", where=str(stored.file(entry.basename)))
-                meter.add(length)
-
-            in_parallel(one, _jobs(part.content.files), _HASH_THREADS)
+            for entry in part.content.files:
+                where = str(stored.file(entry.basename))
+                verify(entry, views[entry.basename], where=where, progress=meter.add)
     except CheckpointNotFoundError:
         return checked("changed")
     except CorruptCheckpointError as error:
@@ -163,7 +155,7 @@ def _first_damage(store: Store, entries: Collection[FileEntry], owners: dict[str
             return error.message
         return ""
 
-    jobs = _jobs(entries)
+    jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
     for (entry, _), error in zip(jobs, in_parallel(one, jobs, _READS), strict=True):
         if error:
             return Damage(error, owners.get(entry.path), f"{store.url}/{entry.path}")
@@ -179,10 +171,6 @@ def _check_chunk(store: Store, entry: FileEntry, index: int, heard: Callable[[],
         # A slow line takes longer for a chunk than a silence may last.
         fetch_pieces(store, entry, index, pieces, lambda _: heard())
     meter.add(length)
-
-
-def _jobs(entries: Iterable[FileEntry]) -> list[tuple[FileEntry, int]]:
-    return [(entry, index) for entry in entries for index in range(len(entry.hashes))]
 
 
 Report = Callable[[Checked], None]

@@ -139,7 +139,14 @@ def fetch_pieces(
     entry.check_digest(index, digest.hexdigest(), tier="durable", where=f"{store.url}/{entry.path}")
 
 
-def verify(entry: FileEntry, view: memoryview, *, where: str, indices: Iterable[int] | None = None) -> None:
+def verify(
+    entry: FileEntry,
+    view: memoryview,
+    *,
+    where: str,
+    indices: Iterable[int] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
     """Compares a file in memory with its hashes.
 
     Args:
@@ -147,6 +154,7 @@ def verify(entry: FileEntry, view: memoryview, *, where: str, indices: Iterable[
         view: Its bytes.
         where: For errors.
         indices: Which chunks; all of them where it is None.
+        progress: Called with the bytes of each chunk that matches, from any thread.
 
     Raises:
         CorruptCheckpointError: A chunk differs.
@@ -156,6 +164,7 @@ def verify(entry: FileEntry, view: memoryview, *, where: str, indices: Iterable[
     def one(index: int) -> None:
         offset, length = ranges[index]
         entry.check_chunk(index, view[offset : offset + length], tier="memory", where=where)
+        progress(length)
 
     in_parallel(one, range(len(ranges)) if indices is None else indices, _HASH_THREADS)
 
