@@ -390,4 +390,4 @@ class TieredModelCheckpoint(DurableEnd):
         log_drain(trainer, outcomes)
         for callback in self._siblings(trainer):
             shown = {ids.name_in(self._engine.dirpath, path) for path in callback._named() if self._is_ours(path)}
-            callback._reporter.hear(trainer, outcomes, progress, shown=shown, is_pending=self._engine.is_pending)
+            callback._reporter.publish(trainer, outcomes, progress, shown=shown, is_pending=self._engine.is_pending)

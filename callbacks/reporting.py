@@ -66,7 +66,7 @@ class Reporter:
         if report is not None and "durable" in report.tiers and not report.queued:
             _log_durable(trainer, ids.join_url(dirpath, report.name), report.step)
 
-    def hear(
+    def publish(
         self,
         trainer: Trainer,
         outcomes: Sequence[Outcome],
@@ -75,7 +75,7 @@ class Reporter:
         shown: Collection[str],
         is_pending: Callable[[str], bool],
     ) -> None:
-        """Takes the outcomes of queued saves and aliases since the last call, and notifies the loggers.
+        """Publishes the outcomes of queued saves and aliases since the last call: notifies the loggers.
 
         Loggers read ``shown``, the names that the callback's paths stand for. So they are notified once all of these
         are durable, and not while a newer one is still being uploaded.

@@ -28,7 +28,7 @@ def is_waiting() -> bool:
 def moving() -> Callable[[], None]:
     """Within :func:`ask`: what to call where work gets on without the server, which then does not count as silent."""
     question = current_question()
-    return question.heard if question is not None else lambda: None
+    return question.answered if question is not None else lambda: None
 
 
 def counter(operation: str, key: str, stop: threading.Event, shown: Callable[[int], None]) -> Callable[[int], None]:

@@ -51,7 +51,7 @@ class Retry:
                 # Also that there is no such object is an answer.
                 self._metrics.add("answers")
                 if question is not None:
-                    question.heard()
+                    question.answered()
             return again
 
         def is_over(_: tenacity.RetryCallState) -> bool:

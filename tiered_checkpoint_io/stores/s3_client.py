@@ -149,7 +149,7 @@ class S3Client:
             self.metrics.add("bytes.sent", count)
             if question is not None:
                 # A large object leaves for longer than a silence may last.
-                question.heard()
+                question.answered()
 
         sent = Progress(count_sent)
         has_checksum = body is None or "ChecksumAlgorithm" in (arguments or {})

@@ -28,7 +28,7 @@ class Question(Generic[_T]):
     def __init__(self, ask: Callable[[], _T], *, clock: Clock = SYSTEM) -> None:
         """Begins; ``ask`` must do no more than ask stores, because it may still run when its caller has left."""
         self._clock = clock
-        self._heard = clock.monotonic()
+        self._answered_at = clock.monotonic()
         self._ended = threading.Event()
         self._answer: Future[_T] = Future()
         #: Once it is set, no request is repeated.
@@ -45,21 +45,21 @@ class Question(Generic[_T]):
         finally:
             self._ended.set()
 
-    def heard(self) -> None:
+    def answered(self) -> None:
         """Takes note that the store has answered a request."""
-        self._heard = self._clock.monotonic()
+        self._answered_at = self._clock.monotonic()
 
     def within(self, seconds: float, count_down: CountDown | None = None) -> bool:
         """Whether all is answered before the store has been silent for ``seconds``."""
         every = self._clock.timing.silence_line_s
         while not self._ended.is_set():
-            silent = self._clock.monotonic() - self._heard
+            silent = self._clock.monotonic() - self._answered_at
             if silent >= seconds:
                 return False
             line = every * (silent // every + 1)
             if self._clock.wait(self._ended, min(line, seconds) - silent):
                 break
-            if count_down is not None and line < seconds and self._clock.monotonic() - self._heard >= line:
+            if count_down is not None and line < seconds and self._clock.monotonic() - self._answered_at >= line:
                 count_down(line, seconds - line)
         return True
 
