@@ -36,8 +36,8 @@ DEFECTS = [
     (
         "the old files go before the manifest stops naming them (W7 before W6)",
         COMMIT,
-        "        manifests.put(replace(new, reserved=manifests.reserved(part.name)))\n        removal.finish(store, note)\n",
-        "        removal.finish(store, note)\n        manifests.put(replace(new, reserved=manifests.reserved(part.name)))\n",
+        "        manifests.put(replace(new, reserved=manifests.reserved(part.name)))\n        removal.finish(store, note, remove_later)\n",
+        "        removal.finish(store, note, remove_later)\n        manifests.put(replace(new, reserved=manifests.reserved(part.name)))\n",
     ),
     (
         "a commit that was cut off between W4 and W5 is taken for done",
