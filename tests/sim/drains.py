@@ -17,7 +17,7 @@ from support.story import RUN, Model
 
 from tiered_checkpoint_io.engine.drain import worker
 from tiered_checkpoint_io.engine.drain.operations import Request
-from tiered_checkpoint_io.engine.durable import arrivals, files, manifests, removal
+from tiered_checkpoint_io.engine.durable import arrivals, document_cache, files, manifests, removal
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 
@@ -27,7 +27,7 @@ LOG.propagate = False
 LOG.addHandler(logging.NullHandler())
 #: Virtual seconds within which all must be done once the trainers have ended.
 PATIENCE_S = 50_000.0
-serial = functools.partial(Serial, [arrivals, files, manifests, removal])
+serial = functools.partial(Serial, [arrivals, document_cache, files, manifests, removal])
 
 
 def plan_of(rng, count):

@@ -1,6 +1,8 @@
 """Parts of a checkpoint on the durable tier: what is refused, what is not sent twice, and what is cleared up."""
 
+import contextlib
 import json
+import os
 
 import pytest
 from support.format_v1 import part_key
@@ -287,6 +289,33 @@ def test_how_much_it_asks(tmp_path):
     assert after["requests.list"] - before["requests.list"] == 3, "one look, one check, one look for what is left"
     assert after["requests.put"] - before["requests.put"] == 4 + 1 + 2 + 1 + 1, "files, .metadata, parts, index, head"
     assert after.get("requests.delete", 0) == before.get("requests.delete", 0)
+
+
+@pytest.mark.parametrize("what", ["unfinished", "damaged"])
+def test_a_save_reads_no_manifest_again(what, tmp_path):
+    """What stays, or can't be read, has each save look for garbage: that must not ask for all there is."""
+    store, seen = DirectoryStore(str(tmp_path)), Seen()
+    for number in range(1, 11):
+        save(store, f"c{number}", number, run=LATER)
+    if what == "unfinished":
+        part_only(store, "of another run", 1, 1)
+    else:
+        store.put(ids.manifest_key("c9"), b"{")
+    for path in (tmp_path / ids.MANIFEST_PREFIX).iterdir():
+        # What was written just now is read again for a while.
+        os.utime(path, (1, 1))
+    asked = []
+    for number in (11, 12):
+        part, data = make_part(f"c{number}", number, 0, run=LATER)
+        part_only(store, part.name, number, 1, run=LATER)
+        commit.put_part(store, part, views_of(data))
+        commit.commit(store, part, views_of(data), arrived(store, part).rows)
+        before = store.metrics.snapshot()["requests.get"]
+        with contextlib.suppress(ManifestError):
+            assert collect(store, part, patience_s=3600, seen=seen) == []
+        asked.append(store.metrics.snapshot()["requests.get"] - before)
+    assert asked[0] >= 11
+    assert asked[1] <= 3, "what is new, and whose that is which stays"
 
 
 def test_a_reader_of_one_part_reads_the_index_and_one_description(tmp_path):

@@ -254,6 +254,32 @@ def test_retention_removes_nothing_that_a_queued_copy_or_alias_needs(node):
     assert names(DirectoryStore(node.dirpath)) == ["best", "c2", "c4"]
 
 
+def test_a_save_does_not_wait_for_all_that_new_policies_remove(memory_dir, tmp_path):
+    """A run of years gets its first policy: to remove the old ones takes longer than until the next save."""
+    node = Node(memory_dir, str(tmp_path / "run"), retention={"latest": 1})
+    store, done = DirectoryStore(node.dirpath), []
+    for number in range(1, 7):
+        save(store, f"old{number}", number, kind="full")
+    node.number = 6
+    node.request("retain", "retention/mine", node.save("c1", b"data", step=7))
+
+    class Noting(DirectoryStore):
+        def delete_if(self, key, expected):
+            super().delete_if(key, expected)
+            if "c2" not in {stored.part.name for stored in node.tier.parts()}:
+                node.save("c2", b"data", step=8)
+            done.append(key)
+
+        def upload_if(self, key, *args, **options):
+            super().upload_if(key, *args, **options)
+            done.append(key)
+
+    Drain(node.root, open_store=lambda config, dirpath: Noting(dirpath)).run(once=True)
+    assert done.index("c2") <= 3, done
+    assert names(store) == ["c2"], "all else is removed all the same"
+    assert {outcome.state for outcome in node.queue.outcomes()} == {"committed"}
+
+
 def test_policies_of_another_dirpath_are_not_applied(node, tmp_path):
     other = Node.config_of(str(node.root.parent.parent), str(tmp_path / "elsewhere"), retention={"latest": 1})
     write_atomic(node.root / "drain.json", other.to_json().encode())

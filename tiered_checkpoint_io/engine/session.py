@@ -19,6 +19,7 @@ from tiered_checkpoint_io.engine.drain.messages import Standing, not_done, not_u
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
+from tiered_checkpoint_io.engine.durable.garbage import Seen
 from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.leasing.claims import Claims
 from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
@@ -65,6 +66,7 @@ class Session:
         last_save: The newest save of this process.
         save_ids: Gives out the ids of its operations.
         known: Which names the durable tier has.
+        garbage: What looks for it found there.
         background: The end of a save that runs while training goes on.
         turn: Which thread saves.
         last_tensors: What its last saves held.
@@ -90,13 +92,12 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
         self.known = DurableNameCache(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked, clock)
-        self.background = BackgroundTask(float(config.wait_timeout_s), self.log)
-        self.turn = Turn(float(config.wait_timeout_s))
+        wait_s = float(config.wait_timeout_s)
+        self.garbage, self.background, self.turn = Seen(), BackgroundTask(wait_s, self.log), Turn(wait_s)
         self._pins = HostPins()
         self._opened: Opened | None = None
-        self._peering = Peering(config, self.counts, clock)
         self._stores: dict[str, Store] = {}
-        self._opening = threading.Lock()
+        self._peering, self._opening = Peering(config, self.counts, clock), threading.Lock()
         self._asked: Counter[str] = Counter()
         self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
         self._unshown: list[SaveError] = []
@@ -117,8 +118,7 @@ class Session:
             learnt=lambda: self.claims.newest,
             met_others=self.claims.met_others,
         )
-        #: What was warned of already, see :mod:`engine.save.small`.
-        self.warned: set[str] = set()
+        self.warned: set[str] = set()  # What was warned of already, see :mod:`engine.save.small`.
         self._leave_by: float | None = None
         self.is_preempted = False
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.space import is_scarcity
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
+
+#: After so many, any backoff is at its bound.
+_DOUBLINGS = 32
 
 
 @dataclass(slots=True)
@@ -15,6 +21,7 @@ class Begun:
     """An operation that was begun and is not done: it failed, or waits for parts of other nodes.
 
     Attributes:
+        of_save: Whether it sends or commits a save; what only tidies up goes after all that was not begun.
         due: When it is the next one's turn, by the monotonic clock.
         failures: How often it has failed.
         permanent: Whether it will fail again unless something is mended.
@@ -23,6 +30,7 @@ class Begun:
         pause: From its last look for them to the next, seconds.
     """
 
+    of_save: bool = True
     due: float = 0.0
     failures: int = 0
     permanent: bool = False
@@ -30,10 +38,77 @@ class Begun:
     since: float | None = None
     pause: float = 0.0
 
-    def failed(self, error: Exception, clock: Clock) -> None:
-        """Plans the next attempt."""
+    @property
+    def is_refused(self) -> bool:
+        """Whether it is one of those that are tried one at a time, until one of them is not refused any more."""
+        return self.permanent and not self.of_save
+
+    def failed(self, error: Exception, clock: Clock, last: float = 0.0) -> None:
+        """Plans the next attempt; one that is refused comes after the ``last`` of those that are."""
         timing = clock.timing
         self.failures += 1
         self.permanent = not (isinstance(error, TieredCheckpointError) and error.retryable) and not is_scarcity(error)
-        backoff = min(timing.redo_max_s, timing.redo_first_s * 2 ** (self.failures - 1))
-        self.due = clock.monotonic() + (timing.redo_permanent_s if self.permanent else backoff)
+        # Of a thousand failures, the power is no float any more.
+        backoff = min(timing.redo_max_s, timing.redo_first_s * 2 ** min(self.failures - 1, _DOUBLINGS))
+        after = max(clock.monotonic(), last) if self.is_refused else clock.monotonic()
+        self.due = after + (timing.redo_permanent_s if self.permanent else backoff)
+
+
+class Unfinished(dict[str, Begun]):
+    """All that is begun and not done, by the ids of the operations.
+
+    Attributes:
+        queued: The ids of all that was queued at the last look.
+    """
+
+    queued: Collection[str] = ()
+
+    def waiting(self, queued: Collection[str], now: float) -> dict[str, float]:
+        """Those of the operations in the queue whose turn has not come again, and when it does."""
+        is_new = any(op_id not in self.queued for op_id in queued)
+        for op_id in self.keys() - set(queued):
+            del self[op_id]
+        self.queued = queued
+        if is_new:
+            # What fails for good is tried again when there is something new to do; of what is refused, one: there may
+            # be a delete for each save of a long run.
+            again = [begun for begun in self.values() if begun.permanent and begun.of_save]
+            again += sorted(self._refused, key=lambda begun: begun.due)[:1]
+            for begun in again:
+                begun.due = min(begun.due, now)
+        return {op_id: begun.due for op_id, begun in self.items() if begun.due > now}
+
+    @property
+    def later(self) -> set[str]:
+        """Those whose turn comes after all that was not begun: nothing that uploads waits for them."""
+        return {op_id for op_id, begun in self.items() if not begun.of_save}
+
+    @property
+    def _refused(self) -> list[Begun]:
+        return [begun for begun in self.values() if begun.is_refused]
+
+    @property
+    def last_refused(self) -> float:
+        """When the last of those that are refused is due."""
+        return max((begun.due for begun in self._refused), default=0.0)
+
+    def allow(self, now: float) -> None:
+        """Has all that is refused be tried now, as one of them is not any more."""
+        for begun in self._refused:
+            begun.due = now
+
+    def lost(self, part: Part) -> set[str]:
+        """Ids of saves that failed, or can't become complete any more, once a part was sent or its save committed."""
+        lost = {op_id for op_id, begun in self.items() if begun.failures}
+        if part.commits and part.content.parts > 1:
+            # Nodes send parts in the order of their saves: what was missing at the last look will not come.
+            waiting = [begun.arrivals.part for begun in self.values() if begun.arrivals is not None]
+            lost |= {each.save_id for each in waiting if _in_one_order(each, part)}
+        return lost
+
+
+def _in_one_order(one: Part, other: Part) -> bool:
+    """Whether a rank that has a part of both made them one after the other."""
+    # Ranks that save without talking, and so without a switch, keep the order of each series alone.
+    coordinated = one.content.switch is not None and other.content.switch is not None
+    return coordinated or ids.line_of(one.save_id) == ids.line_of(other.save_id)

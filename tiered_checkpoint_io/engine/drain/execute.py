@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.begun import Begun
+from tiered_checkpoint_io.engine.drain.begun import Begun, Unfinished
 from tiered_checkpoint_io.engine.drain.deltas import Deltas
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.drain.left_over import remove_later
@@ -49,7 +49,7 @@ from tiered_checkpoint_io.stores.base import UploadJournal
 _NAMED = 16
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error: the way out of an upload when told to stop
+class _Stopped(Exception):  # noqa: N818 - not an error: the way out of what goes on later, or in another process
     pass
 
 
@@ -58,8 +58,7 @@ class Executor:
     """Carries out one operation after the other, and remembers those that it could not finish.
 
     Attributes:
-        begun: Those, by their ids.
-        queued: The ids of all that was queued at the last look.
+        begun: Those.
         found: What earlier looks for garbage found, by durable tier.
         refused: Durable tiers that do not copy objects, of which this was said.
         surveys: What retention has seen, by durable tier.
@@ -73,8 +72,7 @@ class Executor:
     log: Logger
     stop: threading.Event
     clock: Clock
-    begun: dict[str, Begun] = field(default_factory=dict)
-    queued: Collection[str] = ()
+    begun: Unfinished = field(default_factory=Unfinished)
     found: dict[Place, Seen] = field(default_factory=dict)
     refused: set[Place] = field(default_factory=set)
     surveys: dict[Place, retention.Survey] = field(default_factory=dict)
@@ -82,18 +80,6 @@ class Executor:
 
     def __post_init__(self) -> None:
         self.deltas = Deltas(self.tier)
-
-    def waiting(self, queued: Collection[str]) -> dict[str, float]:
-        """Those of the operations in the queue whose turn has not come again, and when it does."""
-        now = self.clock.monotonic()
-        is_new = any(op_id not in self.queued for op_id in queued)
-        self.begun = {op_id: begun for op_id, begun in self.begun.items() if op_id in queued}
-        self.queued = queued
-        for begun in self.begun.values():
-            if is_new and begun.permanent:
-                # What fails for good is tried again when there is something new to do.
-                begun.due = now
-        return {op_id: begun.due for op_id, begun in self.begun.items() if begun.due > now}
 
     def execute(self, operation: Request, operations: list[Request]) -> None:
         """Does what can be done now for one of the operations in the queue, and notes its outcome."""
@@ -134,6 +120,8 @@ class Executor:
             self.log.warning("retention skipped: %s", why_not)
             self._finish(operation, "skipped", why_not)
             return
+        if begun is not None and begun.permanent:
+            self.begun.allow(self.clock.monotonic())
         seconds = self.clock.monotonic() - started
         self.report.succeeded(stored.part.content.size if stored is not None else 0, seconds)
         copied = self.deltas.copied(operation.op_id)
@@ -142,7 +130,7 @@ class Executor:
             part = stored.part
             self.deltas.uploaded(part)
             # Before it leaves the queue: else a caller that waits for the queue would find only failed saves there.
-            for old in superseded(operations, self._lost(part), operation):
+            for old in superseded(operations, self.begun.lost(part), operation):
                 self._give_up(old, f"superseded by {part.name}", answers=True)
             # After the outcome: a drain that dies in between finds it committed, and reports it again.
             self._mark_drained(stored)
@@ -169,7 +157,7 @@ class Executor:
                     return fate
                 if fate == "sent" and (rows := self._gather(store, part, timeout_s)) is None:
                     return "waits"
-            left = functools.partial(remove_later, self.queue, self.queued, self.log, part)
+            left = functools.partial(remove_later, self.queue, self.begun.queued, self.log, part)
             fate = commit.commit(
                 store, part, files, rows, journal=journal, progress=self._progress, remove_later=left, clock=self.clock
             )
@@ -177,7 +165,8 @@ class Executor:
             queued = [each for each in self.queue.look(self.tier) if each.action in SAVES]
             busy = {each.name for each in queued if ids.save_id_of_op(each.op_id) > part.save_id}
             found = self.found.setdefault(part.place, Seen())
-            clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, seen=found)
+            clock = self.clock
+            clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, seen=found, clock=clock)
         return fate
 
     def _copy(self, operation: Request, store: Store, journal: UploadJournal) -> None:
@@ -226,10 +215,20 @@ class Executor:
             return f"{other} holds the lease of {operation.dirpath}, and removes what its own policies do not keep"
         queued = [each for each in operations if each.place == operation.place and each.action in NAMING]
         needed = {name for each in queued for name in (each.name, each.target)}
-        gone = retention.apply(store, policies, survey, journal=journal, needed=needed, clock=self.clock)
+        gone = retention.removed(store, policies, survey, journal=journal, needed=needed, clock=self.clock)
         for each in gone:
             self.log.info("retention removed %s: no policy keeps it", each.name)
+            # There may be thousands, where the policies are new.
+            if self.stop.is_set() or self._has_save():
+                self.begun.setdefault(operation.op_id, Begun(of_save=False))
+                raise _Stopped
         return ""
+
+    def _has_save(self) -> bool:
+        """Whether there is something to do for a save now."""
+        now = self.clock.monotonic()
+        saves = [each.op_id for each in self.queue.look(self.tier) if each.action in SAVES]
+        return any(self.begun.get(op_id, Begun()).due <= now for op_id in saves)
 
     def _gather(self, store: Store, part: Part, timeout_s: float) -> dict[int, IndexRow] | None:
         """Looks for the other parts of a save, by one list for each thousand; None where it is not its turn yet.
@@ -274,15 +273,6 @@ class Executor:
         rows, mine.arrivals = mine.arrivals.rows, None
         return rows
 
-    def _lost(self, part: Part) -> set[str]:
-        """Ids of saves that failed, or can't become complete any more, once a part was sent or its save committed."""
-        lost = {op_id for op_id, begun in self.begun.items() if begun.failures}
-        if part.commits and part.content.parts > 1:
-            # Nodes send parts in the order of their saves: what was missing at the last look will not come.
-            waiting = [begun.arrivals.part for begun in self.begun.values() if begun.arrivals is not None]
-            lost |= {each.save_id for each in waiting if _in_one_order(each, part)}
-        return lost
-
     def _progress(self, count: int) -> None:
         if self.stop.is_set():
             raise _Stopped
@@ -322,8 +312,8 @@ class Executor:
             self.log.error("%s", error)
             self._finish(operation, "failed", error)
         else:
-            begun = self.begun.setdefault(operation.op_id, Begun())
-            begun.failed(error, self.clock)
+            begun = self.begun.setdefault(operation.op_id, Begun(of_save=operation.action in SAVES))
+            begun.failed(error, self.clock, self.begun.last_refused)
             if begun.failures == 1:
                 known = isinstance(error, TieredCheckpointError | OSError)
                 text = "%s of %s failed, to be tried again: %s"
@@ -390,10 +380,3 @@ class Executor:
             self.log.error("could not mark %s as uploaded, so node memory keeps it: %s", stored.part.name, error)
             self.begun.setdefault(stored.op_id, Begun()).failed(error, self.clock)
         self.queue.ring()
-
-
-def _in_one_order(one: Part, other: Part) -> bool:
-    """Whether a rank that has a part of both made them one after the other."""
-    # Ranks that save without talking, and so without a switch, keep the order of each series alone.
-    coordinated = one.content.switch is not None and other.content.switch is not None
-    return coordinated or ids.line_of(one.save_id) == ids.line_of(other.save_id)

@@ -181,8 +181,10 @@ class Drain:
             self._tier.place = self._stores.place
         operations = self._queue.look(self._tier)
         self._report.now.pending = len(operations)
-        waiting = self._executor.waiting({operation.op_id for operation in operations})
-        operation = next_operation(operations, waiting, unreplaced(self._queue.outcomes()))
+        waiting = self._executor.begun.waiting({operation.op_id for operation in operations}, self._clock.monotonic())
+        failed = unreplaced(self._queue.outcomes())
+        operation = next_operation(operations, waiting.keys() | self._executor.begun.later, failed)
+        operation = operation or next_operation(operations, waiting, failed)
         if operation is not None:
             self._executor.execute(operation, operations)
             self._report.write()

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.arrivals import move_old
+from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.engine.durable.files import paths_in
-from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, if_intact, read_all
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, if_intact, manifest_cache
 from tiered_checkpoint_io.engine.durable.removal import remove_save, remove_unnamed
-from tiered_checkpoint_io.errors import FormatVersionError, TieredCheckpointError
+from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import METADATA, Part
+from tiered_checkpoint_io.model.manifest import METADATA, Manifest, Part
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.fallbacks import folders_of
 
@@ -28,10 +30,26 @@ class Seen:
 
     settled: set[str] = field(default_factory=set)
     old_prefix: bool = True
+    _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
+
+    def manifests(self, store: Store, clock: Clock) -> list[Manifest]:
+        """All manifests: one list, and a read of what is new among them; raises as :func:`collect`."""
+        read = self._manifests.read(store, clock)
+        known = [value for key, value in read.items() if ids.name_from_manifest_key(key) is not None]
+        for value in known:
+            if isinstance(value, ManifestError):
+                raise value
+        return [value for value in known if isinstance(value, Manifest)]
 
 
 def collect(
-    store: Store, committed: Part, *, patience_s: float, busy: Collection[str] = (), seen: Seen | None = None
+    store: Store,
+    committed: Part,
+    *,
+    patience_s: float,
+    busy: Collection[str] = (),
+    seen: Seen | None = None,
+    clock: Clock = SYSTEM,
 ) -> list[tuple[str, str]]:
     """Removes what is left of older saves that never became complete.
 
@@ -44,6 +62,7 @@ def collect(
         patience_s: How long saves of other runs are left alone, seconds.
         busy: Names with saves under way, which may share files with their older ones: left alone.
         seen: What earlier calls found.
+        clock: Tells which manifests may have changed again within the second of their last change.
 
     Returns:
         Id and name of the saves that are gone.
@@ -61,7 +80,7 @@ def collect(
     if not found:
         seen.settled.add(committed.save_id)
         return []
-    manifests = read_all(store)
+    manifests = seen.manifests(store, clock)
     seen.settled |= {content.save_id for content in contents_of(manifests)}
     gone = []
     left = [save_id for save_id in found if save_id not in seen.settled]
@@ -76,8 +95,14 @@ def collect(
         if _is_stale(save_id, objects, committed, before) and name is not None and name not in busy:
             mine, switch = Manifests(store, committed.save_id), f"{name}/{METADATA}"
             found_now = [mine.current(name)] if name else []
-            named = (each for each in [*found_now, *manifests] if each and name in (each.name, each.alias_of))
-            live = paths_in(store, contents_of(named))
+            named = contents_of(
+                each for each in [*found_now, *manifests] if each and name in (each.name, each.alias_of)
+            )
+            if any(content.save_id == save_id for content in named):
+                # Committed since: a store that tells no times does not show that a manifest has changed.
+                seen.settled.add(save_id)
+                continue
+            live = paths_in(store, named)
             if live is not None:
                 if name and switch not in live:
                     remove_unnamed(mine, name, switch)
@@ -87,11 +112,18 @@ def collect(
 
 
 def clear_up(
-    store: Store, committed: Part, *, patience_s: float, busy: Collection[str], log: Logger, seen: Seen | None = None
+    store: Store,
+    committed: Part,
+    *,
+    patience_s: float,
+    busy: Collection[str],
+    log: Logger,
+    seen: Seen,
+    clock: Clock,
 ) -> None:
     """:func:`collect` after a commit, which an error of it does not undo; logs what was removed."""
     try:
-        gone = collect(store, committed, patience_s=patience_s, busy=busy, seen=seen)
+        gone = collect(store, committed, patience_s=patience_s, busy=busy, seen=seen, clock=clock)
     except TieredCheckpointError as error:
         log.warning("could not remove what is left of incomplete saves: %s", error)
         return

@@ -239,12 +239,6 @@ def _listed(store: Store) -> dict[str, ObjectInfo]:
     return {name: entry for name, entry in listed.items() if name is not None}
 
 
-def read_all(store: Store) -> list[Manifest]:
-    """All manifests; raises as :func:`read_manifest`."""
-    found = in_parallel(lambda name: read_manifest(store, name), sorted(_listed(store)))
-    return [manifest for manifest in found if manifest is not None]
-
-
 def names_of(store: Store) -> set[str]:
     """All names that have a manifest, by one list; where a reservation may stand, it is read.
 

@@ -7,7 +7,7 @@ manifests, the pins and the metrics (where a policy goes by one), and a read of 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,7 +100,22 @@ def apply(
     needed: Collection[str] = (),
     clock: Clock = SYSTEM,
 ) -> list[Checkpoint]:
+    """Removes what no policy keeps, and gives what is gone; see :func:`removed`."""
+    return [*removed(store, policies, survey, journal=journal, needed=needed, clock=clock)]
+
+
+def removed(
+    store: Store,
+    policies: Sequence[Policy],
+    survey: Survey,
+    *,
+    journal: UploadJournal | None = None,
+    needed: Collection[str] = (),
+    clock: Clock = SYSTEM,
+) -> Iterator[Checkpoint]:
     """Removes what no policy keeps, each only while it is as it was judged; may be repeated after a crash.
+
+    One after the other, as they are asked for: who does not ask for the next one leaves the others.
 
     Args:
         store: The durable tier.
@@ -110,8 +125,8 @@ def apply(
         needed: Names that stay whatever the policies say.
         clock: Tells which pins have expired.
 
-    Returns:
-        What is gone.
+    Yields:
+        Each that is gone.
 
     Raises:
         StoreError: Some are still there. Repeat the call to finish.
@@ -121,7 +136,9 @@ def apply(
     there = survey.look(store, metrics=any(isinstance(each, Best) for each in policies), clock=clock)
     reasons = kept(there, policies, clock.wall())
     going = [each for each in there if not reasons[each.name] and each.name not in needed]
-    return [each for each in in_order(going) if remove(store, each, journal=journal, clock=clock)]
+    for each in in_order(going):
+        if remove(store, each, journal=journal, clock=clock):
+            yield each
 
 
 def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:

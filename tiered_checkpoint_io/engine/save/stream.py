@@ -92,7 +92,9 @@ class Stream:
         if rows is not None:
             # What waits on this node may still become complete.
             busy = {stored.part.name for stored in tier.parts() if stored.pending}
-            clear_up(store, part, patience_s=float(session.config.wait_timeout_s), busy=busy, log=session.log)
+            patience_s = float(session.config.wait_timeout_s)
+            seen, clock = session.garbage, session.clock
+            clear_up(store, part, patience_s=patience_s, busy=busy, log=session.log, seen=seen, clock=clock)
         name, content = part.name, part.content
         done = Outcome(
             part.save_id,
