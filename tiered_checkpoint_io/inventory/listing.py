@@ -45,8 +45,9 @@ def checkpoints_of(place: Place, durable: DurableTier | None, node: NodeMemory) 
     broken: dict[str, list[BrokenPart]] = {}
     for damage in node.broken:
         broken.setdefault(damage.save_id or str(damage.folder), []).append(damage)
-    rows = [_durable_row(place, each, saves, broken, durable) for each in durable.found]
-    rows += _queued_rows(place, node, durable.manifests)
+    manifests = {each.name: each for each in durable.manifests}
+    rows = [_durable_row(place, each, saves, broken, manifests, durable.added) for each in durable.found]
+    rows += _queued_rows(place, node, [*manifests.values()])
     seen = {row.save_id for row in rows if not row.alias_of}
     rows += [_incomplete_row(place, each, saves, node) for each in durable.incomplete if each.save_id not in seen]
     seen |= {row.save_id for row in rows if not row.alias_of}
@@ -76,7 +77,8 @@ def _durable_row(
     each: Found,
     saves: dict[str, list[HeldPart]],
     broken: dict[str, list[BrokenPart]],
-    durable: DurableTier,
+    manifests: Mapping[str, Manifest],
+    added: Mapping[str, Mapping[str, float]],
 ) -> CheckpointInfo:
     manifest, dirpath = each.manifest, place.dirpath
     if manifest is None:
@@ -84,15 +86,14 @@ def _durable_row(
         url = url_of(dirpath, each.name)
         return CheckpointInfo(name=each.name, url=url, dirpath=dirpath, state=state, problem=str(each.error))
     # An alias follows its target, which may have been overwritten.
-    target = next((other for other in durable.manifests if other.name == manifest.alias_of), manifest)
-    content = target.content
+    content = manifests.get(manifest.alias_of or "", manifest).content
     held = saves.get(content.save_id, [])
     return info(
         manifest.name,
         dirpath,
         content,
         state="durable",
-        metrics=content.metrics(durable.added),
+        metrics=content.metrics(added),
         alias_of=manifest.alias_of,
         where=(*_tiers(held), "durable"),
         parts_here=_ranks(held),
