@@ -16,20 +16,17 @@ from typing import Any, cast
 import torch
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
-from tiered_checkpoint_io.engine.chunks import fetch_chunk
-from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
+from tiered_checkpoint_io.engine.durable.damage import Damage, damage_of
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
-    CorruptCheckpointError,
+    FormatVersionError,
     ManifestError,
     StoreError,
-    StoreNotFoundError,
     UsageError,
 )
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import Content
 from tiered_checkpoint_io.stores.silence import answer_within
 
 try:
@@ -262,28 +259,17 @@ class TieredStorage(Storage):  # type: ignore[misc]
             session.log.warning("%s is saved anew: what the durable tier has of it is damaged: %s", name, why)
         return why is not None
 
-    def _damage_of(self, name: str) -> Exception | None:
+    def _damage_of(self, name: str) -> Damage | None:
         """What is wrong on the durable tier with a checkpoint; None where it is intact, or there is none."""
-        store, damage = self._config.checkpointer.session.durable(), None
-
-        def check(content: Content) -> None:
-            for entry in files_of(store, content).all():
-                if (size := store.size(entry.path)) != entry.size:
-                    raise CorruptCheckpointError(f"{size} bytes in place of {entry.size}", key=entry.path)
-                for index, (_, length) in enumerate(entry.chunks):
-                    fetch_chunk(store, entry, index, memoryview(bytearray(length)))
-
+        store = self._config.checkpointer.session.durable()
         try:
-            for content in contents_of([read_manifest(store, name)]):
-                try:
-                    check(content)
-                except (CorruptCheckpointError, ManifestError, StoreNotFoundError) as error:
-                    damage = damage or error
-                else:
-                    return None
+            manifest = read_manifest(store, name)
+        except FormatVersionError:
+            # This release can't tell.
+            return None
         except ManifestError as error:
-            damage = error
-        return damage
+            return Damage(error.message, file=error.key or "")
+        return damage_of(store, manifest) if manifest is not None else None
 
     def _load(self, name: str) -> dict[str, torch.Tensor] | None:
         """The files of a checkpoint, found anew; None where there is none of theirs."""

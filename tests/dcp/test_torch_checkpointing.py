@@ -10,12 +10,13 @@ import pytest
 import torch
 from support.launch import free_port, launch, said
 from support.losing import lose_memory
-from support.restoring import flip
+from support.restoring import flip, of_a_newer_release
 from support.tenants import mounted_tmpfs
 
 pytest.importorskip("torch_checkpointing", reason="pip install -c constraints.txt '.[torch-checkpointing]'")
 
 from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.torch_checkpointing import TieredStorageConfig
 
 WORKER = Path(__file__).with_name("torch_checkpointing_worker.py")
@@ -161,6 +162,18 @@ def test_a_damaged_checkpoint_does_not_stop_the_training_that_comes_to_its_id_ag
     for name in ("step_1", "step_2"):
         with pytest.raises(FileExistsError):
             write(writer, name, a=b"other")
+
+
+def test_what_a_newer_release_saved_is_not_replaced(config, tmp_path, memory_dir):
+    storage = config.create_storage()
+    write(storage, "step_1", a=b"one")
+    config.close()
+    lose_memory(memory_dir)
+    os.mkdir(memory_dir)
+    manifest = tmp_path / "durable" / ids.manifest_key("step_1")
+    manifest.write_bytes(of_a_newer_release(manifest.read_bytes()))
+    with pytest.raises(FileExistsError):
+        write(config.create_storage(), "step_1", a=b"other")
 
 
 def test_what_would_never_be_committed_is_refused(config, monkeypatch):

@@ -13,7 +13,7 @@ from tiered_checkpoint_io.engine.drain.ending import GRACE_S
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
-from tiered_checkpoint_io.stores.silence import answer_within, current_question
+from tiered_checkpoint_io.stores.silence import answer_within, moving
 
 _T = TypeVar("_T")
 #: The threads that asked, or still do.
@@ -23,12 +23,6 @@ _asking: set[threading.Thread] = set()
 def is_waiting() -> bool:
     """Whether a question that was given up still waits for its answer."""
     return any(thread.is_alive() for thread in list(_asking))
-
-
-def moving() -> Callable[[], None]:
-    """Within :func:`ask`: what to call where work gets on without the server, which then does not count as silent."""
-    question = current_question()
-    return question.answered if question is not None else lambda: None
 
 
 def counter(operation: str, key: str, stop: threading.Event, shown: Callable[[int], None]) -> Callable[[int], None]:

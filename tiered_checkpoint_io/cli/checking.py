@@ -1,32 +1,22 @@
-"""Compares what lies in the tiers with its hashes: in parallel, in pieces, and changing nothing."""
+"""What a look at copies of checkpoints finds, and the look at those in memory: it changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tiered_checkpoint_io.cli.answers import moving
 from tiered_checkpoint_io.cli.progress import Meter
-from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, fetch_pieces, verify
-from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.chunks import verify
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
-    ManifestError,
-    StoreNotFoundError,
 )
-from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model.manifest import FileEntry, Manifest
-from tiered_checkpoint_io.stores import Store
 
 State = Literal["intact", "damaged", "newer", "changed"]
-
-#: Chunks of a file that are read at once.
-_READS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +59,6 @@ class Checked:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """The first damage of a content; ``rank`` and ``file`` where it is in a file."""
-
-    error: str
-    rank: int | None = None
-    file: str = ""
-
-
 # --------------------------------------------------------------------------------------- memory
 def held_in(tier: MemoryTier) -> list[StoredPart]:
     """All parts of a memory tier: its own, those in the spill, and replicas."""
@@ -113,64 +94,6 @@ def unreadable(tier: MemoryTier) -> list[Checked]:
         )
         for folder, error in (*tier.damaged(), *tier.replicas.damaged())
     ]
-
-
-# -------------------------------------------------------------------------------------- durable
-def damage_of(store: Store, manifest: Manifest, meter: Meter) -> Damage | None:
-    """What is wrong with a checkpoint whose bytes match none of its contents; else None.
-
-    Raises:
-        StoreError: The tier could not be asked, which says nothing of the checkpoint.
-    """
-    first: Damage | None = None
-    for content in (manifest.content, *manifest.previous):
-        try:
-            files = files_of(store, content)
-            # Of one part, all files are its coordinator's.
-            alone = content.parts == 1
-            ranks = [max(content.coordinator, 0)] if alone else range(content.parts)
-            owners = {entry.path: rank for rank in ranks for entry in files.of_rank(rank)}
-            found = _first_damage(store, files.all(), owners, meter)
-        except (CorruptCheckpointError, ManifestError, StoreNotFoundError) as error:
-            found = Damage(error.message, file=error.key or "")
-        if found is None:
-            return None
-        first = first or found
-    return first
-
-
-def _first_damage(store: Store, entries: Collection[FileEntry], owners: dict[str, int], meter: Meter) -> Damage | None:
-    heard, damaged = moving(), set[str]()
-
-    def one(job: tuple[FileEntry, int]) -> str:
-        entry, index = job
-        if entry.path in damaged:
-            return ""
-        try:
-            if index == 0 and (size := store.size(entry.path)) != entry.size:
-                return f"{size} bytes in place of {entry.size}"
-            _check_chunk(store, entry, index, heard, meter)
-        except (CorruptCheckpointError, StoreNotFoundError) as error:
-            damaged.add(entry.path)
-            return error.message
-        return ""
-
-    jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
-    for (entry, _), error in zip(jobs, in_parallel(one, jobs, _READS), strict=True):
-        if error:
-            return Damage(error, owners.get(entry.path), f"{store.url}/{entry.path}")
-    return None
-
-
-def _check_chunk(store: Store, entry: FileEntry, index: int, heard: Callable[[], None], meter: Meter) -> None:
-    length = entry.chunks[index][1]
-    # It is read to be compared alone, each piece over the one before.
-    aside = memoryview(bytearray(min(length, PIECE_SIZE)))
-    pieces = [aside[: length - at] for at in range(0, length, PIECE_SIZE)]
-    if length:
-        # A slow line takes longer for a chunk than a silence may last.
-        fetch_pieces(store, entry, index, pieces, lambda _: heard())
-    meter.add(length)
 
 
 Report = Callable[[Checked], None]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import counter, moving
+from tiered_checkpoint_io.cli.answers import counter
 from tiered_checkpoint_io.cli.checking import check_part, held_in
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.chunks import fetch_chunk
@@ -26,6 +26,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores import Store, place_of
+from tiered_checkpoint_io.stores.silence import moving
 
 
 def bring(

@@ -13,17 +13,16 @@ import typer
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.checking import (
     Checked,
-    Damage,
     Report,
     State,
     check_part,
-    damage_of,
     held_in,
     unreadable,
 )
 from tiered_checkpoint_io.cli.options import NODES, SERVER, Json, Nodes, Server, name_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.engine.durable.damage import Damage, damage_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError
 from tiered_checkpoint_io.inventory.durable import Found, checkpoints, latest, read
@@ -161,7 +160,7 @@ def _checked(store: Store, each: Found, known: dict[str, Damage | None], meter: 
     content = manifest.content
     row = Checked(name, "durable", "intact", step=content.step, size_bytes=content.size)
     if content.save_id not in known:
-        known[content.save_id] = damage_of(store, manifest, meter)
+        known[content.save_id] = damage_of(store, manifest, meter.add)
     damage = known[content.save_id]
     if damage is None:
         return row

@@ -82,6 +82,12 @@ def current_question() -> Question[Any] | None:
     return _asking.get()
 
 
+def moving() -> Callable[[], None]:
+    """What this thread calls where work gets on between two answers: the store then does not count as silent."""
+    question = current_question()
+    return question.answered if question is not None else lambda: None
+
+
 def answer_within(
     seconds: float,
     ask: Callable[[], _T],
