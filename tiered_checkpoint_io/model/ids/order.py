@@ -57,9 +57,14 @@ def before_its_run(save_id: str) -> str:
 
 
 def id_before_run_of(save_id: str) -> str:
-    """As :func:`before_its_run`, and another at each call: for what is made of a save later, and is not newer."""
-    run_id, _, counter = before_its_run(save_id).rpartition("-")
-    return f"{run_id.partition('-')[0]}-{SYSTEM.token(4)}-{counter}"
+    """As :func:`before_its_run`, and another at each call: for what is made of a save later, and is not newer.
+
+    Those of several saves of the run sort as the saves do, those of one save by chance.
+    """
+    began, _, counter = before_its_run(save_id).split("-")
+    # The counter stands where it decides.
+    chance = int(SYSTEM.token(6), 16) % 10**_COUNTER_DIGITS
+    return f"{began}-{int(counter):08x}-{chance:0{_COUNTER_DIGITS}d}"
 
 
 def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
