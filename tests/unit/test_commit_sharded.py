@@ -236,6 +236,15 @@ def test_garbage_of_other_runs_is_left_alone_until_nothing_of_it_moves(tmp_path)
     assert readable(store, "b") == 1
 
 
+def test_what_is_known_of_saves_does_not_grow_with_the_run(tmp_path):
+    store, seen = DirectoryStore(str(tmp_path)), Seen()
+    for number in range(1, 9):
+        save(store, "a", number, suffix=f"-{number}")
+        committed, _ = make_part("a", number, 0, suffix=f"-{number}")
+        collect(store, committed, patience_s=3600, seen=seen)
+    assert len(seen.settled) <= 2
+
+
 @pytest.mark.parametrize("how", ["own", "alias of a deleted one", "while it is replaced"])
 def test_garbage_never_takes_what_a_checkpoint_names(how, tmp_path):
     """A save that died, and one of another run that gave its files the same names."""

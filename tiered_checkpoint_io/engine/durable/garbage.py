@@ -76,6 +76,8 @@ def collect(
         seen.old_prefix = _move_old(store, committed, patience_s)
     # First these, then the manifests: a save that is committed in between is among those that they name.
     saves = sorted(save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id))
+    # Of what is gone from there, nothing need be known.
+    seen.settled.intersection_update(saves)
     found = [save_id for save_id in saves if save_id < committed.save_id and save_id not in seen.settled]
     if not found:
         seen.settled.add(committed.save_id)
