@@ -10,7 +10,7 @@ from support.draining import Node, names, objects, readable
 from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain import log, queue
+from tiered_checkpoint_io.engine.drain import log, queue, report
 from tiered_checkpoint_io.engine.drain.begun import Begun
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
@@ -365,6 +365,22 @@ def test_a_death_between_commit_and_mark_still_tells_the_outcome(node, store, mo
     drain(node).run(once=True)
     assert node.states() == {first: "committed"}
     assert not [stored for stored in node.tier.parts() if stored.pending]
+
+
+def test_the_log_of_its_process_does_not_grow_for_ever(node, store):
+    """Whoever has opened it appends to it as before."""
+    path = node.root / report.LOG
+    with path.open("ab", buffering=0) as log:
+        for number in range(40_000):
+            log.write(b"line %d of what is logged\n" % number)
+        before = path.stat().st_size
+        node.save("a.ckpt", b"A")
+        drain(node).run(once=True)
+        log.write(b"the end\n")
+    lines = path.read_text().splitlines()
+    assert path.stat().st_size < before * 2 / 3
+    assert lines[-2:] == ["line 39999 of what is logged", "the end"]
+    assert lines[0].startswith("line ")
 
 
 # ----------------------------------------------------------------------------------- its leaving

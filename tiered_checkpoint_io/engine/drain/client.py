@@ -25,6 +25,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
 from tiered_checkpoint_io.engine.drain.process import reap, start_process
 from tiered_checkpoint_io.engine.drain.progress import told_as
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.report import LOG
 from tiered_checkpoint_io.engine.drain.standstill import Standstill, StandstillError
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
@@ -389,8 +390,7 @@ class DrainHandle:
         return is_locked(self._root / LOCK_FILE)
 
     def _last_words(self) -> str:
-        path = self._root / "status" / "drain.log"
-        last = ""
+        path, last = self._root / LOG, ""
         with contextlib.suppress(OSError):
             last = path.read_text(errors="replace").strip().rpartition("\n")[2]
         return f"{path} ends with: {last}" if last else f"see {path}"

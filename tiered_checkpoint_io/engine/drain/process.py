@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tiered_checkpoint_io.engine.drain.environment import elsewhere
+from tiered_checkpoint_io.engine.drain.report import LOG
 from tiered_checkpoint_io.logs import Logger
 
 #: What follows the name of the package in the command; the root is last. See ``standalone.py``.
@@ -41,7 +42,7 @@ def reap() -> None:
 
 
 def _open_log(root: Path, log: Logger) -> BinaryIO:
-    path = root / "status" / "drain.log"
+    path = root / LOG
     try:
         return open(path, "ab")
     except OSError as error:

@@ -8,10 +8,28 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.engine.drain.stores import Stores
+
+#: Where the drain's process writes what it logs, below the memory tier's root.
+LOG = Path("status", "drain.log")
+#: Bytes of it: some five thousand saves. Taken from the memory tier, so no more.
+_MAX_LOG = 1 << 20
+
+
+def shorten_log(root: Path) -> None:
+    """Has a log that has grown too long keep its newer half: in place, for its writers append to what they opened."""
+    with contextlib.suppress(OSError):
+        if (root / LOG).stat().st_size > _MAX_LOG:
+            with (root / LOG).open("r+b") as file:
+                file.seek(-_MAX_LOG // 2, os.SEEK_END)
+                newer = file.read().partition(b"\n")[2]
+                file.seek(0)
+                file.truncate()
+                file.write(newer)
 
 
 class Reporter:

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.execute import Executor
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import next_operation, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.report import Reporter
+from tiered_checkpoint_io.engine.drain.report import Reporter, shorten_log
 from tiered_checkpoint_io.engine.drain.standstill import Standstill
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.errors import ConfigError, DrainError, MemoryFullError
@@ -188,6 +188,7 @@ class Drain:
         if operation is not None:
             self._executor.execute(operation, operations)
             self._report.write()
+            shorten_log(self._root)
         elif once or (not self._stay and self._may_leave()):
             return True
         else:
