@@ -52,7 +52,8 @@ class Notice:
         """Handles the signals from now on; off the main thread, where Python can't, does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
-        self._session = session
+        # What an earlier fit was told is over.
+        self._session, self.received, self.leave_by = session, None, None
         for number in self.signals:
             if signal.getsignal(number) != self._handle:
                 self._earlier[number] = signal.signal(number, self._handle)

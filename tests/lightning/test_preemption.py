@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError
 
 WORKER = Path(__file__).with_name("preemption_worker.py")
 GRACE_S = 20.0
@@ -358,3 +358,16 @@ def test_an_overlapped_save_that_failed_just_before_keeps_nobody_from_the_last_c
         runs.fit(callback, PreemptionCheckpoint(requeue=False), model=ToldAfterThat(), io=io, ckpt_path=None)
     assert [line for line in lines(caplog) if "step=4.ckpt failed: no such device" in line]
     assert runs.durable() == ["preempted.ckpt"]
+
+
+def test_a_fit_after_one_that_was_told_to_end_is_a_training_as_any(runs, monkeypatch):
+    """By the same trainer: it trains to its end, and is told of what fails."""
+    preemption, io = PreemptionCheckpoint(requeue=False), runs.io(on_save_error="raise")
+    model = Told()
+    with pytest.raises(Preempted):
+        runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=2), preemption, model=model, io=io, ckpt_path=None)
+    trainer, _ = runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=2), preemption, io=io)
+    assert trainer.global_step == 20
+    monkeypatch.setattr(PartSave, "seal", lambda *_, **__: (_ for _ in ()).throw(OSError("no such device")))
+    with pytest.raises(SaveError, match="no such device"):
+        runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=2), io=io, max_steps=30)

@@ -179,6 +179,7 @@ class Session:
                 self._asked.update(store.metrics.snapshot())
                 store.close()
             self._stores.clear()
+            self._leave_by, self.is_preempted = None, False  # The next fit of this process is not told to end.
 
     def _close_tiers(self, opened: Opened) -> None:
         self.background.wait()
@@ -334,9 +335,8 @@ class Session:
         return self.config.on_save_error == "raise" and not self.is_preempted
 
     def _in_time(self, timeout_s: float) -> float:
-        if self._leave_by is None:
-            return float(timeout_s)
-        return max(0.0, min(float(timeout_s), self._leave_by - self.clock.monotonic()))
+        left_s = float("inf") if self._leave_by is None else self._leave_by - self.clock.monotonic()
+        return max(0.0, min(float(timeout_s), left_s))
 
     @property
     def _is_leaving(self) -> bool:
