@@ -139,6 +139,19 @@ def test_two_pid_namespaces_share_one(path):
     assert len(opened(path).entries("")) == 1000
 
 
+def test_one_that_outlives_its_module_ends_in_silence(path):
+    """As the interpreter ends, modules are emptied one by one."""
+    keeps = (
+        "import os, sys\n"
+        "from tiered_checkpoint_io.engine.drain.log import OperationLog\n"
+        "log = OperationLog(sys.argv[1])\n"
+        "log.open()\n"
+        "os.kept = [log, os]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", keeps, path], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_forked_child_keeps_no_lock_alive_and_may_read(path):
     log = opened(path)
     log.write({"a": 1})

@@ -25,7 +25,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +155,10 @@ class OperationLog:
             os.close(self._file)
         self._file = None
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # At the end of the interpreter, the module may be empty by now.
+        if self._file is not None:
+            close(self._file)
 
     # ------------------------------------------------------------------------------------ inside
     def _opened(self, *, make: bool = False) -> int | None:
