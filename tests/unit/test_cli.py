@@ -1,24 +1,29 @@
 """The command line over node memory, as a person at a node uses it."""
 
+import functools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+from support.clocks import quick
 from support.draining import Node, names
+from support.launch import free_port
 from support.sharded import make_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
-from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE
+from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.model.documents import dump
+from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -271,3 +276,23 @@ def test_clean_leaves_all_where_it_can_not_ask(memory_dir):
     assert isinstance(refused.exception, ConfigError)
     assert "could not check whether its newest checkpoint 1.ckpt" in str(refused.exception)
     assert len(node.tier.parts()) == 1
+
+
+def test_the_status_names_what_is_retried(memory_dir, monkeypatch):
+    """For minutes, before it has failed."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    away = Node(memory_dir, "s3://bucket/run", endpoint_url=f"http://127.0.0.1:{free_port()}")
+    saved, stop, bounds = away.save("a.ckpt", b"A"), threading.Event(), quick(retry_deadline_s=1.5, heartbeat_s=0.02)
+    drain = Drain(away.root, stop=stop, open_store=functools.partial(open_store, clock=bounds), clock=bounds)
+    thread = threading.Thread(target=drain.run)
+    thread.start()
+    try:
+        shown, end = "", time.monotonic() + 10
+        while "last error" not in shown and time.monotonic() < end:
+            shown = command("status", "--memory-dir", memory_dir).stdout
+        assert away.queue.outcome(saved) is None
+    finally:
+        stop.set()
+        thread.join()
+    assert "last error: S3 " in shown, shown

@@ -87,9 +87,13 @@ class Metrics:
     ``part`` ... one per request that went out, retries included), ``answers`` (one per request that
     need not be repeated), ``bytes.up``, ``bytes.down``, ``retries``, and, of S3, ``bytes.sent``: those
     that have left for an upload, counted as they leave, and once where an attempt sends them again.
+
+    Attributes:
+        retrying: Why a request is being repeated; empty once one was answered.
     """
 
     def __init__(self) -> None:
+        self.retrying = ""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 

@@ -50,6 +50,7 @@ class Retry:
             if not again:
                 # Also that there is no such object is an answer.
                 self._metrics.add("answers")
+                self._metrics.retrying = ""
                 if question is not None:
                     question.answered()
             return again
@@ -64,8 +65,9 @@ class Retry:
             assert state.outcome is not None
             assert state.next_action is not None
             self._metrics.add("retries")
+            self._metrics.retrying = str(state.outcome.exception())
             if state.attempt_number == 1:
-                _log.warning("retrying: %s", state.outcome.exception())
+                _log.warning("retrying: %s", self._metrics.retrying)
             if self._clock.wait(event, state.next_action.sleep):
                 # Cancelled: this raises the last error.
                 state.outcome.result()

@@ -95,10 +95,12 @@ class Reporter:
 
     def write(self) -> None:
         """Writes the figures once."""
-        counters = Counter(self.counts)
+        counters, error = Counter(self.counts), self.now.last_error
         for store in self._stores.all():
             counters.update(store.metrics.snapshot())
-        now = replace(self.now, heartbeat=self._clock.wall(), counters=dict(counters))
+            # What is repeated for minutes has not failed yet.
+            error = store.metrics.retrying or error
+        now = replace(self.now, heartbeat=self._clock.wall(), counters=dict(counters), last_error=error)
         if now.name:
             now.rate = now.bytes_done / max(self._clock.monotonic() - self._started, 1e-9)
         # Without a log, or a descriptor to open it, there is nothing to say it by.
