@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointConfig, TieredCheckpointIO
@@ -103,6 +104,8 @@ def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
 
     io = {"class_path": "tiered_checkpoint_io.TieredCheckpointIO"}
     io["init_args"] = {"dirpath": runs.dirpath, "memory_dir": runs.memory_dir, "max_pending": 3}
+    # As YAML has it.
+    io["init_args"]["preflight"] = yaml.safe_load("off")
     io["init_args"]["retention"] = [{"latest": 3}, {"best": 1, "metric": "loss"}]
     callback = {"class_path": "tiered_checkpoint_io.callbacks.TieredModelCheckpoint"}
     callback["init_args"] = {
@@ -123,5 +126,6 @@ def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
     assert (made.monitor, made.save_top_k, made._every_n_train_steps) == ("loss", 3, 50)
     assert isinstance(cli.trainer.strategy.checkpoint_io, AsyncCheckpointIO)
     assert cli.trainer.strategy.checkpoint_io.config.max_pending == 3
+    assert cli.trainer.strategy.checkpoint_io.config.preflight == "off"
     assert cli.trainer.strategy.checkpoint_io.config.retention == (Latest(3), Best(1, "loss"))
     assert cli.trainer.strategy.checkpoint_io.config.memory_dir == str(Path(runs.memory_dir))

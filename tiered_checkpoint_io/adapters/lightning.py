@@ -72,7 +72,7 @@ class TieredCheckpointIO(CheckpointIO):
         safe_globals: tuple[str, ...] = (),
         drain: Literal["process", "thread"] = "process",
         save_on_train_end: bool = True,
-        preflight: Literal["error", "warn", "off"] = "error",
+        preflight: Literal["error", "warn", "off", False] = "error",
         durable_timeout_s: int = 15,
         pending_timeout_s: int = 30,
         wait_timeout_s: int = 1_800,

@@ -182,7 +182,8 @@ class TieredCheckpointConfig:
     safe_globals: tuple[str, ...] = ()
     drain: Literal["process", "thread"] = "process"
     save_on_train_end: bool = True
-    preflight: Literal["error", "warn", "off"] = "error"
+    # False is what YAML makes of off.
+    preflight: Literal["error", "warn", "off", False] = "error"
     durable_timeout_s: int = 15
     pending_timeout_s: int = 30
     wait_timeout_s: int = 1_800
@@ -227,6 +228,8 @@ class TieredCheckpointConfig:
         for key in ("max_write_concurrency", "max_read_concurrency"):
             if getattr(self, key) != "auto":
                 _check_int(key, getattr(self, key), 1, _MAX_CONCURRENCY, extra="'auto' or ")
+        if self.preflight is False:
+            object.__setattr__(self, "preflight", "off")
         for key, allowed in _CHOICES.items():
             value = getattr(self, key)
             if value not in allowed and not (value is None and key in _S3_ONLY):
@@ -311,9 +314,6 @@ class TieredCheckpointConfig:
         for key in _PATHS:
             if hasattr(raw.get(key), "__fspath__"):
                 raw[key] = str(raw[key])
-        if raw.get("preflight") is False:
-            # What YAML makes of off.
-            raw["preflight"] = "off"
         return cls(**raw)
 
     def to_json(self) -> str:
