@@ -73,7 +73,7 @@ class PreemptionCheckpoint(Callback):
             InvalidNameError: The name is not.
         """
         self.notice = Notice(signals, grace_seconds)
-        self.name = ids.validate_name(f"{name}.ckpt")
+        self.name = ids.validate_new_name(f"{name}.ckpt")
         if requeue not in (True, False, None):
             raise ConfigError(f"requeue is {requeue!r}", hint="allowed: true, false or null")
         self.requeue = requeue

@@ -13,6 +13,7 @@ from support.refusing import BUCKET, ServerWithRights, in_region
 from support.restoring import of_a_newer_release
 from support.training import Model, Runs
 
+from tiered_checkpoint_io import TieredStorageWriter
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -148,6 +149,16 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
     for name in ("part.json", "a/drained", ".drained", "pinned", "replicated"):
         with pytest.raises(InvalidNameError, match=r"its own files.*such as '\.ckpt'"):
             io.save_checkpoint(state(2), name)
+    # No command would take such a name: it stands for a choice.
+    writer, alike = TieredStorageWriter(**kept.options), "begins with 'tiered:'.*give it another name"
+    for act in (
+        lambda: io.save_checkpoint(state(2), "tiered:x.ckpt"),
+        lambda: io.save_checkpoint(state(2), f"{io.config.dirpath}/tiered:x.ckpt"),
+        lambda: io.checkpointer.alias("tiered:x.ckpt", KEPT),
+        lambda: writer.reset("tiered:x/step_2"),
+    ):
+        with pytest.raises(InvalidNameError, match=alike):
+            act()
     for options in ({"tier": ["memory"]}, {"tiers": ["disk"]}, {"tiers": []}):
         with pytest.raises(UsageError, match="allowed: "):
             io.save_checkpoint(state(2), "a.ckpt", storage_options=options)

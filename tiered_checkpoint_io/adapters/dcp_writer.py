@@ -139,7 +139,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         """Begins a save; see ``StorageWriter.reset``.
 
         Raises:
-            InvalidNameError: Neither a step nor a path that tells one.
+            InvalidNameError: Neither a step nor a path that tells one; or a name that is not allowed.
         """
         # The object that a user gave may say something else of each save.
         self._thread.begin()
@@ -151,6 +151,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 f"Invalid step value: {located.name!r} tells none",
                 hint="give step=, or a checkpoint_id that holds step_N, such as 'step_42'",
             )
+        ids.validate_new_name(located.name)
         self._located = located
         self.settings = self.settings.at(located.dirpath)
         self._by_dcp = told_to_dcp("save", "async_save")

@@ -152,7 +152,7 @@ class TieredSharding(_Base):
         tiers, metric, may_wait = read_storage_options(storage_options)
         session = self._tiered_io.checkpointer.session
         started = session.clock.monotonic()
-        name, step = ids.name_in(session.dirpath, path), checkpoint.get("global_step", -1)
+        name, step = ids.validate_new_name(ids.name_in(session.dirpath, path)), checkpoint.get("global_step", -1)
         if late is not None:
             session.failed(name, step, late)
             return

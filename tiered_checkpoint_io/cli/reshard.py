@@ -43,7 +43,7 @@ def reshard(
     config = server.config(dirpath)
     wanted = name_of(config, name)
     with wrong_use():
-        new_name = ids.validate_name(new_name)
+        new_name = ids.validate_new_name(new_name)
     if (ranks is None) is not full:
         raise typer.BadParameter("give either --ranks or --full")
     stop = threading.Event()

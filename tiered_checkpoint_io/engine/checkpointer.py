@@ -149,7 +149,7 @@ class Checkpointer:
             copy: Whether it is to be an object of its own there, which anything can load: the durable tier copies it by
                 itself. Of a sharded checkpoint it is an alias all the same.
         """
-        name, session = ids.name_in(self.dirpath, path), self.session
+        name, session = ids.validate_new_name(ids.name_in(self.dirpath, path)), self.session
         of = ids.name_in(self.dirpath, target)
         with session.turn.taken(name):
             session.background.after(name, lambda: session.submit("copy" if copy else "alias", name, of), needs=of)

@@ -116,7 +116,7 @@ def _import(
 ) -> Imported:
     is_full = found.layout in ("torch", "nemo")
     kind: Literal["full", "sharded"] = "full" if is_full else "sharded"
-    name = ids.validate_name(found.name)
+    name = ids.validate_new_name(found.name)
     paths = {basename: name if is_full else f"{name}/{basename}" for basename in found.files}
     if not force and (made := _made_earlier(source, found, target, name, kind)) is not None:
         return made

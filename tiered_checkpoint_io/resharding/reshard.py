@@ -112,7 +112,7 @@ def reshard_checkpoint(
     if parts is not None and not 1 <= parts <= _MOST_PARTS:
         raise ConfigError(f"parts is {parts}", hint=f"allowed: 1 to {_MOST_PARTS}, or None for one file")
     config = TieredCheckpointConfig.from_any(dirpath=dirpath, **options)
-    new_name = ids.validate_name(new_name)
+    new_name = ids.validate_new_name(new_name)
     with contextlib.closing(open_store(config)) as store, _scratch_folder(scratch) as folder:
         found = find(store, name, operation="reshard")
         _check_free(store, new_name)

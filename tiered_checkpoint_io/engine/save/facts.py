@@ -201,7 +201,7 @@ def alone(
     resumable: bool = True,
 ) -> SaveFacts:
     """The facts of a save of one rank that has the whole state; InvalidNameError where it can't be named so."""
-    check_file_name(name)
+    check_file_name(ids.validate_new_name(name))
     step, epoch = position(state, name)
     return SaveFacts(
         name,

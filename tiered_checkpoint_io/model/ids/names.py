@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tiered_checkpoint_io.errors import InvalidNameError
 from tiered_checkpoint_io.model.ids.keys import MANIFEST_SUFFIX, META_PREFIX
-from tiered_checkpoint_io.model.ids.urls import StrPath, at_home, normalize_dirpath, text_of, url_scheme
+from tiered_checkpoint_io.model.ids.urls import SENTINELS, StrPath, at_home, normalize_dirpath, text_of, url_scheme
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
@@ -64,6 +64,17 @@ def validate_name(name: str) -> str:
             hint="use a path relative to dirpath, such as 'epoch=0-step=500.ckpt'",
         )
     return name
+
+
+def validate_new_name(name: str) -> str:
+    """As :func:`validate_name`, of what is to be saved: none that reads as a choice, such as ``tiered:latest``."""
+    if name.startswith(f"{SENTINELS}:"):
+        raise InvalidNameError(
+            f"checkpoint name {name!r} begins with {SENTINELS + ':'!r}, as what stands for a choice of checkpoint does",
+            operation="save",
+            hint="give it another name",
+        )
+    return validate_name(name)
 
 
 def name_in(dirpath: str, path: StrPath) -> str:
