@@ -71,6 +71,22 @@ def test_what_lightning_left_at_dirpath_stays_and_is_named(runs_on_each, ckpt_pa
     store.close()
 
 
+def test_a_later_step_that_lightning_saved_beside_ours_is_named(runs_on_each, caplog):
+    """As of a run without our IO in between, in the same folder."""
+    runs = runs_on_each
+    runs.fit(TieredModelCheckpoint(every_n_train_steps=10, filename="{step}"), max_steps=10, ckpt_path=None)
+    stock(runs, runs.root / "old", 40, every_n_train_steps=20, save_top_k=-1, filename="{step}")
+    store = open_store(TieredCheckpointConfig(dirpath=runs.dirpath))
+    for path in (runs.root / "old").iterdir():
+        store.put(path.name, path.read_bytes())
+    store.close()
+    resumed, _ = runs.fit(TieredModelCheckpoint(every_n_train_steps=10, filename="again-{step}"), max_steps=20)
+    assert resumed.global_step == 20
+    (said,) = [record.getMessage() for record in caplog.records if "passes by" in record.getMessage()]
+    assert said.startswith("tiered:latest took step=10.ckpt (step 10), and passes by step=40.ckpt (step 40), which has")
+    assert said.endswith(f"give its name: ckpt_path='{runs.dirpath}/step=40.ckpt'")
+
+
 def test_from_lightnings_own_and_nothing_elsewhere_is_deleted(runs, tmp_path):
     old = stock(runs, tmp_path / "old", 12, save_last=True)
     before = sorted(Path(tmp_path, "old").iterdir())

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore
-from tiered_checkpoint_io.engine.restore.unmanaged import Entries, plain_checkpoints
+from tiered_checkpoint_io.engine.restore.unmanaged import Entries, plain_checkpoints, warn_of_later
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
@@ -75,6 +75,8 @@ class Checkpointer:
         self.dirpath = config.dirpath
         self.session = session or Session(config, logger=logger)
         self.restored: Restored | None = None
+        #: As the latest, and not compared yet with what others have saved beside it.
+        self._latest: Restored | None = None
         self.saver = FullSaver(self.session)
         self._entries = Entries(self._children)
 
@@ -196,7 +198,11 @@ class Checkpointer:
         clock, bound = self.session.clock, float(self.config.durable_timeout_s)
         own = self.session.known.all(bound)
         there = answer_within(bound, lambda: children_of(self.session.durable(), prefix), clock=clock)
-        return [each for each in there if prefix + each.rstrip("/") not in own]
+        others = [each for each in there if prefix + each.rstrip("/") not in own]
+        if not prefix and self._latest is not None:
+            latest, self._latest = self._latest, None
+            warn_of_later(self.session.log, self.dirpath, latest, others)
+        return others
 
     # ------------------------------------------------------------------------------------- load
     def load(
@@ -300,6 +306,11 @@ class Checkpointer:
             # No rank leaves before all have opened the file, and all fail if one does.
             coordination.agree(group, error)
         self.restored = restored
+        if selector.kind == "latest" and dirpath == self.dirpath and group.rank == 0:
+            self._latest = restored
+            # A server is not asked for this alone: it is compared when the folder is listed for something else.
+            with contextlib.suppress(TieredCheckpointError):
+                _ = self._entries.below() if ids.url_scheme(dirpath) is None else ()
         note_restore(self.session, restored, restored.tier, began)
         self.session.save_ids.follow(restored.newest_save_id)
         self.session.take_up()

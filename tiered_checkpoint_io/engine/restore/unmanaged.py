@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
+from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA
+
+if TYPE_CHECKING:
+    from tiered_checkpoint_io.engine.restore.search import Found
 
 #: What Lightning's checkpoints end with.
 _ENDING = ".ckpt"
@@ -49,3 +54,20 @@ def plain_checkpoints(entries: Iterable[str]) -> list[str]:
         return not ids.is_last(name), -1 if step is None else -step, name
 
     return sorted((name for name in entries if name.endswith(_ENDING)), key=order)
+
+
+def warn_of_later(log: Logger, dirpath: str, latest: Found, entries: Iterable[str]) -> None:
+    """Warns where one of the names is a Lightning checkpoint's of a later step than what was loaded as the latest."""
+    steps = {name: ids.step_in_name(name) for name in plain_checkpoints(entries)}
+    later = next((name for name, step in steps.items() if step is not None and step > latest.step), None)
+    if later is not None:
+        log.warning(
+            "%s took %s (step %d), and passes by %s (step %d), which has no manifest, as where Lightning alone saved"
+            " it; to resume from that, give its name: ckpt_path=%r",
+            ids.LATEST,
+            latest.name,
+            latest.step,
+            later,
+            steps[later],
+            ids.join_url(dirpath, later),
+        )
