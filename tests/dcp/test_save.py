@@ -16,7 +16,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.stores import open_store
 
-from .worker import content
+from .worker_states import content
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -85,6 +85,22 @@ def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(ranks, memory_dir,
         committed = {part[0] for part in answer[2]["got"] if ".metadata" in part[4]}
         assert committed == {"step_1", "step_3"}
     assert plain(gathered(memory_dir, "step_1", tmp_path / "read"), 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "refused", "after"),
+    [([], 0, 0), ([0], 2, 2), pytest.param([0], 2, 0, marks=pytest.mark.matrix)],
+    ids=["first", "grown", "back as it was"],
+)
+def test_a_save_that_the_coordinator_refuses_does_no_harm_to_later_ones(ranks, before, refused, after):
+    """By then it has planned for all ranks, which never get that plan."""
+    saves = [*before, refused, after, after]
+    steps = [["save_grown", n, {"grown": grown, "refuses": n == len(before)}] for n, grown in enumerate(saves)]
+    newest = len(saves) - 1
+    for answer in ranks(2, *steps, ["load_grown", newest, {"grown": after}]):
+        *saved, loaded = [step.get("got", step) for step in answer]
+        assert saved == [n != len(before) for n in range(len(saves))]
+        assert loaded == {"name": f"step_{newest}", "same": True}
 
 
 @pytest.mark.parametrize("refuses", [pytest.param(0, marks=pytest.mark.matrix), 1])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.tenants import mounted_tmpfs
 
-from .worker import content
+from .worker_states import content
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -59,6 +59,32 @@ def test_a_durable_save_that_memory_has_no_room_for(ranks, small, tmp_path, node
     state = {"model": {key: torch.zeros_like(value) for key, value in whole.items()}}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "durable" / "step_4"))
     assert all(torch.equal(state["model"][key], value) for key, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("node", "durable"),
+    [
+        ("a", False),
+        pytest.param("a", True, marks=pytest.mark.matrix),
+        pytest.param("b", True, marks=pytest.mark.matrix),
+    ],
+    ids=["memory", "durable", "other rank"],
+)
+def test_where_one_node_has_no_room_the_others_keep_no_more_than_they_are_told(ranks, small, node, durable):
+    """What they have of saves that will never be whole in memory is of no use."""
+    small(node)
+    save = {"save_to_s3": durable, "wait": durable, **LARGE}
+    steps = [["save", 1], *(["save", seed, save] for seed in range(2, 8))]
+    answers = ranks(2, *steps, ["load", 7 if durable else 1, LARGE if durable else {}], nodes="ab", spill_dir=None)
+    for name, (*saved, loaded) in zip("ab", answers, strict=True):
+        assert [step.get("error") for step in saved] == [None] * 7, [step.get("message") for step in saved]
+        held = [sorted({name for name, *_ in step["got"]}) for step in saved[1:]]
+        if name == node:
+            assert held == [["step_1"]] * 6
+        else:
+            # The last that is whole in memory, and the two that may yet be so as far as this rank knows.
+            assert held[-1] == ["step_1", "step_6", "step_7"]
+        assert loaded["got"]["matches"], loaded
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["coordinator", "other rank"])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from worker_states import ROWS, Refusing, blank, fsdp_job, matches, of_shards_alone, sharded, totals
+from worker_states import ROWS, Refusing, blank, fsdp_job, grown_state, matches, of_shards_alone, sharded, totals
 
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError
 
@@ -330,6 +330,32 @@ def save_behind(job, seed, fails=None, dies=None, lacks=None, **more):
     if dies is None:
         dist.barrier()
     return {"ended": ended, "parts": described(mine)}
+
+
+def save_grown(job, seed, grown=0, refuses=False):
+    """Our ``save`` of a state that may have got more tensors since; the coordinator may refuse it. Whether it saved."""
+    from tiered_checkpoint_io import dcp as ours
+
+    mine = writer(job)
+
+    def refuse(*_, **__):
+        raise OSError("too many open files")
+
+    if refuses:
+        mine.saver.issue = refuse
+    try:
+        return ours.save(grown_state(seed, grown), checkpoint_id=f"step_{seed}", storage_writer=mine) is not None
+    finally:
+        mine.saver.__dict__.pop("issue", None)
+
+
+def load_grown(job, seed, grown=0):
+    from tiered_checkpoint_io import dcp as ours
+
+    state, saved = grown_state(0, grown), grown_state(seed, grown)
+    reader = ours.load(state, **reading(job))
+    same = all(torch.equal(state[key].full_tensor(), saved[key].full_tensor()) for key in saved)
+    return {"name": reader.opened.name, "same": same}
 
 
 def save_stateful(job, seed, refuses=None, background=False, **more):

@@ -86,3 +86,20 @@ def test_a_damaged_copy_is_quarantined_and_said_so(ranks, lose, memory_dir):
     assert "peer (rank 1)" in loaded[0]["message"]
     assert loaded[0]["seconds"] < 15
     assert list(Path(memory_dir, "b").glob("tiered-*/*/quarantine/replicas.*/reason.txt"))
+
+
+def test_a_rank_that_is_stopped_with_the_store_of_all_holds_up_no_other_for_long(ranks):
+    """Whoever starts the ranks may have rank 0 hold it; a host that is away does not even end its connections."""
+    *_, stopped, _, woken = ranks(
+        "ab",
+        ["hurry", {"store_answer_s": 1.0}],
+        ["save_local", 1],
+        ["stop", 0, 10],
+        ["load_local", "step_1", {"late": [1, 0.5]}],
+        ["settle"],
+        ["load_local", "step_1"],
+    )
+    assert stopped[1]["error"] == "UsageError"
+    assert "does not answer" in stopped[1]["message"]
+    assert stopped[1]["seconds"] < 6
+    assert [answer["value"] for answer in woken] == [[100.0], [101.0]]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.masked import MaskedTensor
 
@@ -17,6 +17,8 @@ from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.image import plan
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+#: Where upstream keeps, on the coordinator, what it takes for the plans that the ranks have.
+_SENT = ("_cached_all_plans", "_cached_global_plan", "_cached_metadata")
 _ELSEWHERE = "save it as other tensors that hold the same; local and full checkpoints hold whatever torch.save can save"
 
 
@@ -58,6 +60,8 @@ class CheckingSavePlanner(DefaultSavePlanner):
 
     #: By what upstream keeps plans under.
     _structures: ClassVar[dict[str, Structure]] = {}
+    #: By the same, on the coordinator: what upstream kept before a plan that the ranks may not have got.
+    _before: ClassVar[dict[str, dict[str, Any]]] = {}
 
     #: That of the state that is saved, where it is known.
     structure: Structure | None = None
@@ -102,6 +106,22 @@ class CheckingSavePlanner(DefaultSavePlanner):
             structure = Structure(given, self.state_dict, self.mappings, kept)
             self._structures[self._cached_plans_key] = structure
         return planned
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As upstream, which counts on a plan from here on; where the save then fails, the ranks never get it."""
+        if self._enable_plan_caching:
+            key = self._cached_plans_key
+            for name, value in self._before.pop(key, {}).items():
+                kept = getattr(SavePlanner, name)
+                kept.pop(key, None)
+                kept.update({key: value} if value is not None else {})
+            self._before[key] = {name: getattr(SavePlanner, name).get(key) for name in _SENT}
+        return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As upstream; on the coordinator, all ranks have got the plan by now."""
+        self._before.pop(self._cached_plans_key, None)
+        return super().finish_plan(new_plan)
 
     def _create_local_plan(self) -> SavePlan:
         try:

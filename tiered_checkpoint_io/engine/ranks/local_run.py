@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
-from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.errors import PeerError, UsageError
 from tiered_checkpoint_io.logs import Logger
@@ -57,12 +57,15 @@ _T = TypeVar("_T")
 class Run:
     """One start of a job, as one process takes part in it.
 
-    Its methods raise ``UsageError`` where the store does not answer.
+    Its methods raise ``UsageError`` where the store does not answer within a bound.
     """
 
-    def __init__(self, store: Any) -> None:
-        """Takes the store that all ranks share; None for a process alone."""
+    def __init__(self, store: Any, clock: Clock = SYSTEM) -> None:
+        """Takes the store that all ranks share, None for a process alone; and the clock with the bound."""
         self.store = store
+        self._clock = clock
+        #: Makes the requests, in the process of that id.
+        self._client: tuple[int, StoreClient] | None = None
         #: Which start it is, in this process.
         self.number = next(_numbers)
         self._lock = threading.Lock()
@@ -196,25 +199,24 @@ class Run:
         """The value that the first rank gave to ``key``: ``mine``, where that is this one."""
         if self.store is None:
             return mine
-        first: bytes = self._ask(lambda: self.store.compare_set(f"{_PREFIX}/{key}", "", mine))
-        return first.decode()
+        return self._ask(lambda client: client.swap(key, "", mine))
 
     def _get(self, key: str) -> str | None:
-        if self.store is None:
-            return None
-        key = f"{_PREFIX}/{key}"
-        found: bytes | None = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
-        return found.decode() if found is not None else None
+        return self._ask(lambda client: client.get(key)) if self.store is not None else None
 
     def _add(self, key: str, number: int) -> int:
-        return self._ask(lambda: int(self.store.add(f"{_PREFIX}/{key}", number)))
+        return self._ask(lambda client: client.add(key, number))
 
-    def _ask(self, question: Callable[[], _T]) -> _T:
+    def _ask(self, question: Callable[[StoreClient], _T]) -> _T:
+        if self._client is None or self._client[0] != os.getpid():
+            # A forked child has none of its parent's threads.
+            client = StoreClient(self.store, _PREFIX, timeout_s=self._clock.timing.store_answer_s)
+            self._client = os.getpid(), client
         try:
-            return question()
-        except Exception as error:
+            return question(self._client[1])
+        except PeerError as error:
             raise UsageError(
-                f"the store of torch.distributed does not answer: {error}",
+                f"the store of torch.distributed does not answer: {error.message}",
                 operation="agree",
                 hint="local checkpoints need it to name what ranks save together; is its host alive?",
             ) from error

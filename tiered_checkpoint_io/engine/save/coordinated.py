@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from tiered_checkpoint_io.formats.filling import Segment
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Metric
+
+#: So many saves that are of no use to memory are known: a part that is on its way to the durable tier stays until then.
+_LACKING = 64
 
 
 @dataclass(slots=True)
@@ -68,6 +72,9 @@ class CoordinatedSaver:
         self._captured: _Captured | None = None
         #: By series of names; the oldest first.
         self._completed: dict[str, list[str]] = {}
+        #: On the coordinator, the save that was issued last, while memory may never hold all of it; and earlier such.
+        self._incomplete: str | None = None
+        self._lacking: deque[str] = deque(maxlen=_LACKING)
         #: The save that this process finished in the background, and that other ranks may still be sealing.
         self._finished: SaveFacts | None = None
         self._agreeing: SaveFacts | None = None
@@ -163,6 +170,9 @@ class CoordinatedSaver:
         if self._agreeing is not None:
             self.is_complete(self._agreeing.name, self._agreeing.save_id)
             self._agreeing = None
+        if self._incomplete is not None:
+            # Some rank has failed, or its node has no room: what the others have of it is of no use.
+            self._lacking.append(self._incomplete)
         series = self._series(name)
         facts = SaveFacts(
             name,
@@ -178,7 +188,9 @@ class CoordinatedSaver:
             coordinator=rank,
             resumable=resumable,
             dirpath=dirpath,
+            lacking=tuple(self._lacking),
         )
+        self._incomplete = facts.save_id
         return admit(session, facts)
 
     def _is_taken(self, name: str) -> bool:
@@ -237,6 +249,8 @@ class CoordinatedSaver:
             with self._lock:
                 self._captured = captured
             self._finished = facts if in_memory else None
+            # Where a rank fails to seal its part now, that rank alone knows.
+            self._incomplete = None if in_memory else save_id
             return
         try:
             self._seal(captured)
@@ -246,6 +260,7 @@ class CoordinatedSaver:
         if in_memory and not part.streams:
             # Otherwise memory does not have all of it, and no older one may go for it.
             self.is_complete(facts.name, save_id)
+            self._incomplete = None
         self._report(captured, wait=wait)
 
     def is_complete(self, name: str, save_id: str) -> None:
@@ -295,7 +310,8 @@ class CoordinatedSaver:
         keep = max(1, self._session.config.memory_keep_last - 1)
         # This save makes it one more; memory keeps two at least, because it may fail.
         size = image.size if image is not None else 0
-        part.retain(self._session.open().tier.parts(), keep, Evidence(facts.completed), size=size)
+        evidence = Evidence(facts.completed, frozenset(facts.lacking))
+        part.retain(self._session.open().tier.parts(), keep, evidence, size=size)
         try:
             part.reserve(retained=facts.completed[-1:])
             if overlapped is None:

@@ -54,6 +54,7 @@ class SaveFacts:
         resumable: Whether training can resume from it.
         left_out: Whether it was to go to the durable tier, where too many saves wait: see :func:`admit`.
         dirpath: The coordinator's durable tier; empty where it names none, or ranks need not know.
+        lacking: Earlier saves that memory will never hold completely, the oldest first.
     """
 
     name: str
@@ -71,6 +72,7 @@ class SaveFacts:
     resumable: bool = True
     left_out: bool = False
     dirpath: str = ""
+    lacking: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_arrive, tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
