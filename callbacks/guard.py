@@ -95,6 +95,7 @@ class StrategyGuard(Callback):
         self._first_save.begin(trainer, io)
         if not trainer.is_global_zero:
             return
+        _warn_of_others(trainer, io)
         # In setup, Lightning does not show ckpt_path yet. Where tiered:latest finds nothing, there is nothing to name.
         looked_for_last = trainer.ckpt_path in (ids.LAST, ids.LAST_URL) and io.found_nothing
         if trainer.ckpt_path is not None and not looked_for_last:
@@ -149,7 +150,7 @@ class StrategyGuard(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Says where the newest checkpoints are: Lightning calls no teardown after an exception, Ctrl-C included."""
-        say_summary_last(trainer, self)
+        say_summary_last(trainer, self, exception)
         self._end(trainer, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -196,6 +197,22 @@ def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) 
             " also saves to node memory, every memory_every_n_train_steps",
             folder,
         )
+
+
+def _warn_of_others(trainer: Trainer, io: TieredCheckpointIO) -> None:
+    """Warns of classes derived from Lightning's ModelCheckpoint that save elsewhere: a restart would not find it."""
+    for each in trainer.checkpoint_callbacks:
+        if not isinstance(each, ModelCheckpoint) or isinstance(each, TieredModelCheckpoint):
+            continue
+        if (each.save_top_k or each.save_last) and folder_of(each.dirpath, io.config.dirpath) is None:
+            io.checkpointer.session.log.warning(
+                "%s saves to %s, which is not below %s: its checkpoints are in neither tier, and %s passes them by;"
+                " derive the class from tiered_checkpoint_io.callbacks.TieredModelCheckpoint",
+                type(each).__name__,
+                each.dirpath,
+                io.config.dirpath,
+                ids.LATEST,
+            )
 
 
 def _need(trainer: Trainer, module: LightningModule) -> Need:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
-from tiered_checkpoint_io.adapters.steps import tiers_for_step
+from tiered_checkpoint_io.adapters.steps import passes, tiers_for_step
 from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining
 from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
@@ -37,6 +37,8 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: ModelCheckpoint's arguments that say when it saves, of which it takes one.
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
+#: By what ModelCheckpoint, since Lightning 2.6, saves after the validation that gives its metric.
+_DEFERS = "_defer_save_until_validation"
 
 
 class TieredModelCheckpoint(DurableEnd):
@@ -158,6 +160,8 @@ class TieredModelCheckpoint(DurableEnd):
             self.save_last = True
         super()._begin()
         self._last_memory_step = -1
+        #: The step that the batch before has ended with.
+        self._reached = 0
         #: The step and path of the newest durable save of this callback's own.
         self._durable_save: tuple[int, str] = (-1, "")
         self._naming_last = False
@@ -232,6 +236,7 @@ class TieredModelCheckpoint(DurableEnd):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._begin_training(trainer)
+        self._reached = trainer.global_step
         if trainer.is_global_zero:
             self._reporter.start(trainer)
 
@@ -240,7 +245,9 @@ class TieredModelCheckpoint(DurableEnd):
     ) -> None:
         if self._has_stepped(trainer):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self._save_passed_step(trainer)
             self._save_memory_step(trainer)
+            self._reached = trainer.global_step
         clock = self._engine.session.clock
         if clock.monotonic() - self._polled > clock.timing.outcome_poll_s:
             self._look_after(trainer)
@@ -259,7 +266,7 @@ class TieredModelCheckpoint(DurableEnd):
         if self._io is not None:
             super().on_exception(trainer, pl_module, exception)
         self._reporter.stop()
-        say_summary_last(trainer, self)
+        say_summary_last(trainer, self, exception)
 
     # ----------------------------------------------------------- what ModelCheckpoint does, our way
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
@@ -350,12 +357,29 @@ class TieredModelCheckpoint(DurableEnd):
         self._reporter.saved(trainer, progress, report, self._engine.dirpath)
         return report
 
+    def _save_passed_step(self, trainer: Trainer) -> None:
+        """Saves where this batch has passed over a step that is due for the durable tier.
+
+        Several optimizers may make several steps in a batch. Upstream looks only at the one that the batch ends with,
+        which may never be a multiple.
+        """
+        every, step = self._every_n_train_steps, trainer.global_step
+        is_upstreams = every < 1 or step % every == 0
+        if is_upstreams or not passes(every, self._reached, step) or self._should_skip_saving_checkpoint(trainer):
+            return
+        candidates = self._monitor_candidates(trainer)
+        if self.monitor is not None and self.monitor not in candidates and hasattr(self, _DEFERS):
+            setattr(self, _DEFERS, True)
+            return
+        self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+
     def _save_memory_step(self, trainer: Trainer) -> None:
-        step = trainer.global_step
-        tiers = tiers_for_step(step, self.memory_every_n_train_steps, self.s3_every_n_train_steps)
+        step, since = trainer.global_step, self._reached
+        tiers = tiers_for_step(step, self.memory_every_n_train_steps, self.s3_every_n_train_steps, since=since)
         # A durable step that upstream has put off or skipped is still saved to memory. On one that is due in memory by
         # itself, it is not enough that weights alone are saved: there is nothing to resume from in them.
-        whole = "memory" in tiers_for_step(step, self.memory_every_n_train_steps, None)
+        whole = passes(self.memory_every_n_train_steps, since, step)
         if "memory" in tiers and not (trainer.fast_dev_run or self._saved(trainer, step, whole=whole)):  # type: ignore[attr-defined]
             self._last_memory_step = step
             name = f"memory/epoch={trainer.current_epoch}-step={step}{self.FILE_EXTENSION}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -10,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.engine.drain.messages import Standing, drain_command
 from tiered_checkpoint_io.engine.drain.progress import told_as
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -50,7 +53,26 @@ def say_summary(trainer: Trainer) -> None:
                 session.log.info("%s", line)
 
 
-def say_summary_last(trainer: Trainer, callback: Callback) -> None:
+def say_summary_last(trainer: Trainer, callback: Callback, exception: BaseException) -> None:
     """As :func:`say_summary`, from the last of the callbacks that call this: those before may still save."""
     if callback is [each for each in trainer.callbacks if getattr(each, "says_summary", False)][-1]:  # type: ignore[attr-defined]
         say_summary(trainer)
+        with contextlib.suppress(UsageError):
+            io = tiered_io_of(trainer.strategy.checkpoint_io)
+            if io is not None and isinstance(exception, KeyboardInterrupt):
+                _offer_to_leave(io.checkpointer.session)
+
+
+def _offer_to_leave(session: Session) -> None:
+    """Has a further Ctrl-C end the wait for uploads that follows: Lightning ignores them all after the first."""
+    pending = session.standing().pending
+    is_main = threading.current_thread() is threading.main_thread()
+    if not pending or not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        return
+    signal.signal(signal.SIGINT, lambda *_: session.leave_by(session.clock.monotonic()))
+    session.log.info(
+        "waiting for the upload of %s, %d s at most; Ctrl-C ends the wait, and leaves %s in node memory",
+        "the checkpoint" if len(pending) == 1 else f"the {len(pending)} checkpoints",
+        session.config.wait_timeout_s,
+        "it" if len(pending) == 1 else "them",
+    )

@@ -196,6 +196,30 @@ def _(side):
     return each(side, {"every_n_train_steps": 1, "monitor": "score"}, {"every_n_epochs": 1}, model=Manual())
 
 
+@TRIGGERS.different(
+    "manual optimization: a batch that passes over a multiple of `every_n_train_steps`",
+    lightning=[],
+    here=[f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 3), (1, 5), (1, 7), (2, 11), (2, 9))],
+)
+def _(side):
+    class Several(Tiny):
+        """One step in the first batch, and two in each after it: none ends with an even number."""
+
+        automatic_optimization = False
+
+        def training_step(self, batch, number):
+            loss = super().training_step(batch, number)
+            for optimizer in self.optimizers()[: 1 if self.global_step == 0 else 2]:
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD([each], lr=0.01) for each in self.parameters()]
+
+    side.fit(side.callback(every_n_train_steps=2, save_top_k=-1), model=Several())
+    return side.names()
+
+
 @TRIGGERS.same("manual optimization with `saved_models`: the weights from before the step", since=(2, 6))
 def _(side):
     class Manual(Tiny):

@@ -67,6 +67,11 @@ logger.setLevel(logging.INFO)
 logger.addHandler(logging.StreamHandler())
 logger.handlers[0].setFormatter(logging.Formatter("%(levelname)s %(message)s"))
 """
+SLOW = """
+import threading
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+DirectoryStore.upload = lambda *_, **__: threading.Event().wait()
+"""
 OURS = re.compile(r"(?:\[[^]]*\] ){2}\[tiered_checkpoint_io[\w.]*\] \[(\w+)\] \[[^]]*\] \[[^]]*\] (.*)")
 
 RESUME = 'INFO to resume: trainer.fit(..., ckpt_path="tiered:latest")'
@@ -195,3 +200,21 @@ def test_after_ctrl_c_it_says_what_there_is_and_what_to_type(job):
     (newest,) = [line for line in lines if line.startswith("INFO newest")]
     assert newest.startswith("INFO newest checkpoints: step=10.ckpt in node memory; ")
     assert lines.count(RESUME) == 1
+
+
+@pytest.mark.matrix
+def test_a_second_ctrl_c_ends_the_wait_for_an_upload(job):
+    """Lightning ignores it from the first one on, and a large upload takes minutes."""
+    process = job(SLOW, stops=True, options="drain='thread'")
+    deadline = began = time.monotonic() + WAIT_S
+    for what in ("waiting for Ctrl-C", "waiting for the upload of the checkpoint, 60 s at most; Ctrl-C ends the wait"):
+        while what not in job.output.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.signal(signal.SIGINT)
+        began = time.monotonic()
+    lines = job.read(process)
+    assert time.monotonic() - began < 30
+    left = lines[-1]
+    assert left.startswith("WARNING 1 queued checkpoint was not uploaded (step=10.ckpt): "), job.output.read_text()
+    assert left.endswith("it stays in node memory; retry with: tiered-ckpt drain --namespace gpt-1 --memory-dir MEMORY")

@@ -4,6 +4,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsync
 from lightning.pytorch.tuner import Tuner
 from support.training import LogBook, Model
@@ -186,6 +187,44 @@ def test_tiers_are_a_function_of_the_step():
         ["durable", "memory"],
     ]
     assert not any(tiers_for_step(step, None, None) for step in range(7))
+    assert not tiers_for_step(9, 10, 20, since=3)
+    assert tiers_for_step(21, 10, None, since=19) == {"memory"}
+    assert tiers_for_step(23, 10, 20, since=17) == {"memory", "durable"}
+
+
+class Several(Model):
+    """Two optimizers, of which one waits for the first batch: no batch ends with an even step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers()[: 1 if self.global_step == 0 else 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([each], lr=0.01) for each in self.parameters()]
+
+
+def test_a_step_that_a_batch_passes_over_is_saved_after_it(runs, monkeypatch):
+    saved, save = [], Checkpointer.save
+    monkeypatch.setattr(Checkpointer, "save", lambda self, *a, **k: saved.append(a[1]) or save(self, *a, **k))
+    callback = TieredModelCheckpoint(memory_every_n_train_steps=4, s3_every_n_train_steps=10, save_last=True)
+    trainer, _ = runs.fit(callback, model=Several(), max_steps=25)
+    assert [path.removeprefix(f"{runs.dirpath}/") for path in saved] == [
+        "memory/epoch=0-step=5.ckpt",
+        "memory/epoch=0-step=9.ckpt",
+        "epoch=0-step=11.ckpt",
+        "memory/epoch=0-step=13.ckpt",
+        "memory/epoch=0-step=17.ckpt",
+        "epoch=0-step=21.ckpt",
+        "memory/epoch=0-step=25.ckpt",
+        "end_of_training.ckpt",
+    ]
+    assert trainer.io.load_checkpoint("last.ckpt")["global_step"] == 21
+    trainer.io.teardown()
 
 
 def test_the_line_in_the_progress_bar():

@@ -72,5 +72,20 @@ def test_lightnings_own_elsewhere_is_refused(runs, tmp_path):
     assert folder_of(found, str(tmp_path / "link" / "run")) == str(tmp_path / "link" / "run" / "own")
 
 
+class Own(ModelCheckpoint):
+    """Of a user's, who may have overridden anything."""
+
+
+@pytest.mark.parametrize(("make", "warns"), [(lambda _: Own(), True), (lambda dirpath: Own(f"{dirpath}/own"), False)])
+def test_a_derived_class_that_saves_elsewhere_is_told_of(make, warns, runs, caplog):
+    """A restart would begin from scratch."""
+    with caplog.at_level("WARNING", "tiered_checkpoint_io"):
+        runs.fit(make(runs.dirpath))
+    said = [each.getMessage() for each in caplog.records if "in neither tier" in each.getMessage()]
+    assert len(said) == warns
+    assert not warns or said[0].startswith(f"Own saves to {runs.root}/checkpoints, which is not below {runs.dirpath}: ")
+    assert bool(runs.durable()) is not warns
+
+
 def tiered(**arguments):
     return TieredModelCheckpoint(**arguments)

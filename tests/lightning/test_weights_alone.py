@@ -53,3 +53,17 @@ def test_weights_alone_are_said_to_be_nothing_to_resume_from(runs, caplog):
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"{runs.dirpath} has weights alone, which training can't resume from: epoch=0-step=5.ckpt" in warned
     assert [record.getMessage() for record in caplog.records][-1] == resume
+
+
+def test_what_a_trainer_saves_that_has_not_trained_is_nothing_to_resume_from(runs):
+    """It holds the weights that it has tested, step 0, and no optimizers."""
+    runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=10), max_steps=10)
+    trainer = runs.trainer([TieredModelCheckpoint()])
+    trainer.test(model := Model(), ckpt_path="tiered:latest", verbose=False)
+    trainer.save_checkpoint("tested.ckpt")
+    trainer.io.teardown()
+    assert "tested.ckpt" in runs.durable()
+    resumed, _ = runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=10))
+    assert resumed.io.checkpointer.restored.name == "epoch=0-step=10.ckpt"
+    tested = runs.io().load_checkpoint("tested.ckpt")["state_dict"]["layer.weight"]
+    assert tested.equal(model.layer.weight)

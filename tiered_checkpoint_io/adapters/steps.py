@@ -7,9 +7,13 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
 def tiers_for_step(
-    global_step: int, memory_every_n_train_steps: int | None, s3_every_n_train_steps: int | None
+    global_step: int,
+    memory_every_n_train_steps: int | None,
+    s3_every_n_train_steps: int | None,
+    *,
+    since: int | None = None,
 ) -> frozenset[str]:
-    """The tiers that a training step is saved to: a function of the step alone, so that all ranks agree.
+    """The tiers that a training step is saved to: a function of steps alone, so that all ranks agree.
 
     ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
     multiples of ``memory_every_n_train_steps``, else nothing.
@@ -18,12 +22,19 @@ def tiers_for_step(
         global_step: The optimizer step; 0 is never saved.
         memory_every_n_train_steps: Steps between memory checkpoints; None for none.
         s3_every_n_train_steps: Steps between durable checkpoints; None for none.
+        since: The step that the batch before ended with, where that is not the step before: multiples in between count.
     """
-    if global_step > 0 and s3_every_n_train_steps and global_step % s3_every_n_train_steps == 0:
+    before = global_step - 1 if since is None else since
+    if passes(s3_every_n_train_steps, before, global_step):
         return TIERS
-    if global_step > 0 and memory_every_n_train_steps and global_step % memory_every_n_train_steps == 0:
+    if passes(memory_every_n_train_steps, before, global_step):
         return frozenset({"memory"})
     return frozenset()
+
+
+def passes(every: int | None, before: int, step: int) -> bool:
+    """Whether there is a multiple of ``every`` after the step ``before``, up to ``step``; none of None or 0."""
+    return every is not None and every > 0 and step > 0 and step // every > before // every
 
 
 def tiers_due(step: int, config: TieredCheckpointConfig) -> frozenset[str]:

@@ -17,11 +17,28 @@ OPTIMIZERS = ("optimizer_states", "optimizer")
 
 
 def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
-    """Whether training can resume from what Lightning saves: not from weights alone, nor from its tuner's scratch."""
+    """Whether training can resume from what Lightning saves: not from weights alone, nor from its tuner's scratch.
+
+    Nor from what a Trainer saves that has not trained: one that evaluated, or whose launcher (``ddp_spawn``,
+    ``ddp_notebook``) trained in processes of their own. It would begin at step 0, without optimizers' states.
+    """
     if os.path.basename(os.fspath(path)).startswith(_SCRATCH):
         return False
     is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
-    return not is_lightnings or any(key in checkpoint for key in OPTIMIZERS)
+    if not is_lightnings:
+        return True
+    return any(key in checkpoint for key in OPTIMIZERS) and not _has_not_trained(checkpoint)
+
+
+def _has_not_trained(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint of Lightning's says that no batch was trained, and holds no optimizer."""
+    if any(checkpoint.get(key) for key in OPTIMIZERS):
+        return False
+    try:
+        return bool(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"] == 0)
+    except (KeyError, TypeError):
+        # Of another release, or of somebody's own.
+        return False
 
 
 class StorageOptions(NamedTuple):

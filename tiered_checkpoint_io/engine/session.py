@@ -324,7 +324,7 @@ class Session:
     def leave_by(self, deadline: float) -> None:
         """Waits for nothing beyond ``deadline``, by the monotonic clock: the process has to end by then.
 
-        What is queued then stays so, and is no failure. May be called from a signal handler.
+        What is queued then stays so, and is no failure. Holds until it is closed. May be called from a signal handler.
         """
         self._leave_by = deadline
         if self._opened is not None:
