@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.steps import passes, tiers_for_step
 from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining
+from tiered_checkpoint_io.callbacks.passed_steps import save_passed_step
 from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
@@ -37,8 +38,6 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: ModelCheckpoint's arguments that say when it saves, of which it takes one.
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
-#: By what ModelCheckpoint, since Lightning 2.6, saves after the validation that gives its metric.
-_DEFERS = "_defer_save_until_validation"
 
 
 class TieredModelCheckpoint(DurableEnd):
@@ -245,7 +244,7 @@ class TieredModelCheckpoint(DurableEnd):
     ) -> None:
         if self._has_stepped(trainer):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            self._save_passed_step(trainer)
+            save_passed_step(self, trainer, self._reached)
             self._save_memory_step(trainer)
             self._reached = trainer.global_step
         clock = self._engine.session.clock
@@ -356,23 +355,6 @@ class TieredModelCheckpoint(DurableEnd):
         report = progress.last_save if progress.last_save is not before else None
         self._reporter.saved(trainer, progress, report, self._engine.dirpath)
         return report
-
-    def _save_passed_step(self, trainer: Trainer) -> None:
-        """Saves where this batch has passed over a step that is due for the durable tier.
-
-        Several optimizers may make several steps in a batch. Upstream looks only at the one that the batch ends with,
-        which may never be a multiple.
-        """
-        every, step = self._every_n_train_steps, trainer.global_step
-        is_upstreams = every < 1 or step % every == 0
-        if is_upstreams or not passes(every, self._reached, step) or self._should_skip_saving_checkpoint(trainer):
-            return
-        candidates = self._monitor_candidates(trainer)
-        if self.monitor is not None and self.monitor not in candidates and hasattr(self, _DEFERS):
-            setattr(self, _DEFERS, True)
-            return
-        self._save_topk_checkpoint(trainer, candidates)
-        self._save_last_checkpoint(trainer, candidates)
 
     def _save_memory_step(self, trainer: Trainer) -> None:
         step, since = trainer.global_step, self._reached

@@ -11,10 +11,17 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError, RestoreError
-from tiered_checkpoint_io.export import export_checkpoint
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ExportError,
+    RestoreError,
+    StoreChangedError,
+)
+from tiered_checkpoint_io.export import checkpoint, export_checkpoint, find
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.model.manifest import Manifest
+from tiered_checkpoint_io.resharding import reshard_checkpoint
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -78,6 +85,19 @@ def test_a_full_checkpoint_is_copied_and_becomes_safetensors(dirpath, tmp_path):
     assert "optimizer_states.0.state.0.m" in load_file(files[0])
 
 
+def test_a_kill_leaves_no_copy_of_the_checkpoint_behind(dirpath, tmp_path, monkeypatch):
+    left, write = [], checkpoint.to_safetensors
+
+    def written(items, target, **options):
+        files = write(items, target, **options)
+        left.extend(path for path in target.rglob("*") if path.is_file() and path not in files)
+        return files
+
+    monkeypatch.setattr(checkpoint, "to_safetensors", written)
+    export_checkpoint(dirpath, "step=100.ckpt", tmp_path / "hf", format="safetensors")
+    assert left == []
+
+
 def test_damage_is_found_and_nothing_is_left_of_it(dirpath, tmp_path):
     path = tmp_path / "durable" / "step=100.ckpt"
     good = path.read_bytes()
@@ -96,6 +116,40 @@ def test_damage_is_found_and_nothing_is_left_of_it(dirpath, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="never"):
         export_checkpoint(dirpath, "never.ckpt", tmp_path / "never.pt")
     assert exported(dirpath, "step=100.ckpt", tmp_path / "zip.pt", "--format", "zip").exit_code == 2
+
+
+@pytest.mark.parametrize("file_format", ["torch", "safetensors"])
+def test_beside_a_run_that_removes_what_is_read(file_format, dirpath, tmp_path, memory_dir, monkeypatch):
+    """The latest is then another one, and nothing is damaged."""
+    fetch, turns, noise = find.fetch_chunk, [], torch.Generator()
+    io = TieredCheckpointIO(dirpath, memory_dir=memory_dir, drain="thread")
+
+    def late(*arguments):
+        if turns:
+            turns.pop()()
+        fetch(*arguments)
+
+    def replace_latest():
+        io.save_checkpoint(state(700), "step=700.ckpt")
+        io.remove_checkpoint("step=100.ckpt")
+        io.checkpointer.wait()
+
+    def overwrite():
+        io.save_checkpoint({**state(501), "noise": torch.randn(9, generator=noise)}, "step=500.ckpt")
+
+    monkeypatch.setattr(find, "fetch_chunk", late)
+    turns[:] = [replace_latest]
+    export_checkpoint(dirpath, "tiered:latest", tmp_path / "latest", format=file_format)
+    if file_format == "torch":
+        assert torch.load(tmp_path / "latest")["global_step"] == 700
+    turns[:] = [overwrite] * 3
+    with pytest.raises(StoreChangedError, match="step=500.ckpt was removed or overwritten while it was read"):
+        export_checkpoint(dirpath, "step=500.ckpt", tmp_path / "bad", format=file_format)
+    turns[:] = [overwrite]
+    with pytest.raises(StoreChangedError, match="removed or overwritten"):
+        reshard_checkpoint(dirpath, "step=500.ckpt", "parts", parts=2)
+    io.teardown()
+    assert not (tmp_path / "bad").exists()
 
 
 def test_the_content_before_while_an_overwrite_is_under_way(dirpath, tmp_path):

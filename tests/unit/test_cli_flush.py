@@ -77,6 +77,21 @@ def test_what_can_not_be_uploaded_stays_queued_and_is_said(memory_dir, tmp_path)
     assert flushed(node)[1] == {"a.ckpt": "durable"}
 
 
+@pytest.mark.parametrize("everything", [[], ["--all"]])
+def test_where_the_newest_is_damaged_the_one_before_is_uploaded_and_the_status_is_1(everything, memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    for name in ("oldest.ckpt", "old.ckpt", "newest.ckpt"):
+        node.save(name, b"A" * 100, durable=False)
+    (held,) = node.root.glob("saves/*/*/newest.ckpt")
+    held.write_bytes(b"?" * 100)
+    done, states = flushed(node, *everything)
+    more = {"oldest.ckpt": "durable"} if everything else {}
+    assert (done.exit_code, states) == (1, {"newest.ckpt": "not_durable", "old.ckpt": "durable", **more})
+    assert names_of(DirectoryStore(node.dirpath)) == {"old.ckpt", *more}
+    # It is in quarantine: there is nothing more to do, and nothing is lost that was not said.
+    assert flushed(node)[0].exit_code == 0
+
+
 @pytest.mark.matrix
 def test_a_save_of_two_nodes_is_committed_once_both_are_flushed(memory_dir, tmp_path):
     first, second = (Node(memory_dir, str(tmp_path / "run"), namespace=name) for name in ("one", "two"))

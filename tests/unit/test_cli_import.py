@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,7 +23,8 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
+from tiered_checkpoint_io.imports import importing
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -149,6 +151,54 @@ def test_an_import_goes_on_where_an_earlier_one_was_interrupted(tmp_path):
     (run / ".tiered" / "manifests" / "step=2.ckpt.json").unlink()
     status, rows = imported(source, run)
     assert (status, rows["step=1.ckpt"]["earlier"], rows["step=3.ckpt"]["state"]) == (1, True, "exists")
+
+
+def test_an_import_goes_on_where_an_earlier_one_was_killed(tmp_path, monkeypatch):
+    """Its files are there, and no manifest; a file of the same size that is another's stays as it is."""
+    source, run = files_in(tmp_path / "old"), tmp_path / "run"
+    torch_dcp.save({"weights": torch.arange(1000.0)}, checkpoint_id=source / "step_4")
+    (run / "step_4").mkdir(parents=True)
+    for name in ("step=1.ckpt", "step_4/__0_0.distcp", "step_4/.metadata"):
+        shutil.copyfile(source / name, run / name)
+    others = b"?" * (source / "step=2.ckpt").stat().st_size
+    (run / "step=2.ckpt").write_bytes(others)
+
+    def fails(*_, **options):
+        raise CorruptCheckpointError("amid the upload")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importing.commit, "commit", fails)
+        assert imported(source, run)[0] == 1
+    # They may be others' all the same: an import that fails removes none.
+    assert (run / "step=1.ckpt").exists()
+    status, rows = imported(source, run)
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "step=1.ckpt": "imported",
+        "step=2.ckpt": "exists",
+        "step=3.ckpt": "imported",
+        "step_4": "imported",
+    }
+    assert (status, (run / "step=2.ckpt").read_bytes()) == (1, others)
+    assert command("verify", run, "--tier", "durable").exit_code == 0
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_what_is_written_to_while_it_is_imported_is_not_imported(force, tmp_path, monkeypatch):
+    source, run = files_in(tmp_path / "old"), tmp_path / "run"
+    hashed = importing.hashed
+
+    def late(path, *arguments, **options):
+        found = hashed(path, *arguments, **options)
+        if path == "step=2.ckpt":
+            torch.save({"global_step": 3, "optimizer_states": []}, source / path)
+        return found
+
+    monkeypatch.setattr(importing, "hashed", late)
+    status, rows = imported(source, run, *force)
+    assert (status, [row["state"] for row in rows.values()]) == (1, ["imported", "failed", "imported"])
+    assert "it was written to while it was imported" in rows["step=2.ckpt"]["error"]
+    assert command("verify", run, "--tier", "durable").exit_code == 0
+    assert not (run / "step=2.ckpt").exists()
 
 
 def test_sharded_checkpoints_of_torch_and_of_the_sagemaker_library(tmp_path, memory_dir, monkeypatch):

@@ -2,16 +2,23 @@
 
 import json
 import os
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support.documented import document_of
 from support.draining import Node
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app, pulling
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ExportError,
+    StoreChangedError,
+)
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 
 
@@ -67,6 +74,38 @@ def test_a_pull_beside_another_finds_what_that_has_brought(run, memory_dir, monk
     assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
 
 
+@pytest.mark.parametrize("to", ["memory", "folder"])
+def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_dir, tmp_path, monkeypatch):
+    """It is not damaged: the pull takes what the name means by then."""
+    fetch, turns = pulling.fetch_chunk, []
+    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
+
+    def late(*arguments):
+        if turns:
+            turns.pop()()
+        fetch(*arguments)
+
+    def overwrite():
+        io.save_checkpoint({"global_step": 6, "weights": torch.randn(1000)}, "step=5.ckpt")
+
+    def replace():
+        io.save_checkpoint({"global_step": 7}, "step=7.ckpt")
+        io.remove_checkpoint("step=5.ckpt")
+        io.checkpointer.wait()
+
+    monkeypatch.setattr(pulling, "fetch_chunk", late)
+    where = ("--to", str(tmp_path / "here")) if to == "folder" else ("--memory-dir", memory_dir, "--namespace", "other")
+    turns[:] = [replace, overwrite]
+    done = command("pull", run, *where, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["name"]) == (0, "step=7.ckpt"), done.exception
+    turns[:] = [overwrite] * 3
+    overwrite()
+    done = command("pull", run, "step=5.ckpt", *where)
+    assert isinstance(done.exception, StoreChangedError)
+    assert "step=5.ckpt was removed or overwritten while it was read" in str(done.exception)
+    io.teardown()
+
+
 def test_to_a_folder_and_what_goes_wrong(run, memory_dir, tmp_path):
     to = tmp_path / "here"
     assert command("pull", run, "--to", str(to), "--memory-dir", memory_dir).exit_code == 0
@@ -82,6 +121,21 @@ def test_to_a_folder_and_what_goes_wrong(run, memory_dir, tmp_path):
     assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
     (root,) = (path for path in namespace_root(memory_dir, "x").parent.iterdir() if path.name != "before")
     assert [*MemoryTier(root).parts(), *os.listdir(root / "slots")] == []
+
+
+def test_empty_files_of_others_come_along(memory_dir, tmp_path):
+    """Plain DCP writes one for each rank that has nothing to save."""
+    source, run = tmp_path / "step_5", str(tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save({"weights": torch.arange(1000.0)}, checkpoint_id=source)
+    (source / "__1_0.distcp").touch()
+    assert command("import", str(source), run).exit_code == 0
+    for where in (("--memory-dir", memory_dir), ("--to", str(tmp_path / "here"))):
+        done = command("pull", run, *where)
+        assert done.exit_code == 0, done.exception
+    for path in source.iterdir():
+        assert (tmp_path / "here" / "step_5" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.matrix

@@ -68,6 +68,37 @@ def test_what_a_command_reads_is_pinned_meanwhile(node, memory_dir, tmp_path, ca
     assert not list((tmp_path / "durable" / ".tiered" / "pins").rglob("*.json"))
 
 
+def test_of_a_checkpoint_that_is_deleted_its_copy_is_run_for_without_a_pin(node, memory_dir, capfd):
+    """A run with ``save_top_k`` deletes a step while ``last.ckpt`` is still a copy of it."""
+    node.save("a.ckpt", b"A")
+    node.request("copy", "last.ckpt", "a.ckpt")
+    drain(node)
+    node.delete("a.ckpt")
+    node.save("b.ckpt", b"B")
+    drain(node)
+    done = watch(node, memory_dir, 'echo "$TIERED_CKPT_NAME"')
+    assert capfd.readouterr().out.splitlines() == ["last.ckpt", "b.ckpt"]
+    assert done.exit_code == 0
+    assert "warning: last.ckpt is not pinned" in done.stderr
+
+
+def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, memory_dir, tmp_path, capfd):
+    """Its variables would tell the step of one checkpoint, and its URL lead to another."""
+    for name in ("first.ckpt", "last.ckpt"):
+        node.save(name, b"A")
+    drain(node)
+    node.save("last.ckpt", b"B")
+    upload = f"{sys.executable} -m tiered_checkpoint_io drain --root {node.root} --once"
+    done = watch(node, memory_dir, f"echo $TIERED_CKPT_NAME $TIERED_CKPT_STEP; {upload}")
+    assert capfd.readouterr().out.splitlines() == ["first.ckpt 1"]
+    assert (done.exit_code, done.stderr) == (
+        0,
+        "last.ckpt was overwritten before its turn came: the command was not run for it\n",
+    )
+    # At the next look it is what it is by then.
+    assert (watch(node, memory_dir, "echo $TIERED_CKPT_STEP").exit_code, capfd.readouterr().out) == (0, "1\n3\n")
+
+
 def start(node, memory_dir, *arguments, **options):
     line = [sys.executable, "-m", "tiered_checkpoint_io", "watch", node.dirpath, "--memory-dir", memory_dir]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}

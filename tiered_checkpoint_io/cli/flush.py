@@ -16,6 +16,7 @@ from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.options import NODE, Json, Node
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
@@ -23,6 +24,7 @@ from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
+    CorruptCheckpointError,
     DrainError,
     NewerConfigError,
     TieredCheckpointError,
@@ -56,7 +58,8 @@ def flush(
 ) -> None:
     """Uploads what is in this node's memory alone: before the node goes, whether the trainer lives or not.
 
-    By default the newest checkpoint that training can resume from, and all that is queued. The drain uploads it like
+    By default the newest checkpoint that training can resume from, and all that is queued; where that is damaged in
+    memory, the one before it as well, and the status is 1. The drain uploads it like
     any other: the one that runs, or a new one, which goes on where this command is interrupted. Of a checkpoint whose
     parts are on several nodes, run this on each of them: it is committed once all parts are there. Refused while a run
     of another job writes to the same dirpath.
@@ -75,18 +78,29 @@ def flush(
         for place in sorted({save.place for save in saves}, key=str):
             if _is_another_jobs(config, place, root.name):
                 held.enter_context(claimed(config_at(config, place), threading.Event(), place.dirpath))
-        _mark(queue, saves)
-        error = _upload(tier, config, timeout, silent=json)
-        rows = [_row(config, tier, queue, save) for save in saves]
+        rows: list[dict[str, Any]] = []
+        error: DrainError | None = None
+        is_damaged, began = False, SYSTEM.monotonic()
+        while saves and error is None:
+            _mark(queue, saves)
+            error = _upload(tier, config, max(1.0, timeout - (SYSTEM.monotonic() - began)), silent=json)
+            rows += [_row(config, tier, queue, save) for save in saves]
+            damaged = {save.content.save_id for save in saves if _is_damaged(queue, save)}
+            is_damaged = is_damaged or bool(damaged)
+            # What was found damaged is in quarantine now: another one is the newest.
+            is_next = damaged and name is None and not everything
+            known = {save.content.save_id for save in saves} - damaged
+            left = [stored for stored in tier.parts() if stored.save_id not in damaged] if is_next else []
+            saves = [save for save in to_flush(left) if save.content.save_id not in known]
+    good = error is None and not is_damaged and any(row["state"] in ("durable", "uploaded") for row in rows)
     if json:
-        good = error is None and any(row["state"] in ("durable", "uploaded") for row in rows)
         write_json("flush", {"namespace": root.name, "flushed": good, "checkpoints": rows})
     else:
         for row in rows:
             say(_line(row))
     if error is not None:
         raise error
-    raise typer.Exit(0 if any(row["state"] in ("durable", "uploaded") for row in rows) else 1)
+    raise typer.Exit(0 if good else 1)
 
 
 def _config(root: Path, place: Place) -> TieredCheckpointConfig:
@@ -176,6 +190,12 @@ def _followed(handle: DrainHandle, tier: MemoryTier, waiting: dict[str, int], me
     finally:
         ended.set()
         thread.join()
+
+
+def _is_damaged(queue: Queue, save: HeldSave) -> bool:
+    """Whether the drain has found that its bytes in memory are not those that were saved."""
+    outcomes = [queue.outcome(each.op_id) for each in save.parts]
+    return any(each is not None and each.error_type == CorruptCheckpointError.__name__ for each in outcomes)
 
 
 def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.inventory.durable import find
+from tiered_checkpoint_io.inventory.durable import find, read_unchanged
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -58,21 +58,30 @@ def bring(
         CorruptCheckpointError: Its bytes are not those that were saved.
         MemoryFullError: Memory has no room for it.
         ExportError: A file exists already, or can't be written.
+        StoreChangedError: A run removed or overwrote it, each time that it was read.
     """
-    parts = _parts(config, store, _find(store, wanted), ranks)
-    with contextlib.ExitStack() as held:
-        if to is not None:
-            fetched, views = parts, held.enter_context(_files(to, parts))
-        else:
-            tier = _open(config)
-            fetched = [part for part in parts if not _has(tier, part)]
-            views = held.enter_context(_slots(tier, fetched))
-        entries = [entry for part in fetched for entry in part.content.files]
-        jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
-        meter = held.enter_context(progress("pull", sum(entry.size for entry in entries), silent=silent))
-        count = counter("pull", store.url, stop, meter.add)
-        in_parallel(lambda job: _fetch(store, views, *job, count), jobs, config.read_concurrency())
-    return parts, fetched
+
+    def look() -> tuple[Manifest, Manifest]:
+        manifest = _find(store, wanted)
+        return manifest, manifest
+
+    def work(manifest: Manifest) -> tuple[list[Part], list[Part]]:
+        parts = _parts(config, store, manifest, ranks)
+        with contextlib.ExitStack() as held:
+            if to is not None:
+                fetched, views = parts, held.enter_context(_files(to, parts))
+            else:
+                tier = _open(config)
+                fetched = [part for part in parts if not _has(tier, part)]
+                views = held.enter_context(_slots(tier, fetched))
+            entries = [entry for part in fetched for entry in part.content.files]
+            jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
+            meter = held.enter_context(progress("pull", sum(entry.size for entry in entries), silent=silent))
+            count = counter("pull", store.url, stop, meter.add)
+            in_parallel(lambda job: _fetch(store, views, *job, count), jobs, config.read_concurrency())
+        return parts, fetched
+
+    return read_unchanged(store, look, work, operation="pull")
 
 
 def _find(store: Store, wanted: str) -> Manifest:

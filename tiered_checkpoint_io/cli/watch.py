@@ -19,14 +19,16 @@ from tiered_checkpoint_io.cli.listing import looker_of
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
 from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, say, write_json
 from tiered_checkpoint_io.cli.rows import state_text, table_of
+from tiered_checkpoint_io.engine.durable.manifests import meant_by
 from tiered_checkpoint_io.engine.durable.pins import pin, unpin
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, UsageError
 from tiered_checkpoint_io.inventory.look import RepeatedLook
 from tiered_checkpoint_io.inventory.news import News
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import Store
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -97,26 +99,41 @@ def watch(
     raise typer.Exit(1 if runs is not None and runs.failed else 0)
 
 
+class _OverwrittenError(Exception):
+    """A name is another checkpoint's by now."""
+
+
 def _run(runs: _CommandLine, config: TieredCheckpointConfig, each: CheckpointInfo) -> None:
     try:
-        with _pinned(config, each.name):
+        with _pinned(config, each):
             runs.run(each)
     except CheckpointNotFoundError:
         say(printable(f"{each.name} was deleted before its turn came: the command was not run for it"), err=True)
+    except _OverwrittenError:
+        # What it is now has a turn of its own.
+        say(printable(f"{each.name} was overwritten before its turn came: the command was not run for it"), err=True)
 
 
 @contextlib.contextmanager
-def _pinned(config: TieredCheckpointConfig, name: str) -> Iterator[None]:
+def _pinned(config: TieredCheckpointConfig, each: CheckpointInfo) -> Iterator[None]:
     """A block in which retention does not delete a checkpoint; where it can't be pinned, that is said.
 
     Raises:
         CheckpointNotFoundError: It is deleted already.
+        _OverwrittenError: A later save has its name already.
     """
-    token = None
+    name, token = each.name, None
+
+    def hold(store: Store) -> str:
+        meant = meant_by(store, name, operation="watch", undone="the command is not run")
+        if meant.content.save_id != each.save_id:
+            raise _OverwrittenError
+        return pin(store, name, reason="tiered-ckpt watch", expires_s=_PINNED_S).token
+
     try:
-        made = ask(config, lambda store: pin(store, name, reason="tiered-ckpt watch", expires_s=_PINNED_S))
-        token = made.token
-    except StoreError as error:
+        token = ask(config, hold)
+    except (StoreError, UsageError) as error:
+        # A UsageError: the copy of a checkpoint that was deleted, which nothing pins.
         say(printable(f"warning: {name} is not pinned, and may be deleted while the command runs: {error}"), err=True)
     try:
         yield

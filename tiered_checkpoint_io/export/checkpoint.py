@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.export.files import DEFAULT_SHARD_SIZE, not_written, to_safetensors, to_torch_file
-from tiered_checkpoint_io.export.find import copy_file, find
+from tiered_checkpoint_io.export.find import Found, copy_file, read_found
 from tiered_checkpoint_io.export.items import Items
 from tiered_checkpoint_io.export.state import State
 from tiered_checkpoint_io.model import ids
@@ -59,25 +59,31 @@ def export_checkpoint(
         OtherKindError: It is a local one.
         CorruptCheckpointError: Its bytes are not those that were saved.
         ExportError: ``target`` exists, or can't be written.
-        StoreError: The durable tier could not be read.
+        StoreError: The durable tier could not be read; or a run removed or overwrote it, each time that it was read.
     """
     if format not in ("torch", "safetensors"):
         raise ConfigError(f"format is {format!r}", hint="allowed: torch, safetensors")
     target = Path(target)
     with contextlib.closing(open_store(TieredCheckpointConfig.from_any(dirpath=dirpath, **options))) as store:
-        found = find(store, name, operation="export")
-        if found.folder is not None:
-            if format == "safetensors":
-                return to_safetensors(Items(found.folder), target, prefix=prefix, max_shard_size=max_shard_size)
-            to_torch_file(found.folder, target, weights_only=weights_only)
-        elif format == "safetensors":
-            with _scratch(target) as folder:
-                copy_file(store, found, folder / "checkpoint", operation="export")
-                state = State(folder / "checkpoint", ids.join_url(store.url, found.name), weights_only=weights_only)
-                return to_safetensors(state, target, prefix=prefix, max_shard_size=max_shard_size)
-        else:
-            copy_file(store, found, target, operation="export")
-        return [target]
+
+        def work(found: Found) -> list[Path]:
+            if found.folder is not None:
+                if format == "safetensors":
+                    return to_safetensors(Items(found.folder), target, prefix=prefix, max_shard_size=max_shard_size)
+                to_torch_file(found.folder, target, weights_only=weights_only)
+            elif format == "safetensors":
+                with _scratch(target) as folder:
+                    copy_file(store, found, folder / "checkpoint", operation="export")
+                    where = ids.join_url(store.url, found.name)
+                    state = State(folder / "checkpoint", where, weights_only=weights_only)
+                    # It is mapped: a kill leaves no copy of the checkpoint behind.
+                    (folder / "checkpoint").unlink()
+                    return to_safetensors(state, target, prefix=prefix, max_shard_size=max_shard_size)
+            else:
+                copy_file(store, found, target, operation="export")
+            return [target]
+
+        return read_found(store, name, work, operation="export")
 
 
 @contextlib.contextmanager

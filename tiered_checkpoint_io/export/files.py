@@ -241,8 +241,11 @@ def new_file(target: Path, size: int) -> Iterator[mmap.mmap]:
         descriptor, begun = _begin(target)
         try:
             # A mapped page without space would end the process when it is touched.
-            os.posix_fallocate(descriptor, 0, size)
-            yield mmap.mmap(descriptor, size)
+            os.posix_fallocate(descriptor, 0, max(size, 1))
+            yield mmap.mmap(descriptor, max(size, 1))
+            if not size:
+                # Nothing can be mapped of an empty file.
+                os.ftruncate(descriptor, 0)
             os.fsync(descriptor)
             if begun is not None:
                 begun.rename(target)

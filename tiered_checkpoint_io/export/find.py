@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tiered_checkpoint_io.engine.chunks import fetch, fetch_chunk, unverified
 from tiered_checkpoint_io.engine.durable.files import files_of
@@ -20,10 +22,11 @@ from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.inventory import durable
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest
 from tiered_checkpoint_io.stores import Store
 
 _log = logging.getLogger("tiered_checkpoint_io.export")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,13 @@ class Found:
         folder: A sharded one; None for a full one.
         copies: Of a full one, what its file may be, the newest first; of a sharded one, its facts.
             The content is None where others wrote it.
+        manifest: What it was found by; None where others wrote it.
     """
 
     name: str
     folder: Folder | None
     copies: tuple[tuple[Content | None, tuple[FileEntry, ...]], ...]
+    manifest: Manifest | None = None
 
 
 def find(store: Store, name: str, *, operation: str) -> Found:
@@ -64,7 +69,7 @@ def find(store: Store, name: str, *, operation: str) -> Found:
         intact = (each for each in contents if _is_current(store, each)) if manifest.previous else iter(())
         content = next(intact, manifest.content)
         files = files_of(store, content).all()
-        return Found(manifest.name, Folder(store, manifest.name, files), ((content, files),))
+        return Found(manifest.name, Folder(store, manifest.name, files), ((content, files),), manifest)
     if kind == "local":
         raise OtherKindError(
             f"{manifest.name} is a local checkpoint, each rank's state by itself",
@@ -73,7 +78,17 @@ def find(store: Store, name: str, *, operation: str) -> Found:
             hint="load it by tiered_checkpoint_io.dcp with kind='local', and save it by dcp.save_full",
         )
     full = [(each, files_of(store, each).all()) for each in contents if each.kind == "full"]
-    return Found(manifest.name, None, tuple(full))
+    return Found(manifest.name, None, tuple(full), manifest)
+
+
+def read_found(store: Store, name: str, work: Callable[[Found], _T], *, operation: str, tries: int = 3) -> _T:
+    """Does what reads a checkpoint, found as by :func:`find`; see :func:`durable.read_unchanged`."""
+
+    def look() -> tuple[Manifest | None, Found]:
+        found = find(store, name, operation=operation)
+        return found.manifest, found
+
+    return durable.read_unchanged(store, look, work, operation=operation, tries=tries)
 
 
 def copy_file(store: Store, found: Found, target: Path, *, operation: str) -> Content | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,9 +20,9 @@ from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, Stor
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.formats.unpickling import outline
 from tiered_checkpoint_io.imports.layouts import Found, shard_name
-from tiered_checkpoint_io.imports.reading import Source, weights_in
+from tiered_checkpoint_io.imports.reading import Hashed, Source, weights_in
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores.base import Content as Bytes
 from tiered_checkpoint_io.stores.base import Store
@@ -120,8 +120,10 @@ def _import(
     paths = {basename: name if is_full else f"{name}/{basename}" for basename in found.files}
     if not force and (made := _made_earlier(source, found, target, name, kind)) is not None:
         return made
-    if not force and (why := _in_the_way(source, found, target, name, paths)):
-        return Imported(name, "exists", kind, error=why)
+    if not force and read_manifest(target, name) is not None:
+        return Imported(name, "exists", kind, error="a checkpoint of this name is there")
+    # Of an import that was killed, or others'.
+    there = {path for path in _new_paths(source, found, target, paths) if not force and exists(target, path)}
     files: dict[str, Bytes] = {}
     for basename, key in found.files.items():
         files[basename] = Source(source, key, source.size(key))
@@ -133,7 +135,12 @@ def _import(
         step, epoch, resumable = _facts(_source(next(iter(files.values()))), name)
     else:
         files[METADATA] = memoryview(_metadata(found, files))
-    entries = tuple(hashed(paths[basename], data, progress=progress) for basename, data in files.items())
+    sizes = {path: target.size(path) for path in there}
+    taken = [paths[basename] for basename, data in files.items() if sizes.get(paths[basename], len(data)) != len(data)]
+    entries = tuple(hashed(paths[each], data, progress=progress) for each, data in files.items() if not taken)
+    taken += [each.path for each in entries if each.path in there and not _is_there(target, each, progress)]
+    if taken:
+        return Imported(name, "exists", kind, error=f"a file that no manifest names is there: {taken[0]}")
     content = Content(
         save_id=save_id,
         step=step,
@@ -149,11 +156,14 @@ def _import(
         resumable=resumable and found.layout != "nemo",
     )
     part = Part(name, 0, content, place.dirpath, durable=True, server=place.server)
+    for entry in entries:
+        data = files[entry.basename]
+        files[entry.basename] = Hashed(data, entry) if isinstance(data, Source) else data
     try:
         fate = commit.commit(target, part, files, progress=progress)
     except BaseException:
         if not force:
-            _clear(source, found, target, name, paths)
+            _clear(target, name, set(_new_paths(source, found, target, paths)) - there)
         raise
     if fate == "replaced":
         return Imported(name, "exists", kind, error="a later save has taken its name meanwhile")
@@ -181,14 +191,11 @@ def _made_earlier(
     return Imported(name, "imported", kind, content.step, content.resumable, content.size, earlier=True)
 
 
-def _in_the_way(source: Store, found: Found, target: Store, name: str, paths: Mapping[str, str]) -> str:
-    """What has the name already; "" where nothing has."""
-    if read_manifest(target, name) is not None:
-        return "a checkpoint of this name is there"
-    for path in _new_paths(source, found, target, paths):
-        if exists(target, path):
-            return f"a file that no manifest names is there: {path}"
-    return ""
+def _is_there(target: Store, entry: FileEntry, progress: Callable[[int], None]) -> bool:
+    """Whether a file that is there has the same bytes."""
+    there = Source(target, entry.path, target.size(entry.path))
+    # These are not counted.
+    return hashed(entry.path, there, progress=lambda _: progress(0)) == entry
 
 
 def _new_paths(source: Store, found: Found, target: Store, paths: Mapping[str, str]) -> list[str]:
@@ -197,11 +204,11 @@ def _new_paths(source: Store, found: Found, target: Store, paths: Mapping[str, s
     return [path for path, place in places.items() if place != ids.join_url(target.url, path)]
 
 
-def _clear(source: Store, found: Found, target: Store, name: str, paths: Mapping[str, str]) -> None:
+def _clear(target: Store, name: str, paths: Collection[str]) -> None:
     """Takes back what was sent of a checkpoint that did not become one; nothing had its name before."""
     with contextlib.suppress(TieredCheckpointError):
         if read_manifest(target, name) is None:
-            for path in _new_paths(source, found, target, paths):
+            for path in paths:
                 target.delete(path)
 
 

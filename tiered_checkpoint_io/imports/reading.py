@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tarfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from fsspec.spec import AbstractBufferedFile
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store
 
 #: What NeMo calls the weights in its archive.
@@ -50,6 +53,52 @@ class Source:
     def opened(self) -> Any:
         """The same, as a file."""
         return _File(self)
+
+
+class Hashed:
+    """A source whose chunks are compared with their hashes once more as they are read: the ``Content`` of an upload.
+
+    Who wrote it may still write to it.
+    """
+
+    def __init__(self, source: Source, entry: FileEntry) -> None:
+        """Takes the source, and what it was when it was hashed."""
+        self._source = source
+        self._entry = entry
+        #: The chunk that each thread has read last: the next piece may begin in it.
+        self._last = threading.local()
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]:
+        start, stop, _ = piece.indices(len(self))
+        return self._piece(start, stop)
+
+    @contextlib.contextmanager
+    def _piece(self, start: int, stop: int) -> Iterator[memoryview]:
+        data, size = bytearray(), self._entry.chunk_size
+        while len(data) < stop - start:
+            index, within = divmod(start + len(data), size)
+            data += self._chunk(index)[within : within + stop - start - len(data)]
+        with memoryview(data) as view:
+            yield view
+
+    def _chunk(self, index: int) -> memoryview:
+        known, chunk = getattr(self._last, "chunk", (-1, memoryview(b"")))
+        if known != index:
+            offset, length = self._entry.chunks[index]
+            with self._source[offset : offset + length] as read:
+                chunk = memoryview(bytes(read))
+            if hash_bytes(chunk) != self._entry.hashes[index]:
+                raise CorruptCheckpointError(
+                    "it was written to while it was imported",
+                    operation="import",
+                    key=self._source.key,
+                    hint="import it once nothing writes to it any more",
+                )
+            self._last.chunk = index, chunk
+        return chunk
 
 
 class _File(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types

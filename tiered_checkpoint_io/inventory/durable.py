@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
@@ -13,9 +14,11 @@ from tiered_checkpoint_io.engine.durable.manifests import manifest_cache, read_m
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     FormatVersionError,
     InvalidNameError,
     ManifestError,
+    StoreChangedError,
     StoreNotFoundError,
 )
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -25,6 +28,10 @@ from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.fallbacks import folders_of
 
 _log = logging.getLogger("tiered_checkpoint_io.inventory")
+_F = TypeVar("_F")
+_T = TypeVar("_T")
+#: So often a checkpoint is read that a run removes or overwrites meanwhile.
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +157,45 @@ def latest_manifest(store: Store, operation: str, accepts: Kind | None = None) -
         text, hint = "there is no checkpoint to resume from", "name another one: see `tiered-ckpt ls`"
         raise CheckpointNotFoundError(text, operation=operation, tier="durable", key=store.url, hint=hint)
     return found
+
+
+def read_unchanged(
+    store: Store,
+    look: Callable[[], tuple[Manifest | None, _F]],
+    work: Callable[[_F], _T],
+    *,
+    operation: str,
+    tries: int = _TRIES,
+) -> _T:
+    """Reads a checkpoint; anew, where a run has removed or overwritten it meanwhile: then nothing is damaged.
+
+    Args:
+        store: The durable tier.
+        look: Finds the checkpoint, and what ``work`` takes of it; called before each try. No manifest is of what others
+            wrote, where a change is not seen.
+        work: Reads it; leaves nothing where it raises.
+        operation: For the error.
+        tries: How often, at most.
+
+    Raises:
+        StoreChangedError: It was removed or overwritten each time.
+        Exception: What ``look`` and ``work`` raise.
+    """
+    for left in reversed(range(tries)):
+        manifest, found = look()
+        try:
+            return work(found)
+        except (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError) as error:
+            if manifest is None or read(store, manifest.name).manifest == manifest:
+                raise
+            if not left:
+                raise StoreChangedError(
+                    f"{manifest.name} was removed or overwritten while it was read",
+                    operation=operation,
+                    key=ids.join_url(store.url, manifest.name),
+                    hint="try again, or take one that stays: tiered-ckpt pin keeps one from being removed",
+                ) from error
+    raise AssertionError("unreachable")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.durable.manifests import exists, read_manifest
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import ConfigError, ExportError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.export.files import to_torch_file
-from tiered_checkpoint_io.export.find import Found, copy_file, find
+from tiered_checkpoint_io.export.find import Found, copy_file, read_found
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.export.items import Items, Tensors, loaded
 from tiered_checkpoint_io.export.state import State
@@ -114,24 +114,28 @@ def reshard_checkpoint(
     config = TieredCheckpointConfig.from_any(dirpath=dirpath, **options)
     new_name = ids.validate_new_name(new_name)
     with contextlib.closing(open_store(config)) as store, _scratch_folder(scratch) as folder:
-        found = find(store, name, operation="reshard")
-        _check_free(store, new_name)
-        if found.folder is None and parts is None:
-            raise UsageError(
-                "it is one file already", operation="reshard", key=found.name, hint="give the number of parts"
-            )
-        work = _Work(store, config, found, new_name, folder, progress, begin, weights_only=weights_only)
-        try:
-            return work.as_file() if parts is None else work.as_parts(parts)
-        except OSError as error:
-            if isinstance(error, TieredCheckpointError):
-                raise
-            raise ExportError(
-                f"the scratch folder can't be written: {error.strerror or error}",
-                operation="reshard",
-                key=str(folder),
-                hint="name another one, on a disk with more room, by --scratch",
-            ) from error
+
+        def work(found: Found) -> Resharded:
+            _check_free(store, new_name)
+            if found.folder is None and parts is None:
+                raise UsageError(
+                    "it is one file already", operation="reshard", key=found.name, hint="give the number of parts"
+                )
+            done = _Work(store, config, found, new_name, folder, progress, begin, weights_only=weights_only)
+            try:
+                return done.as_file() if parts is None else done.as_parts(parts)
+            except OSError as error:
+                if isinstance(error, TieredCheckpointError):
+                    raise
+                raise ExportError(
+                    f"the scratch folder can't be written: {error.strerror or error}",
+                    operation="reshard",
+                    key=str(folder),
+                    hint="name another one, on a disk with more room, by --scratch",
+                ) from error
+
+        # Once: what has begun to be sent is not sent again.
+        return read_found(store, name, work, operation="reshard", tries=1)
 
 
 def _check_free(store: Store, name: str) -> None:

@@ -1,0 +1,105 @@
+"""What the drain does where a server refuses some of what it asks for: uploads come first, and what fails waits its turn."""
+
+import threading
+import time
+
+import pytest
+from support.draining import Node, names
+
+from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.drain.begun import Begun
+from tiered_checkpoint_io.engine.drain.worker import Drain
+from tiered_checkpoint_io.errors import StoreAccessError, StoreUnavailableError
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+
+
+@pytest.fixture
+def store(tmp_path):
+    return DirectoryStore(str(tmp_path / "durable"))
+
+
+@pytest.fixture
+def node(memory_dir, store):
+    return Node(memory_dir, store.url)
+
+
+def until(condition, what, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.005)
+
+
+def drain(node, store, **options):
+    return Drain(node.root, open_store=lambda config, dirpath: store, **options)
+
+
+class Undeletable:
+    """A store that refuses deletes while it is told to, and counts them."""
+
+    def __init__(self, store):
+        self._store = store
+        self.refuses, self.asked = True, 0
+
+    def delete_if(self, key, expected):
+        self.asked += 1
+        if self.refuses:
+            raise StoreAccessError("no")
+        self._store.delete_if(key, expected)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def test_a_save_goes_before_a_delete_that_was_refused(node, store):
+    """Where each save adds one, to try them all takes longer, some day, than until the first one's turn comes again."""
+    node.save("0.ckpt", b"A")
+    node.delete("0.ckpt")
+    locked, stop = Undeletable(store), threading.Event()
+    clock = Clock(Timing(redo_permanent_s=0.0))
+    thread = threading.Thread(target=drain(node, locked, stop=stop, stay=True, clock=clock).run)
+    thread.start()
+    try:
+        until(lambda: locked.asked, "it was refused")
+        saved = node.save("1.ckpt", b"B")
+        until(lambda: node.states().get(saved) == "committed", "the save", timeout_s=10)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_what_has_failed_a_thousand_times_is_tried_again():
+    """A right that is missing for a day ended the drain."""
+    begun, clock = Begun(), Clock()
+    for error in (StoreAccessError("no"), StoreUnavailableError("away")):
+        for _ in range(1100):
+            begun.failed(error, clock)
+        assert 0 < begun.due - clock.monotonic() <= 60
+
+
+def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node, store):
+    for number in range(20):
+        node.save(f"{number}.ckpt", b"A")
+        node.delete(f"{number}.ckpt")
+    locked, stop = Undeletable(store), threading.Event()
+    thread = threading.Thread(target=drain(node, locked, stop=stop, stay=True).run)
+    thread.start()
+
+    def save(name):
+        saved = node.save(name, b"B")
+        until(lambda: node.states().get(saved) == "committed", "the save")
+
+    try:
+        until(lambda: locked.asked >= 20, "each was tried once")
+        for number in range(3):
+            asked = locked.asked
+            save(f"new-{number}.ckpt")
+            until(lambda: locked.asked > asked, "one of them is tried again")
+        assert locked.asked <= 20 + 2 * 3
+        locked.refuses = False
+        save("last.ckpt")
+        until(lambda: not node.queue.requests(), "all are done")
+    finally:
+        stop.set()
+        thread.join()
+    assert names(store) == ["last.ckpt", "new-0.ckpt", "new-1.ckpt", "new-2.ckpt"]
