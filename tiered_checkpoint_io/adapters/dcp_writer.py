@@ -29,6 +29,7 @@ from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
+from tiered_checkpoint_io.engine.save.room import vote
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.formats.shard_image import Item
@@ -76,8 +77,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             step: The training step; wins over one that a path tells.
             path: In place of the ``checkpoint_id`` that ``save`` is given.
             save_to_s3: Whether these saves go to the durable tier.
-            s3_every_n_steps: Where ``save_to_s3`` is not given: every so many steps they do;
-                every save by default.
+            s3_every_n_steps: Where ``save_to_s3`` is not given: every so many steps they do; every save by default.
             world_size: How many ranks save together; checked when they do.
             thread_count: How many threads of a rank copy; its share of the node's cores by default.
                 A rank writes one file, however many there are.
@@ -125,7 +125,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 raise ConfigError("_extensions need torch 2.7", hint="upgrade torch, or leave them out")
             self._transforms = filesystem._StorageWriterTransforms(_extensions)
         self._located: ids.Located | None = None
-        self._rank, self._thread = 0, SaveThread()
+        self._rank, self._coordinates, self._thread = 0, True, SaveThread()
         self._by_dcp: ToldToDcp | None = None
         self._issued: SaveFacts | None = None
         self._newest_seen: str | None = None
@@ -196,7 +196,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 hint="ranks of a sharded checkpoint have to agree on it; leave use_collectives as it is",
             )
         rank = kwargs.get("rank")
-        self._rank = current_rank() if rank is None else int(rank)
+        self._rank, self._coordinates = current_rank() if rank is None else int(rank), is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Shows failures of earlier saves, which DCP then tells all ranks.
@@ -214,7 +214,9 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             raise
         show_failures()
         self.session.surface()
-        return plan
+        durable = self.settings.is_durable(self.located.step, self.save_to_s3)
+        voted = vote(self.session, durable=durable and not self._coordinates)
+        return plan if voted is None else dataclasses.replace(plan, storage_data=voted)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Gives each rank's plan the facts of this save; called on the coordinator."""

@@ -43,8 +43,7 @@ class DrainHandle:
     def __init__(
         self, tier: MemoryTier, config: TieredCheckpointConfig, logger: Logger, *, clock: Clock = SYSTEM
     ) -> None:
-        self._tier = tier
-        self._root = tier.root
+        self._tier, self._root = tier, tier.root
         self._config = config
         self._log = logger
         self._clock = clock
@@ -58,10 +57,11 @@ class DrainHandle:
         self._thread: threading.Thread | None = None
         self._drain: Drain | None = None
         self._stop = threading.Event()
+        #: The save that the last :meth:`has_room` gave up.
+        self.given_up = ""
         #: Nothing is waited for beyond this, by the monotonic clock: the process is told to end.
         self.leave_by: float | None = None
-        self._spawned_at = 0.0
-        self._respawn_wait = clock.timing.respawn_s
+        self._spawned_at, self._respawn_wait = 0.0, clock.timing.respawn_s
         self._news = News(self.queue)
         #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
         self._earlier = {each.op_id: each.finished for each in self.queue.outcomes() if each.state == "failed"}
@@ -183,15 +183,14 @@ class DrainHandle:
         """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.
 
         Waits, where so configured, while the drain gets on. One that has moved nothing for ``pending_timeout_s`` is not
-        waited for, and neither is one that fails:
-        its oldest failed save is cancelled in favour of the new one, so that training goes on and
-        the queue stays bounded.
+        waited for, and neither is one that fails: its oldest failed save is cancelled in favour of the new one, and is
+        :attr:`given_up`, so that training goes on and the queue stays bounded.
 
         Args:
             cancel_id: The id of the request to cancel it.
             besides: The save that is to be queued, of which other ranks of this node may have parts in it.
         """
-        max_pending, warned = self._config.max_pending, False
+        max_pending, warned, self.given_up = self._config.max_pending, False, ""
         self._standstill.begin()
         for _ in self._looks(self._config.wait_timeout_s):
             requests = self.queue.requests()
@@ -205,6 +204,7 @@ class DrainHandle:
             if failed and len(cancelled) < max_pending:
                 why = self.progress().last_error
                 self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", why)
+                self.given_up = failed[0]
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
                 return True
             if self._config.on_pending == "skip" or self.leave_by is not None:

@@ -19,9 +19,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit
+from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.room import admit, arrived_votes
 from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
@@ -191,7 +192,7 @@ class CoordinatedSaver:
             lacking=tuple(self._lacking),
         )
         self._incomplete = facts.save_id
-        return admit(session, facts)
+        return admit(session, facts, votes=arrived_votes())
 
     def _is_taken(self, name: str) -> bool:
         try:

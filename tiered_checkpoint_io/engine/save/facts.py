@@ -18,10 +18,9 @@ import torch
 
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
-from tiered_checkpoint_io.engine.save.small import warn_streamed
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Scope
-from tiered_checkpoint_io.errors import MemoryFullError, SaveError
+from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.memory.parts import StoredPart, check_file_name
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -52,7 +51,7 @@ class SaveFacts:
             for all names.
         coordinator: The rank whose drain commits; -1 where ranks need not know.
         resumable: Whether training can resume from it.
-        left_out: Whether it was to go to the durable tier, where too many saves wait: see :func:`admit`.
+        left_out: Whether it was to go to the durable tier, where too many saves wait: see :mod:`engine.save.room`.
         dirpath: The coordinator's durable tier; empty where it names none, or ranks need not know.
         lacking: Earlier saves that memory will never hold completely, the oldest first.
     """
@@ -240,53 +239,6 @@ def uncoordinated(
     save_id = current_run().save_id(session.config.namespace, series, step, lambda: session.save_ids.new_run(seen))
     session.save_ids.follow(save_id)
     return SaveFacts(name, save_id, step, degree, durable, payload="local", series=series, coordinator=0)
-
-
-def admit(session: Session, facts: SaveFacts, held: Collection[StoredPart] = ()) -> SaveFacts:
-    """The same facts, for memory alone where too many saves wait for the durable tier already.
-
-    Waits for room on the way to the durable tier, as the configuration says. The last save of a job that is told to
-    end neither waits for that nor is skipped: none follows it.
-
-    Args:
-        session: Both tiers.
-        facts: What is to be saved.
-        held: Parts in this node's memory; where one is of this save, another rank has decided.
-    """
-    if not facts.durable:
-        return facts
-    if session.is_preempted or _has_room(session, facts, held):
-        session.known.note(facts.name, exists=True)
-        return facts
-    session.counts["skipped"] += 1
-    session.note("skipped", name=facts.name, step=facts.step, error="too many saves wait for the durable tier")
-    session.log.at_step(facts.step).warning("%s stays in memory: too many saves wait for the durable tier", facts.name)
-    return dataclasses.replace(facts, durable=False, left_out=True)
-
-
-def why_left_out(session: Session, facts: SaveFacts) -> str | None:
-    """Why a save that is waited for is an error: it was left out of the durable tier, and is not queued for it.
-
-    None where training is to continue all the same, or where leaving it out is what the configuration asks for.
-    """
-    config = session.config
-    if not facts.left_out or config.on_save_error != "raise" or config.on_pending == "skip" or session.is_preempted:
-        return None
-    return "too many saves wait for it"
-
-
-def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) -> bool:
-    decided = [stored.part.durable for stored in held if stored.save_id == facts.save_id]
-    if decided:
-        return decided[0]
-    drain = session.open().drain
-    try:
-        drain.start()
-        return drain.has_room(session.save_ids.next(), besides=facts.save_id)
-    except MemoryFullError as error:
-        # Memory has no room for the little that the drain needs: the save goes to the durable tier without it.
-        warn_streamed(session, error)
-        return True
 
 
 def versions() -> dict[str, str]:

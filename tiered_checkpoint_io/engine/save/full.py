@@ -11,9 +11,10 @@ from typing import Any
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
-from tiered_checkpoint_io.engine.save.facts import admit, alone, position
+from tiered_checkpoint_io.engine.save.facts import alone, position
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, ChangedError, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.room import admit
 from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session

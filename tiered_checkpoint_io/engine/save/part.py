@@ -15,8 +15,9 @@ from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.drain.standstill import StandstillError
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, why_left_out
+from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
+from tiered_checkpoint_io.engine.save.room import why_left_out
 from tiered_checkpoint_io.engine.save.sameness import Stretches, warn_of_sameness
 from tiered_checkpoint_io.engine.save.small import warn_spilled, warn_streamed
 from tiered_checkpoint_io.engine.save.stream import Stream, Watching, nothing_missing
@@ -315,8 +316,7 @@ class PartSave:
         """Waits until the durable tier has what the drain uploads.
 
         Returns:
-            Whether it has. It has not where nothing moves for ``pending_timeout_s``, or the job is told to end: then it
-            stays in node memory, queued.
+            Whether it has; not where nothing moves for ``pending_timeout_s``, or the job has to end: it stays queued.
 
         Raises:
             SaveError: It does not get there; or nothing moves or it was left out, and ``on_save_error`` is ``raise``.

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, uncoordinated
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, uncoordinated
 from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.room import admit
 from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session

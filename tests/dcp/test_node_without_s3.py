@@ -1,0 +1,42 @@
+"""One node that can't reach the durable tier, while the others can."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tiered_checkpoint_io.engine.drain.queue import Queue
+
+#: No save may wait as long as that.
+BOUND_S = 60
+
+
+@pytest.fixture
+def ended(memory_dir):
+    """The drains, which would go on trying for minutes."""
+    yield
+    for root in Path(memory_dir).glob("*/tiered-*/*"):
+        if pid := Queue(root).progress().pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("ended")
+@pytest.mark.parametrize("without", [1, pytest.param(0, marks=pytest.mark.matrix)], ids=["other node", "coordinator"])
+def test_training_does_not_wait_for_it_and_its_queue_stays_bounded(ranks, s3_url, without):
+    """The coordinator's own drain gets on all the time: it looks for the parts of the other node."""
+    options = {
+        "nodes": "ab",
+        "of_rank": {without: {"endpoint_url": "http://127.0.0.1:9"}},
+        "dirpath": s3_url,
+        "save_to_s3": True,
+        "pending_timeout_s": 3,
+        "wait_timeout_s": BOUND_S,
+    }
+    for answer in ranks(2, *[["save", step, {"wait": False}] for step in range(1, 8)], **options):
+        assert [step.get("message") for step in answer] == [None] * 7
+        assert max(step["seconds"] for step in answer) < BOUND_S / 2
+        queued = {name for name, _, _, durable, _ in answer[-1]["got"] if durable}
+        assert len(queued) <= 2, "max_pending"

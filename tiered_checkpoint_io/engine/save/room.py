@@ -1,0 +1,129 @@
+"""Whether a save is queued for the durable tier: where the queue of each of its nodes has room for one more.
+
+A coordinator sees its own node's queue alone. So each other rank of a coordinated save looks at that of its own node,
+and votes; DCP brings the votes to the coordinator beside the ranks' plans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_checkpoint_io.engine.drain.operations import Request
+from tiered_checkpoint_io.engine.save.facts import SaveFacts
+from tiered_checkpoint_io.engine.save.small import warn_streamed
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.memory.parts import StoredPart
+
+#: Where the votes that this thread has unpickled are kept; as :func:`facts.arrived` tells, plans may be replaced.
+_arrivals = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What a rank says of its node before a save that is to go to the durable tier.
+
+    Attributes:
+        free: Whether its queue has room for one more.
+        given_up: The save that was cancelled there for that; empty for none.
+    """
+
+    free: bool
+    given_up: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self.free, self.given_up)
+
+
+def _arrive(free: bool, given_up: str) -> Vote:
+    vote = Vote(free, given_up)
+    _arrivals.votes = (*arrived_votes(), vote)
+    return vote
+
+
+def arrived_votes() -> tuple[Vote, ...]:
+    """The votes that this thread has received since :func:`vote`: of ranks that have anything to say."""
+    votes: tuple[Vote, ...] = getattr(_arrivals, "votes", ())
+    return votes
+
+
+def vote(session: Session, *, durable: bool) -> Vote | None:
+    """What this rank sends to the coordinator of a save that begins; None for nothing.
+
+    Waits for room in this node's queue, as the configuration says.
+
+    Args:
+        session: Both tiers.
+        durable: Whether the save is to go to the durable tier, and this rank is not the coordinator.
+    """
+    _arrivals.votes = ()
+    if not durable or session.is_preempted:
+        return None
+    free = _is_free(session)
+    given_up = session.open().drain.given_up
+    return Vote(free, given_up) if given_up or not free else None
+
+
+def admit(
+    session: Session, facts: SaveFacts, held: Collection[StoredPart] = (), votes: Collection[Vote] = ()
+) -> SaveFacts:
+    """The same facts, for memory alone where too many saves wait for the durable tier already.
+
+    Waits for room on the way to the durable tier, as the configuration says. The last save of a job that is told to
+    end neither waits for that nor is skipped: none follows it.
+
+    Args:
+        session: Both tiers.
+        facts: What is to be saved.
+        held: Parts in this node's memory; where one is of this save, another rank has decided.
+        votes: What other ranks of the save say: see :func:`vote`.
+    """
+    if not facts.durable:
+        return facts
+    _give_up(session, {each.given_up for each in votes})
+    if session.is_preempted or (all(each.free for each in votes) and _has_room(session, facts, held)):
+        session.known.note(facts.name, exists=True)
+        return facts
+    session.counts["skipped"] += 1
+    session.note("skipped", name=facts.name, step=facts.step, error="too many saves wait for the durable tier")
+    session.log.at_step(facts.step).warning("%s stays in memory: too many saves wait for the durable tier", facts.name)
+    return dataclasses.replace(facts, durable=False, left_out=True)
+
+
+def why_left_out(session: Session, facts: SaveFacts) -> str | None:
+    """Why a save that is waited for is an error: it was left out of the durable tier, and is not queued for it.
+
+    None where training is to continue all the same, or where leaving it out is what the configuration asks for.
+    """
+    config = session.config
+    if not facts.left_out or config.on_save_error != "raise" or config.on_pending == "skip" or session.is_preempted:
+        return None
+    return "too many saves wait for it"
+
+
+def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) -> bool:
+    decided = [stored.part.durable for stored in held if stored.save_id == facts.save_id]
+    return decided[0] if decided else _is_free(session, besides=facts.save_id)
+
+
+def _is_free(session: Session, *, besides: str = "") -> bool:
+    """Whether this node's queue has room for one more save, waited for as the configuration says."""
+    drain = session.open().drain
+    try:
+        drain.start()
+        return drain.has_room(session.save_ids.next(), besides=besides)
+    except MemoryFullError as error:
+        # Memory has no room for the little that the drain needs: the save goes to the durable tier without it.
+        warn_streamed(session, error)
+        return True
+
+
+def _give_up(session: Session, save_ids: Collection[str]) -> None:
+    """Cancels what can't become complete any more, as another node has given up its part."""
+    drain = session.open().drain
+    for each in sorted({*save_ids} & {*drain.pending_saves()}):
+        drain.submit(Request(session.save_ids.next(), "cancel", "cancel", session.dirpath, each))
