@@ -70,7 +70,7 @@ logger.handlers[0].setFormatter(logging.Formatter("%(levelname)s %(message)s"))
 SLOW = """
 import threading
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-DirectoryStore.upload = lambda *_, **__: threading.Event().wait()
+DirectoryStore.upload = DirectoryStore.upload_if = lambda *_, **__: threading.Event().wait()
 """
 OURS = re.compile(r"(?:\[[^]]*\] ){2}\[tiered_checkpoint_io[\w.]*\] \[(\w+)\] \[[^]]*\] \[[^]]*\] (.*)")
 
@@ -205,7 +205,7 @@ def test_after_ctrl_c_it_says_what_there_is_and_what_to_type(job):
 @pytest.mark.matrix
 def test_a_second_ctrl_c_ends_the_wait_for_an_upload(job):
     """Lightning ignores it from the first one on, and a large upload takes minutes."""
-    process = job(SLOW, stops=True, options="drain='thread'")
+    process = job(SLOW, stops=True, options="drain='thread', preflight='off'")
     deadline = began = time.monotonic() + WAIT_S
     for what in ("waiting for Ctrl-C", "waiting for the upload of the checkpoint, 60 s at most; Ctrl-C ends the wait"):
         while what not in job.output.read_text():

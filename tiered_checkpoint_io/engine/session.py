@@ -23,6 +23,7 @@ from tiered_checkpoint_io.engine.durable.garbage import Seen
 from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.leasing.claims import Claims
 from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
+from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
@@ -65,8 +66,7 @@ class Session:
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
         save_ids: Gives out the ids of its operations.
-        known: Which names the durable tier has.
-        garbage: What looks for it found there.
+        known, garbage: Which names the durable tier has, and what looks for garbage there have found.
         background: The end of a save that runs while training goes on.
         turn: Which thread saves.
         last_tensors: What its last saves held.
@@ -173,7 +173,7 @@ class Session:
         finally:
             # Others may save here before this session is opened again, and what it saves then is newer.
             self.save_ids.restart()
-            for each in (self.claims, self.known, self.background):
+            for each in (self.claims, self.known, self.background, current_run()):
                 each.close()
             for store in self._stores.values():
                 self._asked.update(store.metrics.snapshot())

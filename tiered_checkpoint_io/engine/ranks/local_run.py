@@ -207,6 +207,11 @@ class Run:
     def _add(self, key: str, number: int) -> int:
         return self._ask(lambda client: client.add(key, number))
 
+    def close(self) -> None:
+        """Ends the connection to the store, until something is asked again."""
+        if self._client is not None and self._client[0] == os.getpid():
+            self._client[1].close()
+
     def _ask(self, question: Callable[[StoreClient], _T]) -> _T:
         if self._client is None or self._client[0] != os.getpid():
             # A forked child has none of its parent's threads.
@@ -247,5 +252,7 @@ def current_run() -> Run:
     if dist.is_available() and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
     if _current is None or _current.store is not store:
+        if _current is not None:
+            _current.close()
         _current = Run(store)
     return _current
