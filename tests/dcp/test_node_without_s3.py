@@ -1,8 +1,10 @@
 """One node that can't reach the durable tier, while the others can."""
 
 import contextlib
+import http.server
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,48 @@ def test_training_does_not_wait_for_it_and_its_queue_stays_bounded(ranks, s3_url
         assert max(step["seconds"] for step in answer) < BOUND_S / 2
         queued = {name for name, _, _, durable, _ in answer[-1]["got"] if durable}
         assert len(queued) <= 2, "max_pending"
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """S3 that refuses all."""
+
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(403)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def refusing():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("ended")
+def test_what_it_gives_up_the_coordinator_gives_up_as_well(ranks, s3_url, refusing):
+    """It would wait for parts that never come, and hold up later saves for them."""
+    options = {
+        "nodes": "ab",
+        "of_rank": {1: {"endpoint_url": refusing}},
+        "dirpath": s3_url,
+        "save_to_s3": True,
+        "pending_timeout_s": 3,
+        "wait_timeout_s": BOUND_S,
+    }
+    for answer in ranks(2, *[["save", step, {"wait": False}] for step in range(1, 8)], **options):
+        assert [step.get("message") for step in answer] == [None] * 7
+        assert max(step["seconds"] for step in answer) < BOUND_S / 2
+        queued = {name for name, _, _, durable, _ in answer[-1]["got"] if durable}
+        assert "step_7" in queued
+        # Two wait, and as many that were cancelled may not be taken off yet.
+        assert len(queued) <= 5
