@@ -85,5 +85,5 @@ def test_what_it_gives_up_the_coordinator_gives_up_as_well(ranks, s3_url, refusi
         assert max(step["seconds"] for step in answer) < BOUND_S / 2
         queued = {name for name, _, _, durable, _ in answer[-1]["got"] if durable}
         assert "step_7" in queued
-        # Two wait, and as many that were cancelled may not be taken off yet.
-        assert len(queued) <= 5
+        # Two wait, and three that were cancelled may not be taken off yet; and this one.
+        assert len(queued) <= 6

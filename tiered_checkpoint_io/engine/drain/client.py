@@ -196,7 +196,7 @@ class DrainHandle:
             requests = self.queue.requests()
             cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
             waiting = [each for each in self.pending_saves() if each != besides and each not in cancelled]
-            if len(waiting) < max_pending:
+            if len(waiting) < max_pending and len(cancelled) <= max_pending:
                 return True
             lost = {ids.save_id_of_op(op_id) for op_id in self.pending() if self._failure(op_id) is not None}
             failed = [save_id for save_id in waiting if save_id in lost]
