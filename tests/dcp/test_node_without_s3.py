@@ -17,7 +17,7 @@ BOUND_S = 60
 
 @pytest.fixture
 def ended(memory_dir):
-    """The drains, which would go on trying for minutes."""
+    """Ends the drains, which try for minutes."""
     yield
     for root in Path(memory_dir).glob("*/tiered-*/*"):
         if pid := Queue(root).progress().pid:
@@ -25,22 +25,21 @@ def ended(memory_dir):
                 os.kill(pid, signal.SIGKILL)
 
 
+def queued_after_saves(ranks, s3_url, without, endpoint_url):
+    """Of each rank, the durable saves that its node's memory has after seven; one rank is told of another server."""
+    options = {"pending_timeout_s": 3, "wait_timeout_s": BOUND_S, "of_rank": {without: {"endpoint_url": endpoint_url}}}
+    saves = [["save", step, {"wait": False}] for step in range(1, 8)]
+    for answer in ranks(2, *saves, nodes="ab", dirpath=s3_url, save_to_s3=True, **options):
+        assert [step.get("message") for step in answer] == [None] * 7
+        assert max(step["seconds"] for step in answer) < BOUND_S / 2
+        yield {name for name, _, _, durable, _ in answer[-1]["got"] if durable}
+
+
 @pytest.mark.usefixtures("ended")
 @pytest.mark.parametrize("without", [1, pytest.param(0, marks=pytest.mark.matrix)], ids=["other node", "coordinator"])
 def test_training_does_not_wait_for_it_and_its_queue_stays_bounded(ranks, s3_url, without):
     """The coordinator's own drain gets on all the time: it looks for the parts of the other node."""
-    options = {
-        "nodes": "ab",
-        "of_rank": {without: {"endpoint_url": "http://127.0.0.1:9"}},
-        "dirpath": s3_url,
-        "save_to_s3": True,
-        "pending_timeout_s": 3,
-        "wait_timeout_s": BOUND_S,
-    }
-    for answer in ranks(2, *[["save", step, {"wait": False}] for step in range(1, 8)], **options):
-        assert [step.get("message") for step in answer] == [None] * 7
-        assert max(step["seconds"] for step in answer) < BOUND_S / 2
-        queued = {name for name, _, _, durable, _ in answer[-1]["got"] if durable}
+    for queued in queued_after_saves(ranks, s3_url, without, "http://127.0.0.1:9"):
         assert len(queued) <= 2, "max_pending"
 
 
@@ -71,19 +70,8 @@ def refusing():
 
 @pytest.mark.usefixtures("ended")
 def test_what_it_gives_up_the_coordinator_gives_up_as_well(ranks, s3_url, refusing):
-    """It would wait for parts that never come, and hold up later saves for them."""
-    options = {
-        "nodes": "ab",
-        "of_rank": {1: {"endpoint_url": refusing}},
-        "dirpath": s3_url,
-        "save_to_s3": True,
-        "pending_timeout_s": 3,
-        "wait_timeout_s": BOUND_S,
-    }
-    for answer in ranks(2, *[["save", step, {"wait": False}] for step in range(1, 8)], **options):
-        assert [step.get("message") for step in answer] == [None] * 7
-        assert max(step["seconds"] for step in answer) < BOUND_S / 2
-        queued = {name for name, _, _, durable, _ in answer[-1]["got"] if durable}
+    """Parts that do not come would hold up later saves."""
+    for queued in queued_after_saves(ranks, s3_url, 1, refusing):
         assert "step_7" in queued
         # Two wait, and three that were cancelled may not be taken off yet; and this one.
         assert len(queued) <= 6

@@ -1,43 +1,20 @@
 """What the drain does where a server refuses some of what it asks for: uploads come first, and what fails waits its turn."""
 
 import threading
-import time
 
-import pytest
-from support.draining import Node, names
+from support.draining import names
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.begun import Begun
-from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import StoreAccessError, StoreUnavailableError
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
-
-@pytest.fixture
-def store(tmp_path):
-    return DirectoryStore(str(tmp_path / "durable"))
-
-
-@pytest.fixture
-def node(memory_dir, store):
-    return Node(memory_dir, store.url)
-
-
-def until(condition, what, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.005)
-
-
-def drain(node, store, **options):
-    return Drain(node.root, open_store=lambda config, dirpath: store, **options)
+from .test_drain import drain, node, store, until  # noqa: F401 - fixtures
 
 
 class Undeletable:
-    """A store that refuses deletes while it is told to, and counts them."""
+    """A store that refuses deletes while ``refuses`` is set, and counts them."""
 
-    def __init__(self, store):
+    def __init__(self, store):  # noqa: F811
         self._store = store
         self.refuses, self.asked = True, 0
 
@@ -51,7 +28,7 @@ class Undeletable:
         return getattr(self._store, name)
 
 
-def test_a_save_goes_before_a_delete_that_was_refused(node, store):
+def test_a_save_goes_before_a_delete_that_was_refused(node, store):  # noqa: F811
     """Where each save adds one, to try them all takes longer, some day, than until the first one's turn comes again."""
     node.save("0.ckpt", b"A")
     node.delete("0.ckpt")
@@ -77,7 +54,7 @@ def test_what_has_failed_a_thousand_times_is_tried_again():
         assert 0 < begun.due - clock.monotonic() <= 60
 
 
-def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node, store):
+def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node, store):  # noqa: F811
     for number in range(20):
         node.save(f"{number}.ckpt", b"A")
         node.delete(f"{number}.ckpt")

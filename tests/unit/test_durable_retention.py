@@ -15,7 +15,7 @@ from tiered_checkpoint_io import add_metrics as add_metrics_to
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.metrics import add_metrics
 from tiered_checkpoint_io.engine.durable.pins import pin, pins, unpin
-from tiered_checkpoint_io.engine.durable.retention import Survey, apply
+from tiered_checkpoint_io.engine.durable.retention import Survey, removed
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, PinnedError, UsageError
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model import ids
@@ -23,6 +23,11 @@ from tiered_checkpoint_io.model.retention import Best, Latest
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
+
+
+def apply(*arguments, **options):
+    """What is gone once all is removed that no policy keeps."""
+    return [*removed(*arguments, **options)]
 
 
 @pytest.fixture

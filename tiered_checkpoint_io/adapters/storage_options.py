@@ -37,7 +37,7 @@ def _has_not_trained(checkpoint: Mapping[str, Any]) -> bool:
     try:
         return bool(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"] == 0)
     except (KeyError, TypeError):
-        # Of another release, or of somebody's own.
+        # Of another release, or of another form.
         return False
 
 

@@ -58,7 +58,7 @@ class Source:
 class Hashed:
     """A source whose chunks are compared with their hashes once more as they are read: the ``Content`` of an upload.
 
-    Who wrote it may still write to it.
+    Its writer may still be at work.
     """
 
     def __init__(self, source: Source, entry: FileEntry) -> None:

@@ -91,19 +91,6 @@ class Survey:
         return None
 
 
-def apply(
-    store: Store,
-    policies: Sequence[Policy],
-    survey: Survey,
-    *,
-    journal: UploadJournal | None = None,
-    needed: Collection[str] = (),
-    clock: Clock = SYSTEM,
-) -> list[Checkpoint]:
-    """Removes what no policy keeps, and gives what is gone; see :func:`removed`."""
-    return [*removed(store, policies, survey, journal=journal, needed=needed, clock=clock)]
-
-
 def removed(
     store: Store,
     policies: Sequence[Policy],
@@ -115,7 +102,7 @@ def removed(
 ) -> Iterator[Checkpoint]:
     """Removes what no policy keeps, each only while it is as it was judged; may be repeated after a crash.
 
-    One after the other, as they are asked for: who does not ask for the next one leaves the others.
+    One after the other, as they are asked for: a caller that stops leaves the others.
 
     Args:
         store: The durable tier.
