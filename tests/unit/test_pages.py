@@ -76,6 +76,7 @@ def test_all_space_is_taken_and_no_more_and_bytes_that_are_there_stay(descriptor
 
 def test_what_is_taken_is_mapped_by_huge_pages_where_the_kernel_has_them(descriptor, monkeypatch):
     monkeypatch.setattr(pages, "_resting_until", 0.0)
+    monkeypatch.setattr(pages, "_SLOW_S", 60.0)
     if not gives_huge_pages():
         pytest.skip("this kernel gives none")
     assert take_space(descriptor, 0, SIZE) == 16 * MIB
@@ -173,4 +174,15 @@ def test_a_kernel_that_is_slow_or_has_none_is_left_alone_for_a_while(descriptor,
     for end in (SIZE, 2 * SIZE):
         assert take_space(descriptor, 0, end) == 0
     assert asked.count(pages._MADV_COLLAPSE) <= 1
+    assert taken(descriptor) >= 2 * SIZE
+
+
+def test_a_kernel_that_takes_long_for_a_huge_page_is_left_alone_for_a_while(descriptor, monkeypatch):
+    monkeypatch.setattr(pages, "_resting_until", 0.0)
+    if not gives_huge_pages():
+        pytest.skip("this kernel gives none")
+    monkeypatch.setattr(pages, "_resting_until", 0.0)
+    monkeypatch.setattr(pages, "_SLOW_S", 0.0)
+    assert take_space(descriptor, 0, SIZE) == HUGE
+    assert take_space(descriptor, HUGE, 2 * SIZE) == HUGE
     assert taken(descriptor) >= 2 * SIZE

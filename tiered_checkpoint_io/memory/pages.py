@@ -18,9 +18,12 @@ from pathlib import Path
 HUGE = 2 << 20
 #: Less than that is quickly touched.
 _LEAST = 4 * HUGE
-#: What is made huge by one call, how long that may take without the kernel searching for memory, and for how long it is
-#: not asked again where it did, or gave none, seconds.
-_STEP, _SLOW_S, _REST_S = 64 << 20, 0.5, 60.0
+#: What is made huge by one call at most; the first ones are small, to see what it costs.
+_STEP = 64 << 20
+#: Processor time of a huge page beyond which small ones take less: the kernel has to move others out of its way, or a
+#: virtual machine has to get it from its host; and for how long the kernel is not asked again then, or where it gave
+#: none. Seconds.
+_SLOW_S, _REST_S = 0.002, 60.0
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _TMPFS = 0x01021994
 #: Linux's, which Python does not name.
@@ -114,17 +117,18 @@ def _take_huge(descriptor: int, start: int, end: int) -> int:
         mapped = Mapped(descriptor, end - start, start=start, shared=True)
     except OSError:
         return 0
-    done = 0
-    for low in range(start, end, _STEP):
-        high = min(low + _STEP, end)
+    done, low, step = 0, start, HUGE
+    while low < end:
+        high = min(low + step, end)
         # It makes no page of nothing at all.
         taken = (_libc.fallocate(descriptor, 0, at, mmap.PAGESIZE) == 0 for at in range(low, high, HUGE))
-        began = time.monotonic()
+        began = time.thread_time()
         gives = all(taken) and mapped.advise(_MADV_COLLAPSE, low - start, high - low)
         done = high if gives else done
-        if not gives or time.monotonic() - began > _SLOW_S:
+        if not gives or time.thread_time() - began > _SLOW_S * ((high - low) // HUGE):
             _resting_until = time.monotonic() + _REST_S
             break
+        low, step = high, min(2 * step, _STEP)
     return done
 
 

@@ -75,7 +75,6 @@ class Capturer:
         self._tier = tier
         self._pins = pins or HostPins()
         self._preparing: threading.Thread | None = None
-        self._idly = False
         self._stopped = threading.Event()
 
     def acquire(self, size: int, scope: Scope, *, retained: Collection[str] = (), spills: bool = False) -> Slot:
@@ -93,9 +92,7 @@ class Capturer:
         Raises:
             MemoryFullError: No room even so; all that memory need not give up is still there.
         """
-        if self._preparing is not None and not self._idly:
-            # It ends soon, while pages that are not touched now cost this save and later ones more.
-            self._clock.join(self._preparing, self._clock.timing.space_wait_s)
+        # What is prepared by now is taken.
         self._stopped.set()
         return self._acquire(size, scope, retained, spills=spills)
 
@@ -156,10 +153,13 @@ class Capturer:
         if self._tier.is_prepared(size):
             # Retention has freed the slot of an earlier save, as it mostly has.
             return
-        self._idly = idly
         self._stopped = stopped = threading.Event()
+        before = self._preparing
 
         def work() -> None:
+            if before is not None:
+                # It was stopped, and ends after a piece.
+                self._clock.join(before, self._clock.timing.space_wait_s)
             if idly and sys.platform == "linux":
                 # Training has the cores. Only there it is of this thread alone.
                 with contextlib.suppress(OSError):
