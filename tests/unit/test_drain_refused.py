@@ -2,7 +2,7 @@
 
 import threading
 
-from support.draining import names
+from support.draining import names, readable
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.begun import Begun
@@ -80,3 +80,63 @@ def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node,
         stop.set()
         thread.join()
     assert names(store) == ["last.ckpt", "new-0.ckpt", "new-1.ckpt", "new-2.ckpt"]
+
+
+class Unnamed:
+    """A store that fails to write the manifest of ``last.ckpt``, ``left`` times; ``sending`` is called at each upload."""
+
+    def __init__(self, store, error, left, sending=lambda: None):  # noqa: F811
+        self._store, self._error, self._sending = store, error, sending
+        self.left = left
+
+    def put_if(self, key, data, expected):
+        if "last.ckpt" in key and self.left:
+            self.left -= 1
+            raise self._error
+        return self._store.put_if(key, data, expected)
+
+    def upload_if(self, *arguments, **options):
+        self._sending()
+        return self._store.upload_if(*arguments, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def test_an_alias_that_failed_once_is_set_though_the_queue_is_never_empty(node, store):  # noqa: F811
+    """Where the line is slower than the saves, what waited for an empty queue was never done."""
+    seen = []
+
+    def save():
+        if len(seen) < 20:
+            seen.append(readable(store, "last.ckpt"))
+            node.save(f"{len(seen)}.ckpt", b"A")
+            node.alias("last.ckpt", f"{len(seen)}.ckpt")
+
+    save()
+    clock = Clock(Timing(redo_first_s=0.0, redo_max_s=0.0))
+    drain(node, Unnamed(store, StoreUnavailableError("away"), 1, sending=save), clock=clock).run(once=True)
+    assert seen[-1] == b"A"
+    assert not node.queue.requests()
+
+
+def test_an_alias_that_was_refused_once_does_not_wait_behind_deletes_that_are_refused(node, store):  # noqa: F811
+    """``last`` stayed behind for as many saves as there were such deletes: one of all of them was tried at each."""
+    locked, stop = Undeletable(Unnamed(store, StoreAccessError("no"), 1)), threading.Event()
+    for number in range(10):
+        node.save(f"{number}.ckpt", b"A")
+        node.delete(f"{number}.ckpt")
+    node.save("a.ckpt", b"B")
+    node.alias("last.ckpt", "a.ckpt")
+    thread = threading.Thread(target=drain(node, locked, stop=stop, stay=True).run)
+    thread.start()
+    try:
+        until(lambda: not locked.left, "it was refused")
+        saved = node.save("b.ckpt", b"C")
+        alias = node.alias("last.ckpt", "b.ckpt")
+        until(lambda: node.states().get(saved) == "committed", "the save")
+        until(lambda: node.states().get(alias) == "committed", "the alias", timeout_s=10)
+    finally:
+        stop.set()
+        thread.join()
+    assert readable(store, "last.ckpt") == b"C"

@@ -21,7 +21,7 @@ class Begun:
     """An operation that was begun and is not done: it failed, or waits for parts of other nodes.
 
     Attributes:
-        of_save: Whether it sends or commits a save; what only tidies up goes after all that was not begun.
+        tidies: Whether it only removes, which goes after all that was not begun; an alias is not held up with it.
         due: When it is the next one's turn, by the monotonic clock.
         failures: How often it has failed.
         permanent: Whether it will fail again unless something is mended.
@@ -30,7 +30,7 @@ class Begun:
         pause: From its last look for them to the next, seconds.
     """
 
-    of_save: bool = True
+    tidies: bool = False
     due: float = 0.0
     failures: int = 0
     permanent: bool = False
@@ -41,7 +41,7 @@ class Begun:
     @property
     def is_refused(self) -> bool:
         """Whether it is one of those that are tried one at a time, until one of them is not refused any more."""
-        return self.permanent and not self.of_save
+        return self.permanent and self.tidies
 
     def failed(self, error: Exception, clock: Clock, last: float = 0.0) -> None:
         """Plans the next attempt; one that is refused comes after the ``last`` of those that are."""
@@ -72,7 +72,7 @@ class Unfinished(dict[str, Begun]):
         if is_new:
             # What fails for good is tried again when there is something new to do; of what is refused, one: there may
             # be a delete for each save of a long run.
-            again = [begun for begun in self.values() if begun.permanent and begun.of_save]
+            again = [begun for begun in self.values() if begun.permanent and not begun.tidies]
             again += sorted(self._refused, key=lambda begun: begun.due)[:1]
             for begun in again:
                 begun.due = min(begun.due, now)
@@ -81,7 +81,7 @@ class Unfinished(dict[str, Begun]):
     @property
     def later(self) -> set[str]:
         """Those whose turn comes after all that was not begun: nothing that uploads waits for them."""
-        return {op_id for op_id, begun in self.items() if not begun.of_save}
+        return {op_id for op_id, begun in self.items() if begun.tidies}
 
     @property
     def _refused(self) -> list[Begun]:

@@ -18,7 +18,16 @@ from tiered_checkpoint_io.engine.drain.begun import Begun, Unfinished
 from tiered_checkpoint_io.engine.drain.deltas import Deltas
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.drain.left_over import remove_later
-from tiered_checkpoint_io.engine.drain.operations import NAMING, RETENTION, SAVES, Outcome, Request, State, superseded
+from tiered_checkpoint_io.engine.drain.operations import (
+    NAMING,
+    RETENTION,
+    SAVES,
+    TIDYING,
+    Outcome,
+    Request,
+    State,
+    superseded,
+)
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
@@ -220,7 +229,7 @@ class Executor:
             self.log.info("retention removed %s: no policy keeps it", each.name)
             # There may be thousands, where the policies are new.
             if self.stop.is_set() or self._has_save():
-                self.begun.setdefault(operation.op_id, Begun(of_save=False))
+                self.begun.setdefault(operation.op_id, Begun(tidies=True))
                 raise _Stopped
         return ""
 
@@ -312,7 +321,7 @@ class Executor:
             self.log.error("%s", error)
             self._finish(operation, "failed", error)
         else:
-            begun = self.begun.setdefault(operation.op_id, Begun(of_save=operation.action in SAVES))
+            begun = self.begun.setdefault(operation.op_id, Begun(tidies=operation.action in TIDYING))
             begun.failed(error, self.clock, self.begun.last_refused)
             if begun.failures == 1:
                 known = isinstance(error, TieredCheckpointError | OSError)

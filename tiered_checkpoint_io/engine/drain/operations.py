@@ -17,6 +17,8 @@ Action = Literal["save", "part", "alias", "copy", "delete", "retain", "cancel", 
 SAVES: tuple[Action, ...] = ("save", "part")
 #: What gives the content of one name to another: the same object, or one of its own.
 NAMING: tuple[Action, ...] = ("alias", "copy")
+#: What only removes.
+TIDYING: tuple[Action, ...] = ("delete", "retain")
 #: Begins the name of a request to apply retention; the rest of it is the owner of the launch that asks.
 RETENTION = "retention/"
 State = Literal["committed", "failed", "skipped"]
