@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, InvalidNameError, RestoreError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -162,6 +162,20 @@ def test_a_step_that_is_absent_is_an_error_also_for_partial_loads(saved):
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     with pytest.raises(CheckpointNotFoundError, match="of step 9"):
         ours.load(blank(), step=9, planner=planner, **saved)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_the_latest_is_taken_by_its_sentinel_and_another_one_is_told_what_there_is(config, kind):
+    for step in (1, 2):
+        ours.async_save(state(step), checkpoint_id=f"step_{step}", kind=kind, **config).result()
+    loaded = blank()
+    ours.load(loaded, checkpoint_id="tiered:latest", kind=kind, **config)
+    assert is_step(loaded, 2)
+    for wrong in ("tiered://latest", "tiered:last"):
+        with pytest.raises(
+            InvalidNameError, match=f"'{wrong}' stands for no checkpoint .*allowed: tiered:latest, a na"
+        ):
+            ours.load(blank(), checkpoint_id=wrong, kind=kind, **config)
 
 
 def test_a_partial_load_reads_what_there_is(saved):

@@ -167,10 +167,13 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
             load(f"{io.config.dirpath}/../../x.ckpt")
     with pytest.raises(CheckpointNotFoundError, match="a.ckpt.*tiered-ckpt ls"):
         io.load_checkpoint("a.ckpt")
-    with pytest.raises(
-        CheckpointNotFoundError, match=r"'tiered:best'.*allowed: tiered:latest, tiered:last, tiered://b"
-    ):
+    choices = "allowed: tiered:latest, tiered:last, tiered://best.*, a name, a path or a URL"
+    with pytest.raises(CheckpointNotFoundError, match=f"'tiered:best'.*{choices}"):
         io.load_checkpoint("tiered:best")
+    with pytest.raises(InvalidNameError, match=f"^'tiered://latest' stands for no checkpoint — {choices}$"):
+        io.load_checkpoint("tiered://latest")
+    with pytest.raises(InvalidNameError, match="'tiered://latest' is not the name of a checkpoint — give a name, or"):
+        io.save_checkpoint(state(2), "tiered://latest")
     assert io.load_checkpoint("tiered:latest")["global_step"] == 1
     assert not list(tmp_path.rglob("x.ckpt"))
 

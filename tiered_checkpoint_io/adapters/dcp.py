@@ -248,7 +248,7 @@ def load(
 
     Args:
         state_dict: The state to load into. Where an error is raised, it may hold anything.
-        checkpoint_id: Its name, path or URL; the newest that is whole, where no step is given.
+        checkpoint_id: Its name, path or URL; by default, and as ``tiered:latest``, the newest that is whole.
         storage_reader: The reader; by default one made from ``options``.
         planner: As DCP takes it; for ``sharded`` alone.
         process_group: As :func:`save` takes it.

@@ -28,7 +28,7 @@ from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange, share_reads
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import InvalidNameError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
@@ -109,11 +109,15 @@ class TieredStorageReader(OverTiers, StorageReader):
         path = checkpoint_id if checkpoint_id is not None else self._path
         self._began = SYSTEM.monotonic()
         self.settings = self._base
-        if path is None or not os.fspath(path):
+        text = os.fspath(path) if path is not None else ""
+        if text in ("", ids.LATEST):
             if self.step is not None:
                 ids.locate(self._base.config.dirpath, None, self.step)
             self.selector = Selector("latest", step=self.step)
             return
+        if text.startswith(f"{ids.SENTINELS}:"):
+            hint = f"allowed: {ids.LATEST}, a name, a path or a URL"
+            raise InvalidNameError(f"{text!r} stands for no checkpoint", operation="load", hint=hint)
         located = ids.locate(self._base.config.dirpath, path, self.step)
         self.settings = self._base.at(located.dirpath)
         self.selector = Selector("name", located.name)

@@ -347,6 +347,8 @@ class Checkpointer:
             # Without a monitor the newest is the best, as upstream has it.
             kind: Literal["best", "latest"] = "best" if monitor else "latest"
             return self.dirpath, Selector(kind, monitor=monitor, mode=mode)
+        if ids.url_scheme(text) == ids.SENTINELS:
+            raise InvalidNameError(f"{text!r} stands for no checkpoint", hint=f"allowed: {ids.LOADABLE}")
         try:
             return self.dirpath, Selector("name", ids.name_in(self.dirpath, text))
         except InvalidNameError:

@@ -386,7 +386,7 @@ class Search:
         self._versions.say_weights(self._tiers, selector, self._memory.values())
         hint = "see `tiered-ckpt ls` for those that exist"
         if by_name and selector.name.startswith(f"{ids.SENTINELS}:"):
-            hint = f"allowed: {ids.LATEST}, {ids.LAST}, {ids.best_url('val_loss', 'min')}, a name, a path or a URL"
+            hint = f"allowed: {ids.LOADABLE}"
         if self._accepts == "local":
             hint += "; local ones that several nodes hold in memory alone are loaded by name"
         return CheckpointNotFoundError(

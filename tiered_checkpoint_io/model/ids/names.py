@@ -85,6 +85,10 @@ def name_in(dirpath: str, path: StrPath) -> str:
     """
     text = at_home(text_of(path).rstrip("/"))
     root = dirpath.rstrip("/")
+    if url_scheme(text) == SENTINELS:
+        raise InvalidNameError(
+            f"{text!r} is not the name of a checkpoint", hint="give a name, or a path or URL below dirpath"
+        )
     if url_scheme(text) is None and not os.path.isabs(text):
         return validate_name(text)
     full = text if url_scheme(text) not in (None, "file", "local") else normalize_dirpath(text)
@@ -92,7 +96,7 @@ def name_in(dirpath: str, path: StrPath) -> str:
     if ".." in text.split("/") or not full.startswith(root + "/"):
         raise InvalidNameError(
             f"checkpoint path {text!r} is not below dirpath {dirpath!r}",
-            hint="save below dirpath, or configure another dirpath",
+            hint="give a path below dirpath, or configure another dirpath",
         )
     return validate_name(full[len(root) + 1 :])
 

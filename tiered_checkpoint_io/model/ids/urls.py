@@ -20,6 +20,8 @@ LAST = "tiered:last"
 LAST_URL = "tiered://last"
 #: The checkpoint whose monitored value is the best: ``tiered://best?mode=min&monitor=val_loss``.
 _BEST_URL = "tiered://best"
+#: What a load takes, for its errors.
+LOADABLE = f"{LATEST}, {LAST}, {_BEST_URL}?mode=min&monitor=val_loss, a name, a path or a URL"
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DOTALL)
 #: ``Path("s3://bucket/key")`` has lost a slash when it becomes text again.
