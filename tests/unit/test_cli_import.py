@@ -220,6 +220,28 @@ def test_sharded_checkpoints_of_torch_and_of_the_sagemaker_library(tmp_path, mem
     assert torch.equal(loaded["weights"], state["weights"])
 
 
+def test_what_is_there_is_replaced_as_it_is_advised(tmp_path, memory_dir, s3_url):
+    """A sharded one has files of the same names, which its bytes tell: only another name is left for it."""
+    torch.save({"global_step": 1, "optimizer_states": []}, tmp_path / "step=1.ckpt")
+    torch_dcp.save({"weights": torch.zeros(9)}, checkpoint_id=tmp_path / "step_1")
+    run, advice = s3_url, {"step=1.ckpt": ["--force"], "step_1": ["--name", "another"]}
+    for name, given in advice.items():
+        assert imported(tmp_path / name, run)[0] == 0
+        if name == "step_1":
+            torch_dcp.save({"weights": torch.ones(9)}, checkpoint_id=tmp_path / name)
+        os.utime(tmp_path / name, (1, 1))
+        for forced in ([], ["--force"] if name == "step_1" else []):
+            done = command("import", tmp_path / name, run, *forced)
+            assert done.exit_code == 1 and done.stdout.startswith("exists"), done.output
+            assert given[0] in done.stdout and ("--force" in done.stdout) == (given == ["--force"]), done.stdout
+        assert command("import", tmp_path / name, run, *given).exit_code == 0
+    assert command("verify", run, "--tier", "durable").exit_code == 0
+    for name, value in {"step_1": 0.0, "another": 1.0}.items():
+        loaded = {"weights": torch.full((9,), 5.0)}
+        dcp.load(loaded, checkpoint_id=name, dirpath=run, memory_dir=memory_dir)
+        assert torch.equal(loaded["weights"], torch.full((9,), value))
+
+
 @pytest.mark.parametrize("now", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["kept", "written now"])
 def test_what_three_ranks_saved_by_the_sagemaker_library_itself(now, tmp_path, memory_dir):
     source = Path(__file__).parents[1] / "data" / "sagemaker"

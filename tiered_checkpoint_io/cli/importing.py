@@ -84,7 +84,13 @@ def import_(
     good = all(row.state == "imported" for row in rows)
     if json:
         documents = [
-            {**asdict(row), "step": row.step if row.step >= 0 else None, "error": row.error or None} for row in rows
+            {
+                **asdict(row),
+                "step": row.step if row.step >= 0 else None,
+                "error": row.error or None,
+                "hint": row.hint or None,
+            }
+            for row in rows
         ]
         write_json("import", {"source": source, "dirpath": target, "imported": good, "checkpoints": documents})
     raise typer.Exit(1 if not good else READER_GONE if reader_gone else 0)
@@ -141,7 +147,7 @@ def _renamed(found: Found, name: str) -> Found:
 def _line(row: Imported) -> str:
     """A row for people."""
     if row.state != "imported":
-        hint = "; give --force to replace it" if row.state == "exists" else ""
+        hint = f"; {row.hint}" if row.hint else ""
         return printable(f"{'FAILED' if row.state == 'failed' else 'exists':<10}{row.name}: {row.error}{hint}")
     step = f"step {row.step}, " if row.step >= 0 else ""
     note = "" if row.resumable else "; not resumable: load it by name"

@@ -13,8 +13,8 @@ import torch
 from tiered_checkpoint_io.adapters.storage_options import OPTIMIZERS, is_resumable
 from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.durable import commit
-from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import exists, newest_save_id, read_manifest
+from tiered_checkpoint_io.engine.durable.files import files_of, paths_in
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, exists, newest_save_id, read_manifest
 from tiered_checkpoint_io.engine.save.facts import position, versions
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
@@ -22,11 +22,14 @@ from tiered_checkpoint_io.formats.unpickling import outline
 from tiered_checkpoint_io.imports.layouts import Found, shard_name
 from tiered_checkpoint_io.imports.reading import Hashed, Source, weights_in
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores.base import Content as Bytes
 from tiered_checkpoint_io.stores.base import Store
 
+#: What can be done where a name is taken.
+_BY_FORCE = "give --force to replace it"
+_BY_NAME = "its files can't be replaced, as this one's have the same names; import it alone, with another --name"
 #: Where a training state of others tells how far it is.
 _STEPS = ("global_step", "step", "epoch")
 
@@ -44,6 +47,7 @@ class Imported:
         size_bytes: Bytes of its files.
         error: Why it was not imported.
         earlier: Whether an earlier import made it: it was left as it is.
+        hint: What can be done where it was not imported.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Imported:
     size_bytes: int = 0
     error: str = ""
     earlier: bool = False
+    hint: str = ""
 
 
 def import_checkpoints(
@@ -98,7 +103,9 @@ def import_checkpoints(
             imported = Imported(each.name, "failed", kind, error=str(error))
         # Behind one that is made now, it would not be in order.
         if imported.earlier and not all(before.earlier for before in made):
-            imported = Imported(each.name, "exists", kind, error="an earlier import made it, before those above")
+            hint = _BY_FORCE if kind == "full" else _BY_NAME
+            text = "an earlier import made it, before those above"
+            imported = Imported(each.name, "exists", kind, error=text, hint=hint)
         done(imported)
         made.append(imported)
     return made
@@ -120,8 +127,12 @@ def _import(
     paths = {basename: name if is_full else f"{name}/{basename}" for basename in found.files}
     if not force and (made := _made_earlier(source, found, target, name, kind)) is not None:
         return made
-    if not force and read_manifest(target, name) is not None:
-        return Imported(name, "exists", kind, error="a checkpoint of this name is there")
+    old = read_manifest(target, name)
+    # The bytes of a sharded one tell the names of its files, which are those of another one's.
+    is_held = not is_full and old is not None and not _own_names(target, old).isdisjoint(paths.values())
+    if old is not None and (is_held or not force):
+        hint = _BY_NAME if is_held else _BY_FORCE
+        return Imported(name, "exists", kind, error="a checkpoint of this name is there", hint=hint)
     # Of an import that was killed, or others'.
     there = {path for path in _new_paths(source, found, target, paths) if not force and exists(target, path)}
     files: dict[str, Bytes] = {}
@@ -140,7 +151,8 @@ def _import(
     entries = tuple(hashed(paths[each], data, progress=progress) for each, data in files.items() if not taken)
     taken += [each.path for each in entries if each.path in there and not _is_there(target, each, progress)]
     if taken:
-        return Imported(name, "exists", kind, error=f"a file that no manifest names is there: {taken[0]}")
+        text = f"a file that no manifest names is there: {taken[0]}"
+        return Imported(name, "exists", kind, error=text, hint=_BY_FORCE)
     content = Content(
         save_id=save_id,
         step=step,
@@ -189,6 +201,12 @@ def _made_earlier(
         if sizes.get(basename) != size and not (found.layout == "sagemaker" and basename == METADATA):
             return None
     return Imported(name, "imported", kind, content.step, content.resumable, content.size, earlier=True)
+
+
+def _own_names(target: Store, manifest: Manifest) -> set[str]:
+    """The files of a checkpoint that a save of the same name must not write to: all but the one that changes over."""
+    contents = contents_of([manifest])
+    return (paths_in(target, contents) or set()) - {each.switch_path(manifest.name) for each in contents}
 
 
 def _is_there(target: Store, entry: FileEntry, progress: Callable[[int], None]) -> bool:
