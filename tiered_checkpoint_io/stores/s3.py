@@ -8,9 +8,9 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
-from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.base import Content, ObjectInfo, UploadJournal
+from tiered_checkpoint_io.stores.refusals import delete_each
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_bodies import content_of, fill
 from tiered_checkpoint_io.stores.s3_client import S3Client
@@ -132,12 +132,13 @@ class S3Store:
         """Removes many objects, a thousand a request; one by one where that is refused.
 
         Raises:
-            StoreError: Some could not be removed. Repeat the call to finish.
+            StoreError: Some could not be removed, and all others are. Repeat the call to finish.
         """
+        left: list[str] = []
         for start in range(0, len(keys), _DELETES):
             batch = keys[start : start + _DELETES]
-            if len(batch) == 1 or not self._client.delete_many(batch):
-                in_parallel(self.delete, batch)
+            left += self._client.delete_many(batch) if len(batch) > 1 else batch
+        delete_each(self.delete, left)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         if not len(buffer):

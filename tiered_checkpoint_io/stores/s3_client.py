@@ -21,6 +21,7 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import Metrics, changed, validate_key
+from tiered_checkpoint_io.stores.refusals import Refusals
 from tiered_checkpoint_io.stores.retry import Progress, Retry
 from tiered_checkpoint_io.stores.s3_connection import Connection
 from tiered_checkpoint_io.stores.s3_errors import (
@@ -223,29 +224,35 @@ class S3Client:
         except StoreNotFoundError:
             return None
 
-    def delete_many(self, keys: Sequence[str]) -> bool:
-        """Removes up to a thousand objects by one request; whether they are gone, which may be asked for again.
+    def delete_many(self, keys: Sequence[str]) -> list[str]:
+        """Removes up to a thousand objects by one request; gives those that are to be asked for one by one.
 
-        Where something of it is refused, by the server or for want of rights, no such request is sent again.
+        Where all of it is refused, by the server or for want of rights, no such request is sent again.
 
         Raises:
             StoreUnavailableError: It did not answer, or could not remove some.
         """
+        if not self._has_batches:
+            return list(keys)
+        left: list[str] = []
         delete = {"Objects": [{"Key": self.prefix + validate_key(key)} for key in keys], "Quiet": True}
 
         def check(answer: Mapping[str, Any]) -> None:
+            left.clear()
             for failed in answer.get("Errors", ()):
                 code, key = str(failed.get("Code")), str(failed.get("Key", "")).removeprefix(self.prefix)
-                raise refusal("delete", code=code, status=0, url=self.url, key=key)
-
-        if self._has_batches:
-            try:
-                self.ask("delete_objects", None, {"Delete": delete}, receive=check)
-            except StoreError as error:
+                error = refusal("delete", code=code, status=0, url=self.url, key=key)
                 if error.retryable:
-                    raise
-                self._has_batches = False
-        return self._has_batches
+                    raise error
+                left.append(key)
+
+        refused = Refusals()
+        with refused.kept():
+            self.ask("delete_objects", None, {"Delete": delete}, receive=check)
+        if refused or not set(left) < set(keys):
+            self._has_batches = False
+            return list(keys)
+        return left
 
     def once(
         self,

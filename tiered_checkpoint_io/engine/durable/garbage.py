@@ -17,6 +17,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Manifest, Part
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.fallbacks import folders_of
+from tiered_checkpoint_io.stores.refusals import Refusals
 
 
 @dataclass(slots=True)
@@ -24,7 +25,8 @@ class Seen:
     """What earlier looks at a durable tier found, so that a later one asks for what is new.
 
     Attributes:
-        settled: Saves that some manifest names, and those of which nothing is left.
+        settled: Saves that some manifest names, those of which nothing is left, and those that the server refuses to
+            remove: it is asked once for each.
         old_prefix: Whether there may be parts that an earlier release described.
     """
 
@@ -69,9 +71,19 @@ def collect(
 
     Raises:
         ManifestError: A manifest is damaged, so that it is not known which save it names. Nothing was removed.
-        StoreError: The tier could not be asked.
+        StoreError: The tier could not be asked, or refuses to remove some; all others are gone.
     """
-    seen = seen or Seen()
+    gone, refused = _collect(store, committed, patience_s, busy, seen or Seen(), clock)
+    refused.raise_first()
+    return gone
+
+
+def _collect(
+    store: Store, committed: Part, patience_s: float, busy: Collection[str], seen: Seen, clock: Clock
+) -> tuple[list[tuple[str, str]], Refusals]:
+    """What :func:`collect` gives, and what the server refuses."""
+    gone: list[tuple[str, str]] = []
+    refused = Refusals()
     if seen.old_prefix:
         seen.old_prefix = _move_old(store, committed, patience_s)
     # First these, then the manifests: a save that is committed in between is among those that they name.
@@ -81,10 +93,9 @@ def collect(
     found = [save_id for save_id in saves if save_id < committed.save_id and save_id not in seen.settled]
     if not found:
         seen.settled.add(committed.save_id)
-        return []
+        return gone, refused
     manifests = seen.manifests(store, clock)
     seen.settled |= {content.save_id for content in contents_of(manifests)}
-    gone = []
     left = [save_id for save_id in found if save_id not in seen.settled]
     before = _time_of(store, committed) - patience_s if left else 0.0
     for save_id in left:
@@ -106,11 +117,14 @@ def collect(
                 continue
             live = paths_in(store, named)
             if live is not None:
-                if name and switch not in live:
-                    remove_unnamed(mine, name, switch)
-                remove_save(store, name, save_id, live, {switch: None})
-                gone.append((save_id, name))
-    return gone
+                with refused.kept():
+                    if name and switch not in live:
+                        remove_unnamed(mine, name, switch)
+                    remove_save(store, name, save_id, live, {switch: None})
+                    gone.append((save_id, name))
+                # Where it was refused, it would be after each further save.
+                seen.settled.add(save_id)
+    return gone, refused
 
 
 def clear_up(
@@ -125,10 +139,12 @@ def clear_up(
 ) -> None:
     """:func:`collect` after a commit, which an error of it does not undo; logs what was removed."""
     try:
-        gone = collect(store, committed, patience_s=patience_s, busy=busy, seen=seen, clock=clock)
+        gone, refused = _collect(store, committed, patience_s, busy, seen, clock)
     except TieredCheckpointError as error:
         log.warning("could not remove what is left of incomplete saves: %s", error)
         return
+    if refused:
+        log.warning("could not remove all that is left of incomplete saves: %s", refused[0])
     for save_id, name in gone:
         log.warning("save %s of %s never became complete: removed its objects", save_id, name)
 

@@ -20,6 +20,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump, load, located, value_of
 from tiered_checkpoint_io.model.manifest import Manifest, Metric
 from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.refusals import Refusals, delete_each
 
 _MAX_NAME = 200
 
@@ -79,9 +80,10 @@ def rated(store: Store, manifests: Iterable[Manifest], monitor: str) -> list[Man
 
 
 def forget(store: Store, save_ids: Iterable[str]) -> None:
-    """Removes the values of saves that are gone."""
+    """Removes the values of saves that are gone, as far as the server does that: nobody goes by them any more."""
     keys = [entry.key for save_id in save_ids for entry in store.list(f"{ids.METRICS_PREFIX}{save_id}/")]
-    in_parallel(store.delete, keys)
+    with Refusals().kept():
+        delete_each(store.delete, keys)
 
 
 def metric_cache() -> DocumentCache[Added]:

@@ -17,6 +17,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Manifest, Part
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 from tiered_checkpoint_io.stores.fallbacks import conditional
+from tiered_checkpoint_io.stores.refusals import Refusals, delete_each
 
 #: The section of an operation's journal that says what is to go.
 REMOVAL = "removal"
@@ -153,32 +154,42 @@ class Removal:
             own = contents_of([manifest]) if manifest is not None and manifest.alias_of is None else []
             live = paths_in(store, own)
             if live is not None:
-                remove_files(store, set(self.objects).difference(live), self.tags)
+                refused = Refusals()
+                with refused.kept():
+                    remove_files(store, set(self.objects).difference(live), self.tags)
                 for save_id in self.saves:
                     if all(content.save_id != save_id for content in own):
-                        remove_save(store, self.owner, save_id, live, self.tags)
+                        with refused.kept():
+                            remove_save(store, self.owner, save_id, live, self.tags)
+                refused.raise_first()
 
 
 def delete_all(store: Store, keys: Iterable[str]) -> None:
     """Removes objects, some of which may not be there: by few requests where the store has them, else by one each.
 
     Raises:
-        StoreError: Some are still there. Repeat the call to finish.
+        StoreError: Some are still there: where they are refused, all others are gone. Repeat the call to finish.
     """
     todo, batched = sorted(keys), getattr(store, "delete_all", None)
     if batched is not None:
         batched(todo)
     else:
-        in_parallel(store.delete, todo)
+        delete_each(store.delete, todo)
 
 
 def remove_files(store: Store, paths: Collection[str], tags: Mapping[str, str | None]) -> None:
-    """Removes files; of those that have a tag, what had it, as others may have written there since."""
-    delete_all(store, (path for path in paths if path not in tags))
+    """Removes files; of those that have a tag, what had it, as others may have written there since.
+
+    Raises as :func:`delete_all`.
+    """
+    refused = Refusals()
+    with refused.kept():
+        delete_all(store, (path for path in paths if path not in tags))
     for path in sorted(tags.keys() & paths):
         if (tag := tags[path]) is not None:
-            with contextlib.suppress(StoreChangedError):
+            with refused.kept(), contextlib.suppress(StoreChangedError):
                 conditional(store).delete_if(path, tag)
+    refused.raise_first()
 
 
 def remove_unnamed(manifests: Manifests, name: str, path: str) -> None:

@@ -1,0 +1,48 @@
+"""What a store refuses, of several things that are to be done: one locked object must not keep all the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+from tiered_checkpoint_io.errors import StoreConfigError, StoreError
+from tiered_checkpoint_io.formats.parallel import in_parallel
+
+
+class Refusals(list[StoreError]):
+    """What the server said where it refused something for good, such as a delete for an Object Lock."""
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block that ends where something in it is refused, so that its caller goes on with what is behind it.
+
+        Raises:
+            StoreError: The store does not answer, or is not there: then nothing else will be done either.
+        """
+        try:
+            yield
+        except StoreError as error:
+            if error.retryable or isinstance(error, StoreConfigError):
+                raise
+            self.append(error)
+
+    def raise_first(self) -> None:
+        """Raises the first, where there is one."""
+        if self:
+            raise self[0]
+
+
+def delete_each(delete: Callable[[str], None], keys: Iterable[str]) -> None:
+    """Deletes objects by one request each, a few at a time: all that may be deleted.
+
+    Raises:
+        StoreError: Some are still there. Repeat the call to finish.
+    """
+    refused = Refusals()
+
+    def attempt(key: str) -> None:
+        with refused.kept():
+            delete(key)
+
+    in_parallel(attempt, keys)
+    refused.raise_first()
