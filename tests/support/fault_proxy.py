@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import unescape
 
 
 def refuse(status, code, **fields):
@@ -48,6 +49,37 @@ def object_lock(exchange):
         return
     status, headers, body = exchange.forward()
     exchange.answer(status, body, headers)
+
+
+def locked(client, bucket, *ends):
+    """A plan: the server refuses to delete objects whose keys end so, as by a policy; ``plan.asked`` counts how often."""
+    asked = Counter()
+
+    def plan(operation, *_):
+        return {"delete": one, "post": many}.get(operation)
+
+    def held(key):
+        asked.update(end for end in ends if key.endswith(end))
+        return key.endswith(ends)
+
+    def one(exchange):
+        if held(unquote(urlsplit(exchange.path).path)):
+            refuse(403, "AccessDenied")(exchange)
+        else:
+            status, headers, body = exchange.forward()
+            exchange.answer(status, body, headers)
+
+    def many(exchange):
+        errors = ""
+        for key in re.findall("<Key>(.*?)</Key>", exchange.body.decode()):
+            if held(unescape(key)):
+                errors += f"<Error><Key>{key}</Key><Code>AccessDenied</Code></Error>"
+            else:
+                client.delete_object(Bucket=bucket, Key=unescape(key))
+        exchange.answer(200, f"<DeleteResult>{errors}</DeleteResult>".encode())
+
+    plan.asked = asked
+    return plan
 
 
 def short_pages(count, *, stuck=False, token=None):

@@ -11,14 +11,17 @@ import pytest
 from support.committing import alias, save
 from support.draining import names
 from support.draining import objects as files
+from support.fault_proxy import FaultProxy, locked
 from support.sharded import named
 from support.sharded import objects as all_objects
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
-from tiered_checkpoint_io.cli import app, prune
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.durable import pruning
 from tiered_checkpoint_io.engine.durable.retention import Survey
 from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -91,18 +94,50 @@ def test_while_a_run_is_there_nothing_is_removed(s3, memory_dir):
     assert names(s3) == ["c7"]
 
 
-def test_ctrl_c_stops_between_two_checkpoints(s3, monkeypatch):
-    removed = prune.remove
+def test_several_are_removed_at_once_and_ctrl_c_stops_between_two(s3, monkeypatch):
+    removed, together = pruning.remove, threading.Barrier(2, timeout=20)
 
     def remove(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGINT)
+        if together.wait() == 0:
+            os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
         return removed(*arguments, **options)
 
-    monkeypatch.setattr(prune, "remove", remove)
+    monkeypatch.setattr(pruning, "in_parallel", lambda work, items: in_parallel(work, items, 2))
+    monkeypatch.setattr(pruning, "remove", remove)
     done = command("prune", s3.url, "--keep-latest", "1", "--yes")
-    assert (done.exit_code, done.stderr) == (130, "interrupted: removed 1 of 5; the others are unchanged\n")
-    assert names(s3) == files(s3) == ["c2", "c3", "c4", "c5", "c6"]
+    assert (done.exit_code, done.stderr) == (130, "interrupted: removed 2 of 5; the others are unchanged\n")
+    assert names(s3) == files(s3) == ["c3", "c4", "c5", "c6"]
+
+
+def test_what_the_server_refuses_stays_and_keeps_nothing_else(s3, s3_server, monkeypatch):
+    bucket, _ = ids.parse_s3_url(s3.url)
+    prune = ("prune", s3.url, "--keep-latest", "1")
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint_url)
+        proxy.plan = locked(s3_server.client, bucket, "/manifests/c1.json", "/run/c2")
+        done = command(*prune, "--yes")
+        assert (done.exit_code, names(s3), files(s3)) == (1, ["c1", "c6"], ["c1", "c2", "c6"])
+        rows, lines = told(done)
+        assert rows["c1"] == ("stays", "the server, which refuses to delete it") and rows["c2"] == ("removed", "")
+        assert lines[0].startswith("removed 4, ")
+        first, second = done.stderr.splitlines()
+        assert first.startswith(
+            "c1 stays, as the server refuses to delete it (a lock or a policy may hold it): S3 delete "
+        )
+        assert second.startswith(
+            "files of 1 removed checkpoint are left; the next prune --yes tries again: S3 delete failed"
+        )
+        rows, lines = told(command(*prune))
+        assert "1 removal of an earlier prune is not finished; --yes goes on with it" in lines
+        document = json.loads(command(*prune, "--yes", "--json").stdout)
+        (refused,) = document["refused"]
+        assert (refused["name"], refused["removed"], document["removed"]) == ("c1", False, [])
+        assert "AccessDenied" in refused["error"] and "/run/c2" in document["refused_again"][0]
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_server.endpoint_url)
+    assert json.loads(command(*prune, "--yes", "--json").stdout)["removed"] == ["c1"]
+    assert names(s3) == files(s3) == ["c6"]
+    assert all_objects(s3) == named(s3), "and nothing is noted any more"
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])
@@ -114,8 +149,13 @@ def test_what_a_prune_was_cut_off_amid_goes_with_the_next(kind, tmp_path):
             save(store, f"c{number}", number, kind=kind)
         going = [each for each in Survey().look(store, metrics=False) if each.name == "c1"]
         try:
-            prune._remove(FaultyStore(store, fail_at=fail_at), going, threading.Event())
+            pruning.remove_all(FaultyStore(store, fail_at=fail_at), going, threading.Event())
         except Injected:
+            for key in pruning.unfinished(store):
+                if fail_at % 2:
+                    # Where earlier releases note it.
+                    store.put(".tiered/prune.json", store.get(key))
+                    store.delete(key)
             done = command("prune", store.url, "--keep-latest", "1", "--yes")
             assert done.exit_code == 0, done.exception
             assert names(store) == ["c2"]

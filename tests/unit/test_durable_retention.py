@@ -1,13 +1,17 @@
 """Retention, pins and added metrics on the durable tier: as stories on S3, and stopped or met by others at any request."""
 
 import contextlib
+import io
 import itertools
 import json
+from collections import Counter
 
 import pytest
+import torch
 from support.committing import RUN, alias, copy, delete, save
 from support.draining import Node, names
 from support.draining import objects as files
+from support.fault_proxy import FaultProxy, locked
 from support.sharded import FlatStore, Journals, named, objects, readable
 
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
@@ -27,7 +31,7 @@ from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 def apply(*arguments, **options):
     """What is gone once all is removed that no policy keeps."""
-    return [*removed(*arguments, **options)]
+    return [each.checkpoint for each in removed(*arguments, **options) if each.is_gone]
 
 
 @pytest.fixture
@@ -283,6 +287,78 @@ def test_a_save_does_not_wait_for_all_that_new_policies_remove(memory_dir, tmp_p
     assert done.index("c2") <= 3, done
     assert names(store) == ["c2"], "all else is removed all the same"
     assert {outcome.state for outcome in node.queue.outcomes()} == {"committed"}
+
+
+@pytest.fixture
+def locks(s3_server, s3_url):
+    """The store of a bucket, and a proxy before it that refuses to delete what ``lock`` says."""
+    bucket, _ = ids.parse_s3_url(s3_url)
+    store = open_store(TieredCheckpointConfig(dirpath=s3_url))
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+
+        def lock(*ends):
+            proxy.plan = locked(s3_server.client, bucket, *ends)
+            return proxy.plan.asked
+
+        yield store, lock, proxy.endpoint_url
+    store.close()
+
+
+def test_a_locked_checkpoint_keeps_no_other_and_is_named_once(locks, memory_dir, caplog):
+    store, lock, endpoint = locks
+    asked = lock("/manifests/c1.json")
+    options = {"memory_dir": memory_dir, "drain": "thread", "endpoint_url": endpoint, "retention": {"latest": 1}}
+    run = TieredCheckpointIO(store.url, **options)
+    for step in range(1, 6):
+        run.save_checkpoint({"global_step": step}, f"c{step}")
+    run.teardown()
+    assert names(store) == files(store) == ["c1", "c5"]
+    assert torch.load(io.BytesIO(store.get("c1")), weights_only=True)["global_step"] == 1
+    assert asked == {"/manifests/c1.json": 1}
+    (told,) = [
+        each.getMessage() for each in caplog.records if "c1" in each.getMessage() and each.levelname == "WARNING"
+    ]
+    assert told.startswith(
+        "retention: c1 stays, as the server refuses to delete it (a lock or a policy may hold it): S3 d"
+    )
+    assert "(AccessDenied, HTTP 403)" in told
+    # The next run asks again.
+    lock()
+    run = TieredCheckpointIO(store.url, **options)
+    run.save_checkpoint({"global_step": 6}, "c6")
+    run.teardown()
+    assert names(store) == ["c6"]
+
+
+def test_a_locked_file_keeps_nothing_of_other_checkpoints(locks, memory_dir):
+    store, lock, endpoint = locks
+    for number, kind in enumerate(("full", "sharded", "full", "sharded"), 1):
+        save(store, f"c{number}", number, kind=kind)
+    held = ["c1", "c2/__1_0-00000002.distcp"]
+    asked = lock(*(f"/run/{each}" for each in held))
+    node = Node(memory_dir, store.url, retention={"latest": 1}, endpoint_url=endpoint)
+    node.number, drain = 4, Drain(node.root)
+
+    def save_more(count):
+        for _ in range(count):
+            number = node.number + 1
+            node.request("retain", "retention/mine", node.save(f"n{number}", b"data", step=number))
+            drain.run(once=True)
+        return f"n{number}"
+
+    newest = save_more(1)
+    assert names(store) == ["c4", newest], "the newest of each kind"
+    described = [each.key for each in store.list(ids.SAVES_PREFIX) if "-00000002/" in each.key]
+    assert files(store) == sorted([*held, *(key for key in objects(store) if key.startswith("c4/")), newest])
+    assert len(described) == 3, "they tell of what is left"
+    before = Counter(asked)
+    newest = save_more(5)
+    assert sum((asked - before).values()) <= 2 * 5, "one of them at each save, by a request for many and one of its own"
+    lock()
+    drain = Drain(node.root)
+    newest = save_more(1)
+    assert names(store) == ["c4", newest] and objects(store) == named(store)
+    assert not node.queue.requests()
 
 
 def test_policies_of_another_dirpath_are_not_applied(node, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -13,17 +12,16 @@ import typer
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
-from tiered_checkpoint_io.cli.output import INTERRUPTED, say, show, write_json
+from tiered_checkpoint_io.cli.output import INTERRUPTED, printable, say, show, write_json
 from tiered_checkpoint_io.cli.pins import document_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.ending import told_to_end
-from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, StoreJournal
-from tiered_checkpoint_io.engine.durable.retention import Survey, in_order, remove
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
+from tiered_checkpoint_io.engine.durable.retention import Attempt, Survey, in_order, refused_text
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tiered_checkpoint_io.inventory.leftovers import Leftovers, leftovers
 from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.logs import size_text
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Checkpoint, Policy, kept, policies_from
 from tiered_checkpoint_io.stores import Store
@@ -36,12 +34,27 @@ class _Plan(NamedTuple):
     unread: Mapping[str, Exception]
     reasons: Mapping[str, tuple[str, ...]]
     left: Leftovers
-    #: Whether an earlier prune was interrupted during a delete.
-    is_cut_off: bool
+    #: What earlier prunes did not finish.
+    unfinished: Sequence[str]
 
     @property
     def going(self) -> list[Checkpoint]:
         return in_order(each for each in self.found if not self.reasons[each.name])
+
+
+class _Done(NamedTuple):
+    """What became of those that were to go, and what the server has refused of what earlier prunes left."""
+
+    attempts: Sequence[Attempt] = ()
+    refused_again: Sequence[StoreError] = ()
+
+    @property
+    def gone(self) -> list[Checkpoint]:
+        return in_order(each.checkpoint for each in self.attempts if each.is_gone)
+
+    @property
+    def refused(self) -> list[Attempt]:
+        return [each for each in self.attempts if each.refusal is not None]
 
 
 def prune(
@@ -82,10 +95,10 @@ def prune(
     config = server.config(dirpath)
     older_than_s = older_than * 3600.0
     plan = ask(config, lambda store: _plan(store, policies, older_than_s))
-    if not (yes and (plan.going or plan.is_cut_off)):
-        _tell(config, plan, [], json=json, dry_run=not yes)
+    if not (yes and (plan.going or plan.unfinished)):
+        _tell(config, plan, _Done(), json=json, dry_run=not yes)
         return
-    gone: list[Checkpoint] = []
+    done = _Done()
     ending = told_to_end(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
     with ending as stop, claimed(config, stop) as is_ours:
         if is_ours:
@@ -93,11 +106,16 @@ def prune(
             plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))
             going = plan.going
             # Printed after the last delete: a closed pipe must not stop it half-way.
-            gone = ask(config, lambda asked: _remove(asked, going, stop))
+            left = plan.unfinished
+            done = ask(
+                config, lambda asked: _Done(refused_again=finish(asked, left), attempts=remove_all(asked, going, stop))
+            )
     if stop.is_set():
-        say(f"interrupted: removed {len(gone)} of {len(plan.going)}; the others are unchanged", err=True)
+        say(f"interrupted: removed {len(done.gone)} of {len(plan.going)}; the others are unchanged", err=True)
         raise typer.Exit(INTERRUPTED)
-    _tell(config, plan, gone, json=json, dry_run=False)
+    _tell(config, plan, done, json=json, dry_run=False)
+    if done.refused or done.refused_again:
+        raise typer.Exit(1)
 
 
 def _policies(given: Mapping[str, object], config_file: Path | None) -> tuple[Policy, ...]:
@@ -144,27 +162,12 @@ def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Pla
     reasons = kept(found, policies, SYSTEM.wall())
     names = {each.name for each in found} | survey.unread.keys()
     left = leftovers(store, names, survey.saves, older_than_s=older_than_s)
-    return _Plan(found, survey.unread, reasons, left, StoreJournal(store, ids.PRUNE_KEY).read() is not None)
-
-
-def _remove(store: Store, going: Sequence[Checkpoint], stop: threading.Event) -> list[Checkpoint]:
-    journal, gone = StoreJournal(store, ids.PRUNE_KEY), []
-    # Finishes the delete that an earlier one was interrupted in.
-    note = Section(journal, REMOVAL)
-    Removal.noted("prune", note).finish(store, note)
-    for each in going:
-        if stop.is_set():
-            break
-        if remove(store, each, journal=journal):
-            gone.append(each)
-    return gone
+    return _Plan(found, survey.unread, reasons, left, unfinished(store))
 
 
 # ------------------------------------------------------------------------------------------ output
-def _tell(
-    config: TieredCheckpointConfig, plan: _Plan, gone: Sequence[Checkpoint], *, json: bool, dry_run: bool
-) -> None:
-    going, left = plan.going, plan.left
+def _tell(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: bool, dry_run: bool) -> None:
+    going, gone, left = plan.going, done.gone, plan.left
     if json:
         write_json(
             "prune",
@@ -175,6 +178,11 @@ def _tell(
                 "unreadable": sorted(plan.unread),
                 "removed": [each.name for each in gone],
                 "removed_size_bytes": sum(each.size for each in gone),
+                "refused": [
+                    {"name": each.checkpoint.name, "removed": each.is_gone, "error": str(each.refusal)}
+                    for each in done.refused
+                ],
+                "refused_again": [str(each) for each in done.refused_again],
                 "incomplete_saves": list(left.incomplete),
                 "unnamed_objects": left.objects,
                 "unnamed_size_bytes": left.size,
@@ -185,6 +193,7 @@ def _tell(
     rows = [(each, ", ".join(plan.reasons[each.name])) for each in reversed(in_order(plan.found))]
     word = "goes" if dry_run else "removed"
     told = {each.name for each in gone} if not dry_run else {each.name for each in going}
+    refused = {each.checkpoint.unit for each in done.refused if not each.is_gone}
     show(
         config.dirpath,
         [
@@ -195,7 +204,7 @@ def _tell(
                     word if each.name in told else "stays",
                     str(each.step) if each.step >= 0 else "",
                     "" if each.alias_of else size_text(each.size),
-                    why or _late(each, told),
+                    why or _late(each, told, refused),
                 )
                 for each, why in rows
             ),
@@ -211,18 +220,34 @@ def _tell(
         say(f"{len(going)} would go, {size}" + ("; delete with --yes" if going else ""))
     else:
         say(f"removed {len(gone)}, {size}")
-    if dry_run and plan.is_cut_off:
-        say("an earlier prune was interrupted during a delete; --yes finishes that, too")
+    if dry_run and plan.unfinished:
+        count, goes_on = len(plan.unfinished), "--yes goes on with"
+        one = f"1 removal of an earlier prune is not finished; {goes_on} it"
+        say(one if count == 1 else f"{count} removals of earlier prunes are not finished; {goes_on} them")
     for line in _leftover_lines(left):
         say(line)
+    for line in _refused_lines(done):
+        say(printable(line), err=True)
 
 
 def _unread(plan: _Plan) -> list[Checkpoint]:
     return [Checkpoint(name, "") for name in sorted(plan.unread)]
 
 
-def _late(each: Checkpoint, told: set[str]) -> str:
-    return "" if each.name in told else "pinned, or saved again, meanwhile"
+def _late(each: Checkpoint, told: set[str], refused: set[int | str]) -> str:
+    if each.name in told:
+        return ""
+    return "the server, which refuses to delete it" if each.unit in refused else "pinned, or saved again, meanwhile"
+
+
+def _refused_lines(done: _Done) -> list[str]:
+    lines = []
+    if stays := [each for each in done.refused if not each.is_gone]:
+        lines.append(refused_text(stays))
+    if left := [*(each.refusal for each in done.refused if each.is_gone), *done.refused_again]:
+        what = f"files of {len(left)} removed checkpoint{'s' if len(left) > 1 else ''} are left"
+        lines.append(f"{what}; the next prune --yes tries again: {left[0]}")
+    return lines
 
 
 def _leftover_lines(left: Leftovers) -> list[str]:

@@ -85,6 +85,11 @@ class Checkpoint:
     is_changing: bool = False
     pins: tuple[Pin, ...] = ()
 
+    @property
+    def unit(self) -> int | str:
+        """What it is kept or removed together with: all of its step, where that is known."""
+        return self.step if self.step >= 0 else self.name
+
     @classmethod
     def of(cls, manifest: Manifest, added: Mapping[str, Mapping[str, float]], pins: Iterable[Pin]) -> Checkpoint:
         """What a manifest says, with the metrics that were ``added`` to saves since, and the pins of its name."""
@@ -262,10 +267,10 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: flo
 
 def _units(checkpoints: Iterable[Checkpoint]) -> list[_Unit]:
     """What policies decide on, the latest save first; aliases and copies are no saves of their own."""
-    units: defaultdict[object, list[Checkpoint]] = defaultdict(list)
+    units: defaultdict[int | str, list[Checkpoint]] = defaultdict(list)
     for each in checkpoints:
         if each.alias_of is None and not each.is_copy:
-            units[each.step if each.step >= 0 else each.name].append(each)
+            units[each.unit].append(each)
     return sorted(units.values(), key=lambda unit: max(each.save_id for each in unit), reverse=True)
 
 

@@ -34,6 +34,7 @@ from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.engine.durable import aliases, commit, copies, retention
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.garbage import Seen, clear_up
+from tiered_checkpoint_io.engine.durable.removal import Later
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -49,7 +50,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.place import AtPlace, Place
 from tiered_checkpoint_io.model.retention import policies_from
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import UploadJournal
@@ -95,7 +96,8 @@ class Executor:
         begun, stored = self.begun.get(operation.op_id), operation.stored
         started = self.clock.monotonic() if begun is None or begun.since is None else begun.since
         fate: commit.Fate | Literal["waits"] = "committed"
-        why_not = ""
+        state: State = "committed"
+        said = ""
         try:
             if stored is not None:
                 fate = self._save(stored)
@@ -111,7 +113,7 @@ class Executor:
                 elif operation.action == "alias":
                     aliases.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
                 elif operation.action == "retain":
-                    why_not = self._retain(operation, operations, store, journal)
+                    state, said = self._retain(operation, operations, store, journal)
                 else:
                     aliases.delete(store, operation.name, before=operation.op_id, journal=journal, clock=self.clock)
         except _Stopped:
@@ -125,16 +127,17 @@ class Executor:
         if fate == "replaced":
             self._give_up(operation, "a later save has taken its name", answers=True)
             return
-        if why_not:
-            self.log.warning("retention skipped: %s", why_not)
-            self._finish(operation, "skipped", why_not)
+        if said:
+            self.log.warning("retention%s: %s", " skipped" if state == "skipped" else "", said)
+        if state == "skipped":
+            self._finish(operation, state, said)
             return
         if begun is not None and begun.permanent:
             self.begun.allow(self.clock.monotonic())
         seconds = self.clock.monotonic() - started
         self.report.succeeded(stored.part.content.size if stored is not None else 0, seconds)
         copied = self.deltas.copied(operation.op_id)
-        self._finish(operation, "committed", seconds=seconds, copied=copied)
+        self._finish(operation, state, said, seconds=seconds, copied=copied)
         if stored is not None:
             part = stored.part
             self.deltas.uploaded(part)
@@ -166,7 +169,7 @@ class Executor:
                     return fate
                 if fate == "sent" and (rows := self._gather(store, part, timeout_s)) is None:
                     return "waits"
-            left = functools.partial(remove_later, self.queue, self.begun.queued, self.log, part)
+            left = self._later(part, f"{part.name} is durable; what it replaced", part.save_id)
             fate = commit.commit(
                 store, part, files, rows, journal=journal, progress=self._progress, remove_later=left, clock=self.clock
             )
@@ -213,25 +216,35 @@ class Executor:
                 refused,
             )
 
-    def _retain(self, operation: Request, operations: list[Request], store: Store, journal: UploadJournal) -> str:
-        """Applies the policies; why that was not done, where it was not."""
+    def _later(self, of: AtPlace, what: str | None = None, before: str | None = None) -> Later:
+        return functools.partial(remove_later, self.queue, self.begun.queued, self.log, of, what, before)
+
+    def _retain(
+        self, operation: Request, operations: list[Request], store: Store, journal: UploadJournal
+    ) -> tuple[State, str]:
+        """Applies the policies; what is to be said of that: why it was not done, or what the server has refused."""
         if operation.place != self.stores.place:
-            return f"{operation.dirpath} is another dirpath than that of the run which is here now"
+            return "skipped", f"{operation.dirpath} is another dirpath than that of the run which is here now"
         policies = policies_from(self.stores.config.retention)
         survey = self.surveys.setdefault(operation.place, retention.Survey())
         other = survey.other_run(store, operation.name.removeprefix(RETENTION), clock=self.clock)
         if other is not None:
-            return f"{other} holds the lease of {operation.dirpath}, and removes what its own policies do not keep"
+            text = f"{other} holds the lease of {operation.dirpath}, and removes what its own policies do not keep"
+            return "skipped", text
         queued = [each for each in operations if each.place == operation.place and each.action in NAMING]
         needed = {name for each in queued for name in (each.name, each.target)}
-        gone = retention.removed(store, policies, survey, journal=journal, needed=needed, clock=self.clock)
-        for each in gone:
-            self.log.info("retention removed %s: no policy keeps it", each.name)
+        later = self._later(operation)
+        for each in retention.removed(
+            store, policies, survey, journal=journal, remove_later=later, needed=needed, clock=self.clock
+        ):
+            if each.is_gone:
+                self.log.info("retention removed %s: no policy keeps it", each.checkpoint.name)
             # There may be thousands, where the policies are new.
             if self.stop.is_set() or self._has_save():
                 self.begun.setdefault(operation.op_id, Begun(tidies=True))
                 raise _Stopped
-        return ""
+        refused, survey.refused = survey.refused, []
+        return "committed", retention.refused_text(refused) if refused else ""
 
     def _has_save(self) -> bool:
         """Whether there is something to do for a save now."""

@@ -1,4 +1,4 @@
-"""What a committed save has replaced, and could not be removed: a request of its own, for the save itself is done."""
+"""What a save has replaced, or retention removed, and could not be deleted: a request of its own, for they are done."""
 
 from __future__ import annotations
 
@@ -10,34 +10,47 @@ from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Sectio
 from tiered_checkpoint_io.errors import MemoryFullError, StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import AtPlace
 
 
 def remove_later(
-    queue: Queue, queued: Collection[str], log: Logger, part: Part, removal: Removal, error: StoreError
+    queue: Queue,
+    queued: Collection[str],
+    log: Logger,
+    of: AtPlace,
+    what: str | None,
+    before: str | None,
+    removal: Removal,
+    error: StoreError,
 ) -> bool:
     """Queues a delete that carries out the removal; whether it could.
 
-    Its id is that of the save that was replaced. A delete leaves alone what was saved later than it was asked for, so
-    all that this one does is what is noted for it.
+    Its id is that of the save that was replaced or removed. A delete leaves alone what was saved later than it was
+    asked for, so all that this one does is what is noted for it.
 
     Args:
         queue: Where.
         queued: The ids of all that is in it.
         log: For a warning.
-        part: Of the save that is committed.
-        removal: What is still to be removed.
-        error: Why it was not.
+        of: An operation on the durable tier that it is of.
+        what: It, for a warning; None for none.
+        before: The save that has replaced it, where one has.
+        removal: It.
+        error: Why it was not carried out.
     """
     replaced = removal.replaced
-    if not ids.is_save_id(replaced) or replaced >= part.save_id or replaced in queued:
+    if not ids.is_save_id(replaced) or (before is not None and replaced >= before):
         return False
     note = Section(queue.journal(replaced), REMOVAL)
+    if replaced in queued:
+        # By a try that was cut off right after this.
+        return note.read() is not None
     removal.note(note)
     try:
-        queue.submit(Request(replaced, "delete", part.name, part.dirpath, server=part.server))
+        queue.submit(Request(replaced, "delete", removal.owner, of.dirpath, server=of.server))
     except MemoryFullError:
         note.clear()
         return False
-    log.warning("%s is durable; what it replaced could not be removed, to be tried again: %s", part.name, error)
+    if what is not None:
+        log.warning("%s could not be removed, to be tried again: %s", what, error)
     return True

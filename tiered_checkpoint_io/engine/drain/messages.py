@@ -40,6 +40,8 @@ def say_outcome(
     if outcome.state == "committed" and outcome.action == "save":
         where, amount = told_as(outcome.dirpath or config.dirpath), rate(outcome.bytes, outcome.seconds)
         log.info("%s is durable on %s: %s", outcome.name, where, amount)
+    elif outcome.state == "committed" and outcome.action == "retain" and outcome.error:
+        (log.warning if leads else log.debug)("retention: %s", outcome.error)
     elif outcome.state == "skipped" and outcome.action in (*NAMING, *SAVES):
         (log.warning if leads else log.debug)("%s will not be durable: %s", outcome.name, outcome.error)
     elif outcome.state == "skipped" and outcome.action in ("delete", "retain"):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, repeated
 from tiered_checkpoint_io.engine.durable.pins import refuse_pinned
-from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, remove_unnamed
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Removal, Section, remove_unnamed
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, PinnedError, StoreChangedError
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
@@ -98,23 +98,31 @@ def target_of(manifests: Manifests, target: str, alias: str) -> Manifest:
 
 @repeated
 def delete(
-    store: Store, name: str, *, before: str | None = None, journal: UploadJournal | None, clock: Clock = SYSTEM
-) -> None:
-    """Makes a checkpoint, or an alias, cease to exist.
+    store: Store,
+    name: str,
+    *,
+    before: str | None = None,
+    journal: UploadJournal | None,
+    remove_later: Later = None,
+    clock: Clock = SYSTEM,
+) -> bool:
+    """Makes a checkpoint, or an alias, cease to exist; whether it has.
 
     The objects that a live alias names stay until that alias moves on. A file that never had a
     manifest (a save that was given up, or one that others wrote) is removed too.
 
-    What is still to be removed is noted in the journal. A save made later than ``before``, the id of the request, is
-    left alone.
+    What is still to be removed is noted in the journal; for ``remove_later`` see :meth:`Removal.finish`. A save made
+    later than ``before``, the id of the request, is left alone.
 
     Raises:
         PinnedError: It is pinned. Nothing was removed.
         FormatVersionError: A newer release owns this name. Nothing was removed.
+        StoreError: Repeat the call to finish.
     """
     note = Section(journal, REMOVAL)
     removal, manifests = Removal.noted(name, note), Manifests(store, before or name)
     manifest = manifests.current(name)
+    is_meant = manifest is None or before is None or manifest.content.save_id <= before
     if manifest is None:
         is_left = manifests.conditional.tag(name) is not None if removal.is_empty else True
         if is_left and manifests.heirs(name):
@@ -124,10 +132,10 @@ def delete(
             remove_unnamed(manifests, name, name)
         # One that cannot be read stands for no checkpoint either.
         manifests.delete(name)
-    elif before is None or manifest.content.save_id <= before:
+    elif is_meant:
         refuse_pinned(store, name, clock=clock)
         removal = Removal(name) if _hand_over(manifests, manifest) else removal_of(manifests, manifest)
-        removal.note(note)
+        removal = removal.noted_of(manifest, note)
         manifests.delete(name)
         if manifest.alias_of is None and any(manifests.points_to(alias, name) for alias in manifest.aliases):
             # It was set meanwhile: either it finds the target gone, and is taken back, or it has the files from now on.
@@ -138,7 +146,8 @@ def delete(
             manifests.put(replace(manifest, reserved=manifests.reserved(name)))
             note.clear()
             raise
-    removal.finish(store, note)
+    removal.finish(store, note, remove_later)
+    return is_meant
 
 
 def removal_of(manifests: Manifests, manifest: Manifest) -> Removal:

@@ -7,6 +7,7 @@ manifests, the pins and the metrics (where a policy goes by one), and a read of 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,16 +15,18 @@ from typing import NamedTuple
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.aliases import delete
 from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
-from tiered_checkpoint_io.engine.durable.manifests import contents_of, manifest_cache
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, current, manifest_cache
 from tiered_checkpoint_io.engine.durable.metrics import Added, added_metrics, forget, metric_cache
 from tiered_checkpoint_io.engine.durable.pins import pin_cache, pins
-from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
-from tiered_checkpoint_io.errors import ManifestError, PinnedError
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Removal, Section
+from tiered_checkpoint_io.errors import ManifestError, PinnedError, StoreError
+from tiered_checkpoint_io.logs import names_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.launches import are_one
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.model.retention import Best, Checkpoint, Pin, Policy, kept
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
+from tiered_checkpoint_io.stores.refusals import Refusals
 
 
 class LeaseFacts(NamedTuple):
@@ -41,6 +44,20 @@ def _lease(data: bytes, where: str) -> LeaseFacts:
         raise ManifestError("not a lease", operation="parse", key=where) from error
 
 
+class Attempt(NamedTuple):
+    """What became of a checkpoint that is to be removed.
+
+    Attributes:
+        checkpoint: It.
+        is_gone: Whether it ceased to exist. Else it is as it was: saved again or pinned since, or refused.
+        refusal: What the server said where it refused to remove something: of what is gone, some of the files.
+    """
+
+    checkpoint: Checkpoint
+    is_gone: bool
+    refusal: StoreError | None = None
+
+
 @dataclass(slots=True)
 class Survey:
     """What a durable tier holds, as far as retention goes; what was read once is not asked for again.
@@ -48,10 +65,14 @@ class Survey:
     Attributes:
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
         saves: After it, the saves that manifests name.
+        refused: Checkpoints that the server refused to remove, and of which this was not said yet.
     """
 
     unread: dict[str, ManifestError] = field(default_factory=dict)
     saves: set[str] = field(default_factory=set)
+    refused: list[Attempt] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
+    _left_alone: dict[int | str, float] = field(default_factory=dict)
     _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
     _pins: DocumentCache[Pin] = field(default_factory=pin_cache)
     _metrics: DocumentCache[Added] = field(default_factory=metric_cache)
@@ -80,6 +101,18 @@ class Survey:
             forget(store, added.keys() - self.saves - {each.content.copy_of for each in manifests})
         return [Checkpoint.of(each, added, pinned.get(each.name, ())) for each in manifests]
 
+    def leave_alone(self, attempt: Attempt, clock: Clock) -> None:
+        """Remembers a checkpoint that the server refused to remove, so that it is not asked each time."""
+        # The others of its step stay with it.
+        self._left_alone[attempt.checkpoint.unit] = clock.monotonic() + clock.timing.refused_again_s
+        if attempt.checkpoint.save_id not in self._known:
+            self._known.add(attempt.checkpoint.save_id)
+            self.refused.append(attempt)
+
+    def leaves_alone(self, checkpoint: Checkpoint, clock: Clock) -> bool:
+        """Whether a checkpoint, or another of its step, was refused of late."""
+        return self._left_alone.get(checkpoint.unit, -math.inf) > clock.monotonic()
+
     def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:
         """Another launch than ``owner`` that holds a lease on this tier; None where there is none."""
         for lease in self._leases.read(store, clock).values():
@@ -97,35 +130,46 @@ def removed(
     survey: Survey,
     *,
     journal: UploadJournal | None = None,
+    remove_later: Later = None,
     needed: Collection[str] = (),
     clock: Clock = SYSTEM,
-) -> Iterator[Checkpoint]:
+) -> Iterator[Attempt]:
     """Removes what no policy keeps, each only while it is as it was judged; may be repeated after a crash.
 
-    One after the other, as they are asked for: a caller that stops leaves the others.
+    One after the other, as they are asked for: a caller that stops leaves the others. What the server refuses to remove
+    stays as it is, and does not keep the others.
 
     Args:
         store: The durable tier.
         policies: Without one, nothing is removed.
-        survey: What earlier calls saw.
+        survey: What earlier calls saw; what is refused is noted there.
         journal: Notes what is still to be removed.
+        remove_later: See :meth:`Removal.finish`.
         needed: Names that stay whatever the policies say.
         clock: Tells which pins have expired.
 
     Yields:
-        Each that is gone.
+        Each that is gone, and each that was refused.
 
     Raises:
         StoreError: Some are still there. Repeat the call to finish.
     """
     note = Section(journal, REMOVAL)
-    Removal.noted("retention", note).finish(store, note)
+    Removal.noted("retention", note).finish(store, note, remove_later)
     there = survey.look(store, metrics=any(isinstance(each, Best) for each in policies), clock=clock)
     reasons = kept(there, policies, clock.wall())
     going = [each for each in there if not reasons[each.name] and each.name not in needed]
     for each in in_order(going):
-        if remove(store, each, journal=journal, clock=clock):
-            yield each
+        if survey.leaves_alone(each, clock):
+            continue
+        attempt = remove(store, each, journal=journal, remove_later=remove_later, clock=clock)
+        if attempt.refusal is not None:
+            if attempt.is_gone:
+                # The journal has room for one.
+                raise attempt.refusal
+            survey.leave_alone(attempt, clock)
+        if attempt.is_gone or attempt.refusal is not None:
+            yield attempt
 
 
 def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
@@ -134,11 +178,39 @@ def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
 
 
 def remove(
-    store: Store, checkpoint: Checkpoint, *, journal: UploadJournal | None = None, clock: Clock = SYSTEM
-) -> bool:
-    """Removes a checkpoint, unless it was saved again, or pinned, since it was judged; whether it did."""
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    journal: UploadJournal | None = None,
+    remove_later: Later = None,
+    clock: Clock = SYSTEM,
+) -> Attempt:
+    """Removes a checkpoint, unless it was saved again, or pinned, since it was judged.
+
+    Of one that is gone, the journal has what could not be removed of it; see ``remove_later`` of
+    :meth:`Removal.finish`.
+
+    Raises:
+        StoreError: It does not answer. Repeat the call to finish.
+    """
+    name, save_id, refused = checkpoint.name, checkpoint.save_id, Refusals()
     try:
-        delete(store, checkpoint.name, before=checkpoint.save_id, journal=journal, clock=clock)
+        with refused.kept():
+            is_gone = delete(store, name, before=save_id, journal=journal, remove_later=remove_later, clock=clock)
+            return Attempt(checkpoint, is_gone)
     except PinnedError:
-        return False
-    return True
+        return Attempt(checkpoint, is_gone=False)
+    # Where it is not this one object that is refused, as with credentials that have expired, this raises too.
+    manifest = current(store, name)
+    is_there = manifest is not None and manifest.content.save_id == save_id
+    if is_there:
+        Section(journal, REMOVAL).clear()
+    return Attempt(checkpoint, not is_there, refused[0])
+
+
+def refused_text(refused: Sequence[Attempt]) -> str:
+    """What is said of checkpoints that the server refuses to remove."""
+    names, is_one = names_text([each.checkpoint.name for each in refused]), len(refused) == 1
+    stay, them = ("stays", "it") if is_one else ("stay", "them")
+    why = f"as the server refuses to delete {them} (a lock or a policy may hold {them})"
+    return f"{names} {stay}, {why}: {refused[0].refusal}"

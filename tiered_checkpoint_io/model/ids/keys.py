@@ -18,8 +18,9 @@ LEASE_PREFIX = META_PREFIX + "leases/"
 PINS_PREFIX = META_PREFIX + "pins/"
 #: Values that were added to checkpoints after their commit.
 METRICS_PREFIX = META_PREFIX + "metrics/"
-#: What a prune is about to remove, so that the next one can go on where it was cut off.
-PRUNE_KEY = META_PREFIX + "prune.json"
+#: What a prune is about to remove, so that the next one can go on where it was cut off. It begins ``prune.json``, too,
+#: by which earlier releases noted one at a time.
+PRUNE_PREFIX = META_PREFIX + "prune"
 #: Small objects that are written, read and deleted to see whether that is possible.
 PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
 #: The objects by which ``tiered-ckpt doctor`` tries each right.
@@ -93,6 +94,11 @@ def pin_key(name: str, token: str) -> str:
 def metric_key(save_id: str, metric: str) -> str:
     """``.tiered/metrics/<save_id>/<metric>.json``, the metric's name quoted as in a URL."""
     return f"{METRICS_PREFIX}{save_id}/{quote(metric, safe='')}.json"
+
+
+def prune_key(name: str) -> str:
+    """``.tiered/prune/<name>.json``: what of a checkpoint is still to be removed."""
+    return f"{PRUNE_PREFIX}/{name}.json"
 
 
 def preflight_key(token: str) -> str:
