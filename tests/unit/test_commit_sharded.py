@@ -13,7 +13,7 @@ from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.garbage import Seen, collect
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreError, UsageError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreAccessError, StoreError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -234,6 +234,30 @@ def test_garbage_of_other_runs_is_left_alone_until_nothing_of_it_moves(tmp_path)
     assert sorted(name for _, name in gone) == ["a", "same"]
     assert {key.split("/")[0] for key in objects(store)} == {"b", "busy", "future", ".tiered"}
     assert readable(store, "b") == 1
+
+
+def test_a_locked_file_keeps_no_other_garbage_and_is_asked_for_once(tmp_path):
+    class Locked(DirectoryStore):
+        asked = 0
+
+        def delete(self, key):
+            if key.startswith("a/__1_0"):
+                self.asked += 1
+                raise StoreAccessError("locked", operation="delete", key=key)
+            super().delete(key)
+
+    store, seen = Locked(str(tmp_path)), Seen()
+    part_only(store, "a", 1, 1)
+    part_only(store, "b", 2, 1)
+    save(DirectoryStore(str(tmp_path)), "c", 1, run=LATER)
+    committed, _ = make_part("c", 1, 0, run=LATER)
+    with pytest.raises(StoreAccessError, match="locked"):
+        collect(store, committed, patience_s=-1, seen=seen)
+    (left,) = [key for key in objects(store) if not key.startswith(("c/", ".tiered/"))]
+    assert left.startswith("a/__1_0")
+    assert collect(store, committed, patience_s=-1, seen=seen) == [] and store.asked == 1
+    assert [name for _, name in collect(DirectoryStore(store.url), committed, patience_s=-1)] == ["a"]
+    assert objects(store) == named(store)
 
 
 def test_what_is_known_of_saves_does_not_grow_with_the_run(tmp_path):
