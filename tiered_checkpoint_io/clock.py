@@ -8,6 +8,7 @@ time.
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
@@ -184,9 +185,17 @@ class Clock:
         return bool(condition.wait_for(is_so, seconds))
 
     def start(self, work: Callable[[], object], name: str, *, daemon: bool = True) -> threading.Thread:
-        """Starts a thread that does ``work``; a ``daemon`` does not keep its process from ending."""
+        """Starts a thread that does ``work``; a ``daemon`` does not keep its process from ending.
+
+        Raises:
+            OSError: The system allows no more threads.
+        """
         thread = threading.Thread(target=work, name=name, daemon=daemon)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # By `ulimit -u`, or the limit of a container: as it is for want of anything else.
+            raise OSError(errno.EAGAIN, str(error)) from error
         return thread
 
     def join(self, thread: threading.Thread, seconds: float) -> None:

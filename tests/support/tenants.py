@@ -6,6 +6,7 @@ import itertools
 import os
 import resource
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,15 @@ def descriptors_to_spare(spare):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def no_more_threads():
+    """While the block runs, no thread can be started, as beyond a container's ``pids.max``; ``ulimit -u`` is not for root."""
+
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        yield

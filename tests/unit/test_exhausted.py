@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from support.bad_input import KEPT, Kept, state
-from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, refuse
+from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, no_more_threads, refuse
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.clock import Clock, Timing
@@ -301,6 +301,27 @@ def test_what_a_callback_asks_out_of_descriptors_stops_no_training(asked, kept, 
     made.wait()
     assert not made.is_pending(KEPT)
     made.close()
+
+
+@pytest.mark.parametrize("drain", ["thread", pytest.param("process", marks=pytest.mark.matrix)])
+def test_where_no_thread_can_be_started_training_goes_on(drain, kept, caplog):
+    """What is in memory is not told to have failed, and what a durable save claims is claimed by a later one."""
+    io = kept.io(on_save_error="warn", drain=drain, memory_keep_last=100)
+    session = io.checkpointer.session
+    with no_more_threads():
+        # Large enough to be hashed by several threads.
+        io.save_checkpoint(state(2, size=20 * MIB // 4), "2.ckpt", storage_options=MEMORY_ONLY)
+        assert session.counts == {"saved": 1}
+        io.save_checkpoint(state(3), "3.ckpt")
+        io.checkpointer.poll()
+    assert "could not check whether another run uses this dirpath: [Errno 11] can't start new thread" in caplog.text
+    assert (session.counts["failed"], session.claims.owner) == (drain == "thread", None)
+    io.save_checkpoint(state(4), "4.ckpt")
+    assert (session.counts["saved"], session.claims.newest is not None) == (2 + (drain == "process"), True)
+    assert session.claims.owner is not None
+    assert (Path(kept.options["dirpath"]) / "4.ckpt").exists()
+    assert loads(io, 4)
+    assert io.load_checkpoint("2.ckpt")["global_step"] == 2
 
 
 @pytest.mark.parametrize("spare", range(4))

@@ -8,6 +8,7 @@ import threading
 import weakref
 
 import pytest
+from support.tenants import no_more_threads
 
 from tiered_checkpoint_io.formats import parallel
 from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
@@ -74,6 +75,11 @@ def test_a_failure_stops_what_has_not_begun_and_waits_for_the_rest(
         in_parallel(work, range(100), 2)
     assert sorted(begun) == [0, 1]
     assert len(ended) == 1
+
+
+def test_without_further_threads_the_callers_does_it_all() -> None:
+    with no_more_threads():
+        assert in_parallel(str, range(10), 4) == [str(number) for number in range(10)]
 
 
 def test_of_two_failures_the_first_in_order_is_raised() -> None:

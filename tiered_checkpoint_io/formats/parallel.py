@@ -54,7 +54,11 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
     begun: list[threading.Thread] = []
     try:
         for thread in threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                # The system allows no more: those that there are do it all.
+                break
             begun.append(thread)
         contextvars.copy_context().run(take)
     finally:

@@ -17,6 +17,8 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store
 
+_NOT_LOOKED_UP = "could not look up the newest checkpoint; by a late clock, new ones may count as older: %s"
+
 
 class Claims:
     """The lease and the namespace lock of one process, each taken when it is first needed.
@@ -83,8 +85,14 @@ class Claims:
             owner = owner_of_process(self._clock)
             # A job of an earlier release without a namespace looks there.
             namespace = self._config.namespace if self._config.is_named else ids.UNNAMED
-            self._lease = LeaseKeeper(self._store, namespace, self._log, owner=owner, clock=self._clock)
-            self._lease.start()
+            lease = LeaseKeeper(self._store, namespace, self._log, owner=owner, clock=self._clock)
+            try:
+                lease.start()
+            except OSError as error:
+                # No reason to stop training: the next save claims.
+                self._log.warning("could not check whether another run uses this dirpath: %s", error)
+                return
+            self._lease = lease
         looking = self._look_for_newest() if saves else None
         self._lease.check(patience_s if is_new else 0.0)
         if looking is not None:
@@ -95,15 +103,20 @@ class Claims:
         if self._looking is not None or self._follows():
             return None
         self._looking = look = object()
-        return self._clock.start(lambda: self._ask_for_newest(look), "tiered-newest")
+        try:
+            return self._clock.start(lambda: self._ask_for_newest(look), "tiered-newest")
+        except OSError as error:
+            # The next save looks.
+            self._looking = None
+            self._log.warning(_NOT_LOOKED_UP, error)
+            return None
 
     def _ask_for_newest(self, look: object) -> None:
         try:
             newest = newest_save_id(self._store())
         except Exception as error:
             if self._looking is look:
-                text = "could not look up the newest checkpoint; by a late clock, new ones may count as older: %s"
-                self._log.warning(text, error)
+                self._log.warning(_NOT_LOOKED_UP, error)
             return
         if self._looking is look:
             self.newest = newest

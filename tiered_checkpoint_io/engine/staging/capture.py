@@ -166,7 +166,9 @@ class Capturer:
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
             self._tier.prepare(size, stopped.is_set)
 
-        self._preparing = self._clock.start(work, "tiered-prepare")
+        # Where no thread is left for it, the next save takes its pages itself, and this one is there.
+        with contextlib.suppress(OSError):
+            self._preparing = self._clock.start(work, "tiered-prepare")
 
     def close(self) -> None:
         """Ends background preparation."""
