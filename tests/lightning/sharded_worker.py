@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -34,6 +35,8 @@ class Toy(LightningModule):
 
     def configure_model(self):
         for part in filter(None, (self.net, self.head)):
+            if told.get("wrapped"):
+                part[0] = checkpoint_wrapper(part[0])
             if told["strategy"] == "fsdp2":
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
@@ -53,6 +56,11 @@ class Toy(LightningModule):
         return loss
 
     def configure_optimizers(self):
+        if "optimizer" in told:
+            # By layers, from the last to the first; and a group of what this model does not have.
+            layers = (self.net[2].parameters(), [], self.net[0].parameters())
+            groups = [{"params": list(each), "lr": 1e-2 / (i + 1)} for i, each in enumerate(layers)]
+            return getattr(torch.optim, told["optimizer"])(groups)
         return torch.optim.AdamW(self.parameters(), lr=told.get("lr", 1e-2))
 
     def train_dataloader(self):
@@ -178,6 +186,8 @@ if __name__ == "__main__":
     seed_everything(1, verbose=False)
     if told["strategy"] == "fsdp2":
         strategy = FSDP2(told["ranks"], 1, save_distributed_checkpoint=not told.get("full"))
+    elif told["strategy"] == "ddp":
+        strategy = "ddp"
     else:
         strategy = FSDP1(state_dict_type="sharded")
     block = {

@@ -189,6 +189,26 @@ def test_a_run_goes_on_where_some_parameters_had_no_gradients_yet(fit, joins, tm
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("before", "after", "optimizer"),
+    [
+        ({"strategy": "fsdp1"}, {"strategy": "fsdp1"}, "AdamW"),
+        ({"strategy": "fsdp2"}, {"strategy": "fsdp2"}, "AdamW"),
+        ({"strategy": "ddp"}, {"strategy": "fsdp2"}, "AdamW"),
+        ({"strategy": "fsdp2", "full": True}, {"strategy": "fsdp2"}, "SGD"),
+    ],
+)
+def test_groups_of_parameters_go_on_whatever_is_in_them(fit, before, after, optimizer, tmp_path):
+    """One of them is empty; their order is not that of the model; of plain SGD there is no state."""
+    more = {"optimizer": optimizer, "wrapped": after["strategy"] == "fsdp2"}
+    whole, _ = fit(8, **after, **more, dirpath=tmp_path / "whole")
+    fit(4, **before, **more)
+    first, _ = fit(8, **after, **more)
+    assert first["from"][:2] == ["step=4.ckpt", 4]
+    assert first["losses"] == pytest.approx({index: whole["losses"][index] for index in range(4, 8)}, rel=1e-5)
+
+
+@pytest.mark.matrix
 def test_weights_alone_are_no_place_to_resume_from(fit):
     fit(4, weights_only=True, ranks=1)
     (answer,) = fit(8, weights_only=True, ranks=1, ckpt_path="step=4.ckpt", fails=True)

@@ -22,6 +22,7 @@ from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io.adapters.optimizers import by_name, set_optimizer_state, take_full
 from tiered_checkpoint_io.adapters.read_already import read_already
 from tiered_checkpoint_io.adapters.rest import Rest
 from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, part_off, put_back
@@ -293,7 +294,7 @@ class TieredSharding(_Base):
     def _load_shards(self, reader: StrategyReader, weights_only: bool | None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
+        optimizers = self._trained_optimizers
         trust = Trust.of(reader.settings.config, weights_only)
         planner = StrategyPlanner(
             self._wrapped, getattr(self, "_device_mesh", None), reader, optimizers, trust, strict=module.strict_loading
@@ -314,28 +315,39 @@ class TieredSharding(_Base):
         options = sharded_state.StateDictOptions(strict=module.strict_loading)
         sharded_state.set_model_state_dict(self._wrapped, planner.model, options=options)
         for optimizer, state, unchanged in zip(optimizers, planner.optimizers, planner.unchanged, strict=True):
-            # torch looks for each parameter here; an optimizer begins where there is nothing.
-            state["state"].update({name: {} for name in unchanged})
-            sharded_state.set_optimizer_state_dict(self._wrapped, optimizer, state)
-            for parameter in [each for each, of_it in optimizer.state.items() if not of_it]:
-                del optimizer.state[parameter]
+            set_optimizer_state(self._wrapped, optimizer, state, unchanged)
         rest: dict[str, Any] = put_back(planner.rest, planner.sharded)
         return rest
+
+    @property
+    def _trained_optimizers(self) -> list[Optimizer]:
+        module = self.lightning_module
+        assert module is not None
+        return self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
 
     def _load_full(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         trust = Trust.of(self._tiered_io.config, weights_only)
 
         def read(found: Restored) -> Any:
             state = found.load(trust, map_location="cpu")
-            self._local_file = found.path
-            try:
-                with read_already(found.path, state):
-                    return super(TieredSharding, self).load_checkpoint(found.path)
-            finally:
-                self._local_file = None
+            optimizers, states = self._trained_optimizers, state.get("optimizer_states", ())
+            if optimizers and len(states) == len(optimizers):
+                pairs = zip(optimizers, states, strict=True)
+                state["optimizer_states"] = [by_name(self._wrapped, *each) for each in pairs]
+            return self._take_full(found.path, state)
 
         loaded: dict[str, Any] = self._tiered_io.checkpointer.load_by(path, read)
         return loaded
+
+    def _take_full(self, file: Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Puts a full checkpoint into model and optimizers, and gives the rest."""
+        self._local_file = file
+        try:
+            with read_already(file, state):
+                rest: dict[str, Any] = super().load_checkpoint(file)
+                return rest
+        finally:
+            self._local_file = None
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """As upstream."""
@@ -366,6 +378,12 @@ class TieredModelParallelStrategy(TieredSharding, ModelParallelStrategy):
     @property
     def _saves_shards(self) -> bool:
         return self._save_distributed_checkpoint
+
+    def _take_full(self, file: Path, state: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - it was read
+        module = self.lightning_module
+        assert module is not None
+        take_full(self._wrapped, self._trained_optimizers, state, strict=module.strict_loading)
+        return state
 
     def may_overlap(self) -> CoordinatedSaver | None:
         """See :meth:`TieredSharding.may_overlap`."""
