@@ -96,12 +96,17 @@ def test_from_config_takes_keys_and_arguments(tmp_path):
         TieredModelCheckpoint.from_config(block, dirpath=tmp_path, max_pending=0)
 
 
-def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
+def command_line(**trainer):
     """As LightningCLI does it: what the trainer has is named by class and arguments."""
     pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
     from support.training import Model
 
+    options = {"logger": False, "accelerator": "cpu", **trainer}
+    return LightningCLI(Model, run=False, save_config_callback=None, args={"trainer": options})
+
+
+def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
     io = {"class_path": "tiered_checkpoint_io.TieredCheckpointIO"}
     io["init_args"] = {"dirpath": runs.dirpath, "memory_dir": runs.memory_dir, "max_pending": 3}
     # As YAML has it.
@@ -116,12 +121,7 @@ def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
     }
     around = {"class_path": "tiered_checkpoint_io.AsyncCheckpointIO", "init_args": {"checkpoint_io": io}}
     monkeypatch.chdir(tmp_path)
-    cli = LightningCLI(
-        Model,
-        run=False,
-        save_config_callback=None,
-        args={"trainer": {"logger": False, "accelerator": "cpu", "plugins": [around], "callbacks": [callback]}},
-    )
+    cli = command_line(plugins=[around], callbacks=[callback])
     made = next(each for each in cli.trainer.callbacks if isinstance(each, TieredModelCheckpoint))
     assert (made.monitor, made.save_top_k, made._every_n_train_steps) == ("loss", 3, 50)
     assert isinstance(cli.trainer.strategy.checkpoint_io, AsyncCheckpointIO)
@@ -129,3 +129,19 @@ def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
     assert cli.trainer.strategy.checkpoint_io.config.preflight == "off"
     assert cli.trainer.strategy.checkpoint_io.config.retention == (Latest(3), Best(1, "loss"))
     assert cli.trainer.strategy.checkpoint_io.config.memory_dir == str(Path(runs.memory_dir))
+
+
+def test_a_command_line_takes_a_url_for_a_place_where_there_are_checkpoints(s3_server, s3_url, memory_dir):
+    """A file of configuration is what it looks for there otherwise, and s3fs reads a folder as an empty file."""
+    io = TieredCheckpointIO(s3_url, memory_dir=memory_dir, drain="thread")
+    for name in ("a", "folder/b"):
+        io.save_checkpoint({"global_step": 1}, f"{name}.ckpt")
+    io.teardown()
+    given = {"class_path": "tiered_checkpoint_io.TieredCheckpointIO", "init_args": {"dirpath": s3_url}}
+    around = {"class_path": "tiered_checkpoint_io.AsyncCheckpointIO", "init_args": {"checkpoint_io": given}}
+    callback = {"class_path": "tiered_checkpoint_io.callbacks.TieredModelCheckpoint"}
+    callback["init_args"] = {"dirpath": f"{s3_url}/folder"}
+    for plugin in (given, around):
+        trainer = command_line(plugins=[plugin], callbacks=[callback]).trainer
+        assert trainer.strategy.checkpoint_io.config.dirpath == s3_url
+        assert trainer.checkpoint_callback.dirpath == f"{s3_url}/folder"

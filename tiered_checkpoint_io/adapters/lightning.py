@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -43,7 +44,8 @@ class TieredCheckpointIO(CheckpointIO):
     @noting_what_is_given
     def __init__(
         self,
-        dirpath: str | os.PathLike[str] | TieredCheckpointConfig | None = None,
+        # With Path, jsonargparse takes a text for the place itself, and reads no file of configuration there.
+        dirpath: str | Path | os.PathLike[str] | TieredCheckpointConfig | None = None,
         *,
         logger: Logger | None = None,
         namespace: str = "auto",

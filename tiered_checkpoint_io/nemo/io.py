@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
@@ -104,7 +105,8 @@ class S3CheckpointIO(NeMoCheckpointIO):
 
     def __init__(
         self,
-        dirpath: str | os.PathLike[str] | TieredCheckpointConfig,
+        # With Path, jsonargparse takes a text for the place itself.
+        dirpath: str | Path | os.PathLike[str] | TieredCheckpointConfig,
         chunk_size_MB: int | None = None,  # noqa: N803 - NeMo's
         max_read_concurrency: int | Literal["auto"] | None = None,
         max_write_concurrency: int | Literal["auto"] | None = None,
