@@ -1,11 +1,15 @@
 """The end of training: the last steps are not in memory alone, and nothing of an earlier fit is taken for this one's."""
 
+import threading
+
 import pytest
+from lightning.pytorch import Callback
 from support.training import Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.ending import Resumable, is_in_memory_alone
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 def every(**more):
@@ -121,6 +125,25 @@ def test_an_overlapped_save_that_failed_in_the_end_is_made_up_for(runs, monkeypa
     assert trainer.io.checkpointer.progress().counters["failed"] == 1
     assert runs.durable() == ["end_of_training.ckpt"]
     assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 10
+
+
+@pytest.mark.parametrize("on_pending", ["skip", pytest.param("wait", marks=pytest.mark.matrix)])
+def test_the_last_steps_are_not_given_up_for_uploads_that_wait(on_pending, runs, monkeypatch):
+    """None follows that could be saved in their place, and the end of ``fit`` waits for what is queued."""
+    ended, upload = threading.Event(), DirectoryStore._upload
+
+    def waits(store, key, *args, **options):
+        assert "step" not in key or ended.wait(30)
+        return upload(store, key, *args, **options)
+
+    class Ends(Callback):
+        def on_train_end(self, *_):
+            ended.set()
+
+    monkeypatch.setattr(DirectoryStore, "_upload", waits)
+    io = runs.io(max_pending=1, on_pending=on_pending, pending_timeout_s=1)
+    runs.fit(every(save_last=None, s3_every_n_train_steps=2, save_top_k=-1), Ends(), io=io, max_steps=7)
+    assert runs.durable() == ["end_of_training.ckpt", "epoch=0-step=2.ckpt"]
 
 
 def test_which_ends_are_not_durable():

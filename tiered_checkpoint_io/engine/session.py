@@ -68,10 +68,10 @@ class Session:
         save_ids: Gives out the ids of its operations.
         known, garbage: Which names the durable tier has, and what looks for garbage there have found.
         background: The end of a save that runs while training goes on.
-        turn: Which thread saves.
-        last_tensors: What its last saves held.
+        turn, last_tensors: Which thread saves, and what its last saves held.
         claims: That no other run writes to the same place.
         place: Where the durable tier is, by the environment when it is first asked for.
+        is_last: Whether no save follows: the durable tier takes it, however many wait for it.
         is_preempted: Whether the job ends because it was told to: failures are logged alone, and its exit status stays.
     """
 
@@ -120,7 +120,7 @@ class Session:
         )
         self.warned: set[str] = set()  # What was warned of already, see :mod:`engine.save.small`.
         self._leave_by: float | None = None
-        self.is_preempted = False
+        self.is_preempted = self.is_last = False
 
     # ------------------------------------------------------------------------------------- tiers
     def open(self) -> Opened:

@@ -6,9 +6,10 @@ and votes; DCP brings the votes to the coordinator beside the ranks' plans.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ def vote(session: Session, *, durable: bool) -> Vote | None:
         durable: Whether the save is to go to the durable tier, and this rank is not the coordinator.
     """
     _arrivals.votes = ()
-    if not durable or session.is_preempted:
+    if not durable or _is_last(session):
         return None
     free = _is_free(session)
     given_up = session.open().drain.given_up
@@ -73,8 +74,8 @@ def admit(
 ) -> SaveFacts:
     """The same facts, for memory alone where too many saves wait for the durable tier already.
 
-    Waits for room on the way to the durable tier, as the configuration says. The last save of a job that is told to
-    end neither waits for that nor is skipped: none follows it.
+    Waits for room on the way to the durable tier, as the configuration says. The last save of a training, and
+    of a job that is told to end, neither waits for that nor is skipped: none follows it.
 
     Args:
         session: Both tiers.
@@ -85,7 +86,7 @@ def admit(
     if not facts.durable:
         return facts
     _give_up(session, {each.given_up for each in votes})
-    if session.is_preempted or (all(each.free for each in votes) and _has_room(session, facts, held)):
+    if _is_last(session) or (all(each.free for each in votes) and _has_room(session, facts, held)):
         session.known.note(facts.name, exists=True)
         return facts
     session.counts["skipped"] += 1
@@ -103,6 +104,20 @@ def why_left_out(session: Session, facts: SaveFacts) -> str | None:
     if not facts.left_out or config.on_save_error != "raise" or config.on_pending == "skip" or session.is_preempted:
         return None
     return "too many saves wait for it"
+
+
+@contextlib.contextmanager
+def with_none_to_follow(session: Session) -> Iterator[None]:
+    """The saves within are the last ones of a training."""
+    session.is_last = True
+    try:
+        yield
+    finally:
+        session.is_last = False
+
+
+def _is_last(session: Session) -> bool:
+    return session.is_last or session.is_preempted
 
 
 def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) -> bool:
