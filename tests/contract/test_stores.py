@@ -173,7 +173,7 @@ def test_part_sizes_stay_within_the_limits(size):
 def test_open_store_picks_by_url(tmp_path, s3_url, s3_server):
     urls = {str(tmp_path): DirectoryStore, s3_url: S3Store, "memory://x/y": RemoteStore}
     for url, kind in urls.items():
-        store = open_store(TieredCheckpointConfig(dirpath=url))
+        store = open_store(TieredCheckpointConfig(dirpath=url, drain="thread"))
         assert type(store) is kind
         assert isinstance(store, Store)
         store.close()

@@ -34,6 +34,7 @@ BAD = [
     ("dirpath", "https://s3-eu-west-1.amazonaws.com/bucket", "write s3://bucket, with region: eu-west-1", {}),
     ("dirpath", "http://host:9000/bucket/run", "s3://bucket/run, with endpoint_url: http://host:9000", {}),
     ("dirpath", "https://host", "write s3://bucket/prefix", {}),
+    ("dirpath", "memory://run", "sees too; or drain: thread", {"drain": "process"}),
     ("namespace", "", "letters, digits, '_' and '-'", {}),
     ("namespace", "a/b", "letters, digits, '_' and '-'", {}),
     ("namespace", "..", "letters, digits, '_' and '-'", {}),

@@ -234,6 +234,8 @@ class TieredCheckpointConfig:
             value = getattr(self, key)
             if value not in allowed and not (value is None and key in _S3_ONLY):
                 _refuse(key, value, "one of " + ", ".join(allowed))
+        if self.drain == "process" and ids.url_scheme(self.dirpath) == "memory":
+            _refuse("dirpath", self.dirpath, "a place that the drain, a process of its own, sees too; or drain: thread")
         for key in ("delta_upload", "enable_async_checkpointing", "save_on_train_end"):
             if not isinstance(getattr(self, key), bool):
                 _refuse(key, getattr(self, key), "true or false")
