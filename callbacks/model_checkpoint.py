@@ -256,7 +256,7 @@ class TieredModelCheckpoint(DurableEnd):
         if trainer.is_global_zero:
             # What cannot be finished is shown by the IO's teardown, and taken up by the next start.
             with contextlib.suppress(DrainError):
-                self._engine.wait()
+                self._engine.session.wait()
         self._look_after(trainer)
         self._reporter.stop()
 
@@ -276,7 +276,7 @@ class TieredModelCheckpoint(DurableEnd):
             # alias stays: it names a good checkpoint.
             if trainer.is_global_zero and self._landed:
                 self._alias(filepath, self._durable_save[1])
-                self._reporter.expect(name, pending=self._engine.is_pending(name))
+                self._reporter.expect(name, pending=self._engine.session.is_pending(name))
         else:
             options: dict[str, Any] = {"tiers": ["memory", "durable"]}
             value = self._monitor_candidates(trainer).get(self.monitor) if self.monitor is not None else None
@@ -289,7 +289,7 @@ class TieredModelCheckpoint(DurableEnd):
             if not self._naming_last:
                 self._durable_save = (step, filepath)
             if self._landed:
-                self._reporter.expect(name, pending=self._engine.is_pending(name))
+                self._reporter.expect(name, pending=self._engine.session.is_pending(name))
                 self._remove_withheld(trainer)
         self._last_global_step_saved = step
         self._last_checkpoint_saved = filepath
@@ -347,11 +347,11 @@ class TieredModelCheckpoint(DurableEnd):
         Returns:
             None where the save failed, and on all ranks but the first.
         """
-        before = self._engine.progress().last_save if trainer.is_global_zero else None
+        before = self._engine.session.progress().last_save if trainer.is_global_zero else None
         save_together(trainer, filepath, options, weights_only=weights_only)
         if not trainer.is_global_zero:
             return None
-        progress = self._engine.progress()
+        progress = self._engine.session.progress()
         report = progress.last_save if progress.last_save is not before else None
         self._reporter.saved(trainer, progress, report, self._engine.dirpath)
         return report
@@ -388,12 +388,12 @@ class TieredModelCheckpoint(DurableEnd):
 
     def _look_after(self, trainer: Trainer) -> None:
         """Reads what the drain did, and passes it on to every callback of this kind."""
-        self._polled = self._engine.session.clock.monotonic()
+        session = self._engine.session
+        self._polled = session.clock.monotonic()
         if not trainer.is_global_zero:
             return
-        outcomes = self._engine.poll()
-        progress = self._engine.progress()
+        outcomes, progress = session.poll(), session.progress()
         log_drain(trainer, outcomes)
         for callback in self._siblings(trainer):
             shown = {ids.name_in(self._engine.dirpath, path) for path in callback._named() if self._is_ours(path)}
-            callback._reporter.publish(trainer, outcomes, progress, shown=shown, is_pending=self._engine.is_pending)
+            callback._reporter.publish(trainer, outcomes, progress, shown=shown, is_pending=session.is_pending)

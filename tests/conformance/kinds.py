@@ -87,7 +87,7 @@ class Job:
         self.engine.remove(name)
 
     def wait(self):
-        self.engine.wait()
+        self.engine.session.wait()
 
     def has_to_end(self):
         """As of now: what is queued stays queued."""

@@ -36,7 +36,7 @@ def load_full(options, names):
             state = io.load_checkpoint(name or "tiered:latest")
             assert torch.equal(state["w"], torch.full((4,), float(state["global_step"])))
             yield state["global_step"]
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
     finally:
         io.teardown()
 

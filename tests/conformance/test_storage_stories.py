@@ -138,7 +138,7 @@ def test_a_queued_upload_that_has_ended_is_told_where_the_job_logs(start, dirpat
     job = start(drain="process")
     job.save(1, wait=False)
     job.wait()
-    job.engine.poll()
+    job.engine.session.poll()
     (said,) = [each for each in job.messages.said if "is durable" in each]
     assert f"step_1.ckpt is durable on {dirpath}: " in said
 

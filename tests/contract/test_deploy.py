@@ -101,9 +101,9 @@ class Job:
         io.save_checkpoint(state(1), "a.ckpt")
         io.save_checkpoint(state(2), "b.ckpt")
         io.save_checkpoint(state(3), "b.ckpt")
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
         io.remove_checkpoint("a.ckpt")
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
         io.teardown()
         self.restores(3)
         with pytest.raises(TieredCheckpointError):

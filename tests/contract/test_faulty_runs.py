@@ -93,14 +93,14 @@ def test_s3_is_away_for_a_whole_run_and_comes_back(io_of, options, proxy, caplog
     assert most <= 2 * 2 + 1
     # The drain says so when it has tried for its half second; eight quick saves may end before that.
     deadline = time.monotonic() + 20
-    while not made.progress().counters.get("failed"):
+    while not made.session.progress().counters.get("failed"):
         assert time.monotonic() < deadline, "no upload is said to have failed"
         time.sleep(0.05)
     assert any(record.levelno >= logging.ERROR and "SlowDown" in record.getMessage() for record in caplog.records)
     assert io.load_checkpoint("tiered:latest")["global_step"] == 8
     assert made.restored.tier == "memory"
     proxy.plan = lambda *_: None
-    made.wait()
+    made.session.wait()
     elsewhere = io_of(namespace="another-node")
     assert torch.equal(elsewhere.load_checkpoint("tiered:latest")["w"], state(8)["w"])
     assert elsewhere.checkpointer.restored.tier == "durable"
@@ -122,7 +122,7 @@ def test_what_a_dead_run_left_on_its_node_does_not_replace_what_was_saved_since(
     second.teardown()
     third = io_of()
     assert third.load_checkpoint("tiered:latest")["global_step"] == 2
-    third.checkpointer.wait()
+    third.checkpointer.session.wait()
     (told,) = (each for each in third.checkpointer.session.poll() if each.action == "save")
     assert (told.state, told.error) == ("skipped", "a later save has taken its name")
     third.teardown()

@@ -92,7 +92,7 @@ def test_the_name_is_just_being_uploaded(key, io, options, proxy, memory_dir):
 @pytest.mark.filterwarnings("ignore:the memory tier can't hold")
 def test_the_name_is_just_being_deleted(io, options, proxy, memory_dir):
     io.save_checkpoint(state(1, SMALL), NAME)
-    io.checkpointer.wait()
+    io.checkpointer.session.wait()
     come = when(proxy, "delete", "manifests/preempted.ckpt", late(1.5))
     io.remove_checkpoint(NAME)
     assert come.wait(10)
@@ -113,7 +113,7 @@ def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
         # What has failed behind the caller's back is shown once, too.
         io.checkpointer.session.surface()
     for _ in range(200):
-        time.sleep(0.05 if io.checkpointer.is_pending(NAME) else 0)
+        time.sleep(0.05 if io.checkpointer.session.is_pending(NAME) else 0)
     io.save_checkpoint(state(3, LARGE), NAME)
     io.teardown()
     assert elsewhere(options, memory_dir, NAME) == 3
@@ -126,7 +126,7 @@ def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_it_sets_deletes_free_that_a_save_which_came_to_nothing_held_up(kind, io, options, proxy, tmp_path):
     io.save_checkpoint(state(1, SMALL), "1.ckpt")
-    io.checkpointer.wait()
+    io.checkpointer.session.wait()
     come = when(proxy, "put", "manifests/busy.ckpt", late(1.5))
     io.save_checkpoint(state(2, SMALL), "busy.ckpt")
     assert come.wait(10)
@@ -135,7 +135,7 @@ def test_it_sets_deletes_free_that_a_save_which_came_to_nothing_held_up(kind, io
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     io.remove_checkpoint("1.ckpt")
     with contextlib.suppress(DrainError):
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
     with pytest.raises(SaveError, match="3.ckpt"):
         io.checkpointer.session.surface()
     assert "1.ckpt" in durable(options)
@@ -145,7 +145,7 @@ def test_it_sets_deletes_free_that_a_save_which_came_to_nothing_held_up(kind, io
         writer = TieredStorageWriter(**options, memory_dir=str(tmp_path / "tight"), save_to_s3=True)
         dcp.save({"w": torch.ones(LARGE)}, checkpoint_id="step_4", storage_writer=writer)
         writer.close()
-    io.checkpointer.wait()
+    io.checkpointer.session.wait()
     assert durable(options) == ["busy.ckpt", "step_4"]
 
 

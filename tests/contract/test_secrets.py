@@ -117,8 +117,12 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     io.load_checkpoint("tiered:latest")
     made = io.checkpointer
     session = made.session
-    heard.add("objects", io, io.config, io.config.to_json(), made, made.restored, made.progress(), made.asked)
-    heard.add("objects", session, session.open(), session.durable(), session.last_save, made.poll(), vars(session))
+    heard.add(
+        "objects", io, io.config, io.config.to_json(), made, made.restored, made.session.progress(), made.session.asked
+    )
+    heard.add(
+        "objects", session, session.open(), session.durable(), session.last_save, made.session.poll(), vars(session)
+    )
     heard.add("objects", TieredModelCheckpoint.from_config(io.config), vars(session.durable()))
     io.teardown()
     writer = TieredStorageWriter(**options, save_to_s3=True, wait=True)
@@ -138,7 +142,7 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     failing = TieredCheckpointIO(**options, namespace="failing", on_save_error="raise")
     with heard.failing(TieredCheckpointError):
         failing.save_checkpoint(state(4), "4.ckpt")
-    heard.add("objects", failing.checkpointer.progress(), failing.checkpointer.poll())
+    heard.add("objects", failing.checkpointer.session.progress(), failing.checkpointer.session.poll())
     heard.add("outcomes", *failing.checkpointer.session.open().drain.queue.outcomes())
     heard.folder(memory_dir)
     with heard.failing(TieredCheckpointError):

@@ -167,17 +167,17 @@ def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, b
     made = io.checkpointer
     for step in (1, 2):
         io.save_checkpoint(state(step), f"{step}.ckpt")
-        assert made.is_pending(f"{step}.ckpt")
+        assert made.session.is_pending(f"{step}.ckpt")
         assert book.having(f"{step}.ckpt stays in node memory, queued for upload: nothing has reached S3 for 1 s")
         assert book.having(f"saved {step}.ckpt to memory")
-    assert made.progress().counters.get("failed", 0) == 0
+    assert made.session.progress().counters.get("failed", 0) == 0
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
     strict = io_of(pending_timeout_s=1, on_save_error="raise", namespace="strict")
     with pytest.raises(SaveError, match="is in memory, but not on the durable tier: nothing has reached S3 for 1 s"):
         strict.save_checkpoint(state(3), "3.ckpt")
     gate.open()
-    made.wait()
-    assert {each.name: each.state for each in made.poll()} == {"1.ckpt": "committed", "2.ckpt": "committed"}
+    made.session.wait()
+    assert {each.name: each.state for each in made.session.poll()} == {"1.ckpt": "committed", "2.ckpt": "committed"}
     io.teardown()
     assert book.having("2.ckpt is durable")
     elsewhere = io_of(namespace="another-node")
@@ -208,8 +208,8 @@ def test_a_full_queue_is_not_waited_for_and_the_save_is_of_memory_alone(io_of, p
         assert io.checkpointer.save(state(step), f"{step}.ckpt", wait=False)
     assert book.having("3.ckpt stays in memory: too many saves wait for the durable tier")
     gate.open()
-    io.checkpointer.wait()
-    assert not io.checkpointer.is_pending("1.ckpt")
+    io.checkpointer.session.wait()
+    assert not io.checkpointer.session.is_pending("1.ckpt")
 
 
 class SlowLink:
@@ -263,7 +263,7 @@ def test_a_slow_upload_is_waited_for(io_of, proxy, book):
     with SlowLink(proxy.target.port, 3 << 20) as link:
         io = io_of(endpoint_url=link.endpoint_url, pending_timeout_s=4)
         io.save_checkpoint(state(1, LARGE), "1.ckpt")
-        assert not io.checkpointer.is_pending("1.ckpt")
+        assert not io.checkpointer.session.is_pending("1.ckpt")
         assert book.having("saved 1.ckpt to memory and S3")
         assert not book.having("stays in node memory")
         io.teardown()

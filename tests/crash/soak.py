@@ -78,7 +78,7 @@ def full(options, saves):
         if step >= 6 and step % 2 == 0:
             io.remove_checkpoint(f"step={step - 6}.ckpt")
         # What the drain has open while it works is no growth.
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
         yield
     io.teardown()
 

@@ -132,7 +132,7 @@ def test_beside_a_run_that_removes_what_is_read(file_format, dirpath, tmp_path, 
     def replace_latest():
         io.save_checkpoint(state(700), "step=700.ckpt")
         io.remove_checkpoint("step=100.ckpt")
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
 
     def overwrite():
         io.save_checkpoint({**state(501), "noise": torch.randn(9, generator=noise)}, "step=500.ckpt")

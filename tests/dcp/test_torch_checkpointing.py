@@ -87,7 +87,7 @@ def test_what_was_loaded_takes_no_node_memory_once_it_is_removed(config, memory_
     assert reader.read(Path("tiered:latest/a")) == bytes(1 << 20)
     for step in range(2, 6):
         write(writer, f"step_{step}", a=bytes(1 << 20))
-    config.checkpointer.wait()
+    config.checkpointer.session.wait()
     write(writer, "step_6", a=bytes(1 << 20))
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if memory_dir in line]
     assert not [line for line in mapped if line.endswith("step_1 (deleted)")]

@@ -79,7 +79,7 @@ def through_io(job):
         "step": state["global_step"],
         "total": float(state["w"].double().sum()),
         "tier": io.checkpointer.restored.tier,
-        "metrics": io.checkpointer.asked,
+        "metrics": io.checkpointer.session.asked,
     }
     io.teardown()
     return answer

@@ -244,7 +244,7 @@ if __name__ == "__main__":
     answer = {
         "from": restored and (restored.name, restored.step, restored.tier),
         "losses": model.seen,
-        "asked": io.checkpointer.asked,
+        "asked": io.checkpointer.session.asked,
         "overlapped": Late.begun,
         "told": getattr(strategy, "told", None),
         "prepared": prepared,

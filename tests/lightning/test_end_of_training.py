@@ -122,7 +122,7 @@ def test_an_overlapped_save_that_failed_in_the_end_is_made_up_for(runs, monkeypa
 
     monkeypatch.setattr(PartSave, "seal", fails)
     trainer, _ = runs.fit(every(save_last=None), io=runs.io(staging="overlapped"), max_steps=10)
-    assert trainer.io.checkpointer.progress().counters["failed"] == 1
+    assert trainer.io.checkpointer.session.progress().counters["failed"] == 1
     assert runs.durable() == ["end_of_training.ckpt"]
     assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 10
 

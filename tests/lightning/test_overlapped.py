@@ -250,7 +250,7 @@ def test_what_else_changes_a_weight_fails_that_save_and_later_ones_are_eager(run
     assert "memory/epoch=1-step=9.ckpt failed: the checkpoint is not saved: a parameter" in line
     assert "use staging: eager" in line
     assert moments.overlapped == 3, "steps 3, 6 and 9"
-    assert trainer.io.checkpointer.progress().counters["failed"] == 1
+    assert trainer.io.checkpointer.session.progress().counters["failed"] == 1
     names = [name for name in moments.states if name.startswith("memory/") and "=9" not in name]
     assert len(names) == 4
     for name in names:
@@ -269,7 +269,7 @@ def test_what_a_save_that_failed_beside_training_was_to_replace_goes_once_the_ne
     monkeypatch.setattr(PartSave, "seal", fails)
     callback = TieredModelCheckpoint(s3_every_n_train_steps=2)
     trainer, _ = runs.fit(callback, io=runs.io(staging="overlapped"), max_steps=8, ckpt_path=None)
-    assert trainer.io.checkpointer.progress().counters["failed"] == 1
+    assert trainer.io.checkpointer.session.progress().counters["failed"] == 1
     assert runs.durable() == ["epoch=0-step=8.ckpt"]
 
 

@@ -41,7 +41,7 @@ if __name__ == "__main__":
     )
     trainer.fit(Model(ballast=1_000_000), ckpt_path="tiered:latest")
     restored = io.checkpointer.restored
-    told = restored and (restored.step, restored.tier), io.checkpointer.asked
+    told = restored and (restored.step, restored.tier), io.checkpointer.session.asked
     # One write, so that ranks do not write into each other's lines.
     os.write(1, f"RANK {trainer.global_rank} {told}\\n".encode())
 """

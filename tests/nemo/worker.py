@@ -45,7 +45,7 @@ if __name__ == "__main__":
         "from": restored(trainer),
         "steps": sorted(module.seen),
         "weights": hashlib.sha256(weights).hexdigest(),
-        "asked": io_of(trainer).checkpointer.asked,
+        "asked": io_of(trainer).checkpointer.session.asked,
         "best": sorted(callback_of(trainer).best_k_models),
         "last": callback_of(trainer).last_model_path,
         "path": trainer.ckpt_path,

@@ -153,7 +153,7 @@ def load_full(job, seed, path="tiered:latest"):
         "matches": bool(state) and torch.equal(state["w"], full_state(seed)["w"]),
         "step": restored.step if restored else None,
         "tier": restored.tier if restored else None,
-        "asked": io.asked,
+        "asked": io.session.asked,
         "rejected": restored.rejected if restored else [],
         "pending": [s.part.rank for s in io.session.open().tier.parts() if s.pending],
     }

@@ -199,7 +199,7 @@ class Trainer:
         self.save(kind="preempted", tiers=("memory", "durable") if has_time else ("memory",), wait=False)
         if has_time:
             with contextlib.suppress(TieredCheckpointError):
-                run.checkpointer.wait(max(0.0, run.leave_by - self.world.now))
+                run.checkpointer.session.wait(max(0.0, run.leave_by - self.world.now))
 
     # --------------------------------------------------------------------------------- loading
     def load(self, *, first=False):

@@ -31,7 +31,7 @@ class Kept:
         io = self.io()
         assert io.load_checkpoint("tiered:latest")["global_step"] == step
         assert io.checkpointer.restored.tier == "memory"
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
         io.teardown()
         other_node = self.io(namespace="another-node")
         assert torch.equal(other_node.load_checkpoint("tiered:latest")["w"], state(step)["w"])

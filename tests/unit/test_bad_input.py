@@ -132,7 +132,7 @@ def test_a_missing_bucket(kept_on_s3, s3_server):
     try:
         io = kept_on_s3.io(**other)
         assert io.load_checkpoint("tiered:latest")["global_step"] == 2
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
         io.teardown()
     finally:
         s3_server.remove_bucket(bucket)

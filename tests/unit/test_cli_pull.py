@@ -91,7 +91,7 @@ def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_d
     def replace():
         io.save_checkpoint({"global_step": 7}, "step=7.ckpt")
         io.remove_checkpoint("step=5.ckpt")
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
 
     monkeypatch.setattr(pulling, "fetch_chunk", late)
     where = ("--to", str(tmp_path / "here")) if to == "folder" else ("--memory-dir", memory_dir, "--namespace", "other")

@@ -45,7 +45,7 @@ def test_what_waits_behind_a_failed_save_keeps_nobody(drain, first, kept, broken
     if first == "delete":
         # One that could be carried out, and fails by itself.
         io.checkpointer.alias("last.ckpt", "2.ckpt")
-        io.checkpointer.wait()
+        io.checkpointer.session.wait()
     broken.fails()
     io.save_checkpoint(state(3), "3.ckpt")
     io.remove_checkpoint("2.ckpt")
@@ -58,7 +58,7 @@ def test_what_waits_behind_a_failed_save_keeps_nobody(drain, first, kept, broken
     assert (Path(kept.options["dirpath"]) / "2.ckpt").exists(), "what was good stays until what replaces it is good"
     io = kept.io(drain=drain, on_save_error="raise", wait_timeout_s=50)
     assert io.load_checkpoint("tiered:latest")["global_step"] == 3
-    io.checkpointer.wait()
+    io.checkpointer.session.wait()
     there = {path.name for path in Path(kept.options["dirpath"]).glob("*.ckpt")}
     assert there == {KEPT, "3.ckpt"}
     io.teardown()
@@ -78,7 +78,7 @@ def test_a_failed_save_is_told_at_once_although_a_delete_waits_behind_it(kept, b
     broken.works()
     io = kept.io(wait_timeout_s=50, memory_keep_last=5)
     io.load_checkpoint("tiered:latest")
-    io.checkpointer.wait()
+    io.checkpointer.session.wait()
     assert {path.name for path in Path(kept.options["dirpath"]).glob("*.ckpt")} == {KEPT, "3.ckpt"}
 
 
@@ -98,9 +98,9 @@ def test_what_is_removed_after_a_restart_goes_from_the_durable_tier_as_well(agai
     if again == "after":
         io.save_checkpoint(state(3), "2.ckpt", storage_options=MEMORY_ONLY)
     io.remove_checkpoint("2.ckpt")
-    io.checkpointer.wait()
+    io.checkpointer.session.wait()
     assert listed(kept.options["dirpath"]) == [KEPT]
-    assert not io.checkpointer.asked, "the trainer itself has asked for nothing"
+    assert not io.checkpointer.session.asked, "the trainer itself has asked for nothing"
     io.teardown()
     kept.io().load_checkpoint(KEPT)
 

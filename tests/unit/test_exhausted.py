@@ -269,7 +269,7 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
             io.teardown()
     io = kept.io(drain="thread", memory_keep_last=100)
     io.load_checkpoint("tiered:latest")
-    io.checkpointer.wait(60)
+    io.checkpointer.session.wait(60)
     session = io.checkpointer.session.open()
     told = {outcome.op_id: outcome.error for outcome in session.drain.queue.outcomes()}
     for stored in session.tier.parts():
@@ -284,9 +284,9 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
 ASKED = {
     "remove": lambda made: made.remove(KEPT),
     "alias": lambda made: made.alias("last.ckpt", KEPT),
-    "poll": lambda made: made.poll(),
-    "progress": lambda made: made.progress(),
-    "is_pending": lambda made: made.is_pending(KEPT),
+    "poll": lambda made: made.session.poll(),
+    "progress": lambda made: made.session.progress(),
+    "is_pending": lambda made: made.session.is_pending(KEPT),
 }
 
 
@@ -297,9 +297,9 @@ def test_what_a_callback_asks_out_of_descriptors_stops_no_training(asked, kept, 
     with descriptors_to_spare(0):
         ASKED[asked](made)
     # Aliases and deletes are queued even so. To look into memory takes a descriptor, which is counted, once.
-    assert made.progress().counters.get("failed", 0) == {"remove": 1}.get(asked, 0)
-    made.wait()
-    assert not made.is_pending(KEPT)
+    assert made.session.progress().counters.get("failed", 0) == {"remove": 1}.get(asked, 0)
+    made.session.wait()
+    assert not made.session.is_pending(KEPT)
     made.close()
 
 

@@ -52,7 +52,7 @@ def test_threads_may_save_at_once(io):
         thread.join(BOUND_S)
         assert not thread.is_alive()
     assert failed == []
-    assert io.checkpointer.progress().counters == {"saved": THREADS * SAVES}
+    assert io.checkpointer.session.progress().counters == {"saved": THREADS * SAVES}
     for step in range(THREADS * SAVES):
         loaded = io.load_checkpoint(f"step={step}.ckpt")
         assert loaded["global_step"] == step

@@ -85,7 +85,7 @@ def test_async_returns_before_and_remove_comes_behind(s3_url, make):
     wrapped.save_checkpoint(tensors, "b.ckpt")
     tensors["w"].zero_()
     wrapped.remove_checkpoint("a.ckpt")
-    io.checkpointer.wait()
+    io.checkpointer.session.wait()
     store = io.checkpointer.session.durable()
     assert read_manifest(store, "a.ckpt") is None
     keys = [entry.key for entry in store.list("") if not entry.key.startswith(LEASE_PREFIX)]
@@ -171,7 +171,7 @@ def test_the_drain_outlives_a_killed_trainer(s3_url, make, memory_dir, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     io = make(s3_url)
     io.checkpointer.session.open()
-    io.checkpointer.wait(30)
+    io.checkpointer.session.wait(30)
     wipe(memory_dir)
     assert torch.equal(io.load_checkpoint("tiered:latest")["w"], torch.arange(3_000_000.0))
 
@@ -181,21 +181,21 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
     """The next may come an hour later, and the node may be gone by then."""
     engine = make(str(tmp_path), drain="process", memory_keep_last=1).checkpointer
     engine.save(state(1), "a.ckpt")
-    pid = engine.progress().drain.pid
+    pid = engine.session.progress().drain.pid
     # As where it dies amid the upload, for want of memory.
     os.kill(pid, signal.SIGSTOP)
     engine.save(state(2), "b.ckpt", wait=False)
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
-    while engine.is_pending("b.ckpt"):
+    while engine.session.is_pending("b.ckpt"):
         assert time.monotonic() < deadline
         if told_by == "looks for outcomes":
-            engine.poll()
+            engine.session.poll()
         else:
             engine.save(state(3), "c.ckpt", tiers=["memory"])
         time.sleep(0.05)
     assert torch.load(tmp_path / "b.ckpt")["global_step"] == 2
-    assert engine.progress().drain.pid != pid
+    assert engine.session.progress().drain.pid != pid
 
 
 def test_the_thread_drain_does_the_same(tmp_path, make):
@@ -210,7 +210,7 @@ def test_alias_uploads_nothing_and_is_loadable_at_once(tmp_path, make):
     wrapped.save_checkpoint(state(1), "a.ckpt")
     io.checkpointer.alias("last.ckpt", "a.ckpt")
     assert wrapped.load_checkpoint("last.ckpt")["global_step"] == 1
-    io.checkpointer.wait()
+    io.checkpointer.session.wait()
     assert not (tmp_path / "last.ckpt").exists()
     assert wrapped.load_checkpoint("tiered:last")["global_step"] == 1
 

@@ -197,7 +197,7 @@ def test_without_the_store_training_goes_on_and_the_claim_is_made_when_it_is_bac
     assert time.monotonic() - began < 2, "nothing is asked of a store that has not answered yet"
     made.save({"global_step": 1}, "a.ckpt", wait=False)
     with CountingProxy(s3_server.endpoint_url, port):
-        made.wait()
+        made.session.wait()
         end = time.monotonic() + 60
         while not names_and_leases(s3_url)[1]:
             assert time.monotonic() < end

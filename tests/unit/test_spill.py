@@ -127,7 +127,7 @@ def test_what_the_durable_tier_has_makes_room(options, started, tmp_path):
         session = session_of(io)
         for step in (1, 2, 3, 4):
             io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
-            io.checkpointer.wait()
+            io.checkpointer.session.wait()
         memory = session.open().tier
         assert [each.part.name for each in memory.parts()] == ["2.ckpt", "3.ckpt", "4.ckpt"], session.last_save
         # Even the newest goes.
@@ -184,7 +184,7 @@ def test_a_process_with_another_temporary_folder_finds_it(options, started, tmp_
     io = AsyncCheckpointIO(started(drain="process"))
     with pytest.warns(UserWarning, match="can't hold"):
         io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
-    io.checkpointer.wait()
+    io.checkpointer.session.wait()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     output = CliRunner().invoke(app, ["status", "--memory-dir", options["memory_dir"]]).output
     assert "1.ckpt" in output

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
@@ -357,28 +356,6 @@ class Checkpointer:
             if not dirpath or ".." in text.split("/") or dirpath.endswith(":/"):
                 raise
             return ids.normalize_dirpath(dirpath), Selector("name", ids.validate_name(name))
-
-    # ------------------------------------------------------------------------------- background
-    def poll(self) -> list[Outcome]:
-        """See :meth:`Session.poll`."""
-        return self.session.poll()
-
-    @property
-    def asked(self) -> dict[str, int]:
-        """See :attr:`Session.asked`."""
-        return self.session.asked
-
-    def is_pending(self, name: str) -> bool:
-        """See :meth:`Session.is_pending`."""
-        return self.session.is_pending(name)
-
-    def progress(self) -> Progress:
-        """See :meth:`Session.progress`."""
-        return self.session.progress()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See :meth:`Session.wait`."""
-        self.session.wait(timeout_s)
 
     def close(self) -> None:
         """See :meth:`Session.close`."""

@@ -180,7 +180,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if not args.auto_find_batch_size:
             self._remove_folder(args)
         if state.is_world_process_zero:
-            self._engine.poll()
+            self._engine.session.poll()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Saves the last step of a training, before the Trainer may put the best weights in place of the last.

@@ -214,7 +214,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         by_step = sorted(names, key=lambda name: (step_of(name), name))
         # At least one keeps them: runs resume from it.
         for name in by_step[: -max(self.save_last_n_optim_states, 1)]:
-            if name in self._slim or engine.is_pending(name):
+            if name in self._slim or engine.session.is_pending(name):
                 continue
             try:
                 state = self._io.load_alone(name)

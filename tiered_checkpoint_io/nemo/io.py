@@ -76,7 +76,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
             return False
         if blocking:
             with contextlib.suppress(DrainError):
-                self.checkpointer.wait()
+                self.checkpointer.session.wait()
         called = False
         for save_id in list(self._to_finalize):
             outcome = self.checkpointer.session.outcome(save_id)

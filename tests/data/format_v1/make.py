@@ -104,7 +104,7 @@ def rank_main(kind, rank, phase, dirpath, memory_dir):
             engine = save(step, name)
         if rank == 0:
             engine.alias("last.ckpt", "step_3.ckpt")
-        engine.wait()
+        engine.session.wait()
         if kind != "full":
             dist.barrier()
         engine.close()
