@@ -14,7 +14,7 @@ from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, Ti
 from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes, new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry
-from tiered_checkpoint_io.stores.base import Content, Store
+from tiered_checkpoint_io.stores.base import Store, UploadContent
 from tiered_checkpoint_io.stores.fallbacks import read_pieces
 
 #: xxh3 at full speed saturates memory with few threads.
@@ -34,7 +34,7 @@ def unverified(key: str, size: int) -> FileEntry:
     return FileEntry(key, size, chunk_size_for(size), ())
 
 
-def hashed(path: str, data: Content, *, progress: Callable[[int], None] = lambda _: None) -> FileEntry:
+def hashed(path: str, data: UploadContent, *, progress: Callable[[int], None] = lambda _: None) -> FileEntry:
     """The description of a file that is to be at ``path``; ``progress`` is called with bytes before they are hashed."""
     size = len(data)
     chunk_size = chunk_size_for(size)

@@ -24,8 +24,7 @@ from tiered_checkpoint_io.imports.reading import Hashed, Source, weights_in
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.model.place import Place
-from tiered_checkpoint_io.stores.base import Content as Bytes
-from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.base import Store, UploadContent
 
 #: What can be done where a name is taken.
 _BY_FORCE = "give --force to replace it"
@@ -135,7 +134,7 @@ def _import(
         return Imported(name, "exists", kind, error="a checkpoint of this name is there", hint=hint)
     # Of an import that was killed, or others'.
     there = {path for path in _new_paths(source, found, target, paths) if not force and exists(target, path)}
-    files: dict[str, Bytes] = {}
+    files: dict[str, UploadContent] = {}
     for basename, key in found.files.items():
         files[basename] = Source(source, key, source.size(key))
     if found.layout == "nemo":
@@ -230,7 +229,7 @@ def _clear(target: Store, name: str, paths: Collection[str]) -> None:
                 target.delete(path)
 
 
-def _source(data: Bytes) -> Source:
+def _source(data: UploadContent) -> Source:
     assert isinstance(data, Source)
     return data
 
@@ -259,7 +258,7 @@ def _facts(source: Source, name: str) -> tuple[int, int, bool]:
     return step, epoch, any(key in keys for key in (*OPTIMIZERS, *_STEPS)) and is_resumable(state, name)
 
 
-def _metadata(found: Found, files: Mapping[str, Bytes]) -> bytes:
+def _metadata(found: Found, files: Mapping[str, UploadContent]) -> bytes:
     """``.metadata`` of a sharded checkpoint, after a look whether all that it names is there.
 
     Raises:

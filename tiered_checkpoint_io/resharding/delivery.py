@@ -25,7 +25,7 @@ from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.resharding.parts import Planned
 from tiered_checkpoint_io.stores import Store
-from tiered_checkpoint_io.stores.base import Content as Bytes
+from tiered_checkpoint_io.stores.base import UploadContent
 
 #: Of the room of the scratch folder, what may be taken.
 _ROOM = 0.95
@@ -107,7 +107,7 @@ class Delivery:
         tensors.fill(targets, progress=self._progress)
         parts = []
         for rank in planned:
-            data: dict[str, Bytes] = {}
+            data: dict[str, UploadContent] = {}
             if rank == 0:
                 data |= {f"{self._facts.name}/{basename}": view for basename, view in beside.items()}
             if rank in files:
@@ -121,13 +121,13 @@ class Delivery:
             parts.append(part)
         return parts
 
-    def _part(self, rank: int, files: Mapping[str, Bytes]) -> Part:
+    def _part(self, rank: int, files: Mapping[str, UploadContent]) -> Part:
         """A part, once its files are hashed."""
         look = lambda _: self._progress(0)  # noqa: E731
         entries = tuple(hashed(path, view, progress=look) for path, view in files.items())
         return self._facts.describe(rank, self._place, entries, created=SYSTEM.wall())
 
-    def _commit(self, parts: Sequence[Part], files: Mapping[str, Bytes]) -> None:
+    def _commit(self, parts: Sequence[Part], files: Mapping[str, UploadContent]) -> None:
         rows = {part.rank: IndexRow.of(part) for part in parts}
         fate = commit(self._store, parts[0], files, rows, progress=self._progress, is_new=True)
         if fate == "replaced":

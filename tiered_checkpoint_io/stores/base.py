@@ -120,7 +120,7 @@ class UploadJournal(Protocol):
     def clear(self) -> None: ...
 
 
-class Content(Protocol):
+class UploadContent(Protocol):
     """What an upload sends: a ``memoryview`` of bytes, or anything that is sliced like one.
 
     ``len(content)`` is its size in bytes. ``with content[start:end] as piece`` gives the bytes of that range as a
@@ -260,7 +260,7 @@ class Store(Protocol):
     def upload(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
@@ -319,7 +319,7 @@ class ConditionalStore(Store, Protocol):
     def upload_if(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         expected: str | None,
         *,
         journal: UploadJournal | None = None,

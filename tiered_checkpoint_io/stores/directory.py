@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreChangedError, StoreNotFoundError
-from tiered_checkpoint_io.stores.base import Content, UploadJournal, changed, too_short
+from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed, too_short
 from tiered_checkpoint_io.stores.files import FileStore
 
 _T = TypeVar("_T")
@@ -121,7 +121,7 @@ class DirectoryStore(FileStore):
     def upload_if(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         expected: str | None,
         *,
         journal: UploadJournal | None = None,
@@ -136,7 +136,7 @@ class DirectoryStore(FileStore):
     def _upload_if(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         expected: str | None,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
@@ -183,14 +183,14 @@ class DirectoryStore(FileStore):
             finally:
                 os.close(descriptor)
 
-    def _write(self, key: str, path: str, data: Content, report: Callable[[int], None]) -> None:
+    def _write(self, key: str, path: str, data: UploadContent, report: Callable[[int], None]) -> None:
         self._replace(key, path, data, report, contextlib.nullcontext)
 
     def _replace(
         self,
         key: str,
         path: str,
-        data: Content,
+        data: UploadContent,
         report: Callable[[int], None],
         unchanged: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tiered_checkpoint_io.errors import StoreNotFoundError
-from tiered_checkpoint_io.stores.base import ConditionalStore, Content, Store, UploadJournal
+from tiered_checkpoint_io.stores.base import ConditionalStore, Store, UploadContent, UploadJournal
 
 
 class Unconditional:
@@ -31,7 +31,7 @@ class Unconditional:
     def upload_if(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         expected: str | None,  # noqa: ARG002
         *,
         journal: UploadJournal | None = None,

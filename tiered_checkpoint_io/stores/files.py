@@ -21,7 +21,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.base import Content, Metrics, ObjectInfo, UploadJournal, validate_key
+from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, UploadContent, UploadJournal, validate_key
 from tiered_checkpoint_io.stores.retry import Progress, Retry
 
 _T = TypeVar("_T")
@@ -118,7 +118,7 @@ class FileStore(ABC):
     def upload(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
@@ -129,7 +129,7 @@ class FileStore(ABC):
     def _upload(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         write: Callable[[Callable[[int], None]], None],
         journal: UploadJournal | None,
         progress: Callable[[int], None] | None,
@@ -205,7 +205,7 @@ class FileStore(ABC):
         """See :meth:`Store.read_into`."""
 
     @abstractmethod
-    def _write(self, key: str, path: str, data: Content, report: Callable[[int], None]) -> None:
+    def _write(self, key: str, path: str, data: UploadContent, report: Callable[[int], None]) -> None:
         """See :meth:`Store.upload`; guards its own calls, as errors of ``data`` and ``report`` are the caller's."""
 
     @abstractmethod

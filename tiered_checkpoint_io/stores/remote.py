@@ -17,7 +17,7 @@ from tiered_checkpoint_io.errors import StoreConfigError, StoreError, StoreUnava
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.redaction import without_secrets
-from tiered_checkpoint_io.stores.base import Content, too_short
+from tiered_checkpoint_io.stores.base import UploadContent, too_short
 from tiered_checkpoint_io.stores.files import FileStore, kind_of
 
 _MIB = 1 << 20
@@ -108,14 +108,14 @@ class RemoteStore(FileStore):
             raise too_short(key, size, end)
         piece[:] = data
 
-    def _write(self, key: str, path: str, data: Content, report: Callable[[int], None]) -> None:
+    def _write(self, key: str, path: str, data: UploadContent, report: Callable[[int], None]) -> None:
         if self._is_object_store:
             blocks = -(-len(data) // (_MAX_BLOCKS * _MIB))
             self._send(key, path, data, report, block_size=max(_BLOCK, blocks * _MIB), autocommit=False)
         else:
             self._send_and_move(key, path, data, report)
 
-    def _send(self, key: str, path: str, data: Content, report: Callable[[int], None], **options: Any) -> None:
+    def _send(self, key: str, path: str, data: UploadContent, report: Callable[[int], None], **options: Any) -> None:
         with self._guarded("put", key):
             file = self._fs.open(path, "wb", **options)
         try:
@@ -132,7 +132,7 @@ class RemoteStore(FileStore):
             _throw_away(file)
             raise
 
-    def _send_and_move(self, key: str, target: str, data: Content, report: Callable[[int], None]) -> None:
+    def _send_and_move(self, key: str, target: str, data: UploadContent, report: Callable[[int], None]) -> None:
         source = f"{self._scratch}/{self._clock.token(12)}"
         with self._guarded("put", key):
             for folder in (self._scratch, target.rpartition("/")[0]):

@@ -9,7 +9,7 @@ from typing import Any
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores.base import Content, ObjectInfo, UploadJournal
+from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal
 from tiered_checkpoint_io.stores.refusals import delete_each
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_bodies import content_of, fill
@@ -171,7 +171,7 @@ class S3Store:
     def upload_if(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         expected: str | None,
         *,
         journal: UploadJournal | None = None,
@@ -205,7 +205,7 @@ class S3Store:
     def upload(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
@@ -215,7 +215,7 @@ class S3Store:
     def _upload(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         put: Callable[[memoryview], object],
         journal: UploadJournal | None,
         progress: Callable[[int], None] | None,

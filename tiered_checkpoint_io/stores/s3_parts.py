@@ -12,7 +12,7 @@ from typing import Any
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model.delta import MAX_PARTS, Piece
 from tiered_checkpoint_io.model.hashing import hash_bytes
-from tiered_checkpoint_io.stores.base import Content, Delta, UploadJournal
+from tiered_checkpoint_io.stores.base import Delta, UploadContent, UploadJournal
 
 MIB = 1 << 20
 _MIN_PART = 8 * MIB
@@ -143,7 +143,7 @@ class Pieces:
         return sum(piece.stop - piece.start for piece in self.pieces if piece.key)
 
 
-def origin_of(data: Content | Copied) -> str:
+def origin_of(data: UploadContent | Copied) -> str:
     """What tells an upload from one of the same size whose parts came from elsewhere; "" where all are sent."""
     if isinstance(data, Pieces):
         return f"delta {hash_bytes(repr([tuple(piece) for piece in data.pieces]).encode())}"

@@ -22,7 +22,7 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
 )
 from tiered_checkpoint_io.model.delta import Piece, pieces_of
-from tiered_checkpoint_io.stores.base import Content, CopyRefusedError, Delta, UploadJournal, changed
+from tiered_checkpoint_io.stores.base import CopyRefusedError, Delta, UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import lacks_credentials
@@ -61,7 +61,7 @@ class MultipartUploads:
     def send(
         self,
         key: str,
-        data: Content | Copied,
+        data: UploadContent | Copied,
         part_size: int,
         journal: UploadJournal | None,
         report: Progress,
@@ -140,7 +140,7 @@ class MultipartUploads:
     def _send(
         self,
         key: str,
-        data: Content | Copied,
+        data: UploadContent | Copied,
         part_size: int,
         journal: UploadJournal | None,
         report: Progress,
@@ -255,7 +255,7 @@ class MultipartUploads:
         self._client.ask_if("complete_multipart_upload", key, condition.expected, given, doubt=doubt)
 
     def _begin(
-        self, key: str, data: Content | Copied, part_size: int, journal: UploadJournal | None
+        self, key: str, data: UploadContent | Copied, part_size: int, journal: UploadJournal | None
     ) -> tuple[Upload, dict[int, dict[str, Any]]]:
         """The upload to write to, and its parts that have arrived already."""
         size, origin = len(data), origin_of(data)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
 from tiered_checkpoint_io.errors import StoreUnavailableError
-from tiered_checkpoint_io.stores.base import Content, ObjectInfo, Store, UploadJournal
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store, UploadContent, UploadJournal
 from tiered_checkpoint_io.stores.fallbacks import conditional
 
 _T = TypeVar("_T")
@@ -72,7 +72,7 @@ class FaultyStore:
     def upload(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         *,
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
@@ -129,7 +129,7 @@ class FaultyStore:
     def upload_if(
         self,
         key: str,
-        data: Content,
+        data: UploadContent,
         expected: str | None,
         *,
         journal: UploadJournal | None = None,

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.delta import same_ranges
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
-from tiered_checkpoint_io.stores.base import Content, Delta, Store
+from tiered_checkpoint_io.stores.base import Delta, Store, UploadContent
 
 
 class Deltas:
@@ -25,12 +25,12 @@ class Deltas:
         self._last: dict[tuple[Place, int], Part] = {}
         self._copied: Counter[str] = Counter()
 
-    def contents(self, part: Part, views: Mapping[str, memoryview]) -> Mapping[str, Content]:
+    def contents(self, part: Part, views: Mapping[str, memoryview]) -> Mapping[str, UploadContent]:
         """What to upload of a part whose files' bytes are these, by their basenames."""
         base = self._last.get((part.place, part.rank)) or self._in_memory(part)
         if base is None or base.save_id == part.save_id:
             return views
-        contents: dict[str, Content] = dict(views)
+        contents: dict[str, UploadContent] = dict(views)
         for entry in part.content.files:
             same = same_ranges(entry, base.content.files)
             if same:

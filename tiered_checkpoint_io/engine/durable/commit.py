@@ -46,14 +46,13 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
-from tiered_checkpoint_io.stores.base import Content as Bytes
-from tiered_checkpoint_io.stores.base import Delta, ServerCopy, Store, UploadJournal, changed
+from tiered_checkpoint_io.stores.base import Delta, ServerCopy, Store, UploadContent, UploadJournal, changed
 
 #: ``sent``: the part is there; ``committed``: its save is; ``replaced``: a later save has taken its name.
 Fate = Literal["sent", "committed", "replaced"]
 
 _Progress = Callable[[int], None] | None
-_Source = Bytes | ServerCopy
+_Source = UploadContent | ServerCopy
 _SENT = "sent"
 _UPLOAD = "upload"
 #: That W4 may have been written.
@@ -68,7 +67,7 @@ _MAX_INLINE = 3 << 10
 def put_part(
     store: Store,
     part: Part,
-    files: Mapping[str, Bytes],
+    files: Mapping[str, UploadContent],
     *,
     journal: UploadJournal | None = None,
     progress: _Progress = None,

@@ -23,11 +23,10 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
 )
 from tiered_checkpoint_io.model.manifest import Manifest, Part
-from tiered_checkpoint_io.stores.base import Content as Bytes
-from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, UploadJournal
+from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, UploadContent, UploadJournal
 
 #: Gives the bytes of a save's one file, while they are still in node memory.
-InMemory = Callable[[str], AbstractContextManager[Bytes | None]]
+InMemory = Callable[[str], AbstractContextManager[UploadContent | None]]
 
 
 def put_copy(

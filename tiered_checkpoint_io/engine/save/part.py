@@ -31,7 +31,7 @@ from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
-from tiered_checkpoint_io.stores import Content
+from tiered_checkpoint_io.stores import UploadContent
 
 
 @dataclass(slots=True)
@@ -264,7 +264,7 @@ class PartSave:
         *,
         commits: bool = True,
     ) -> None:
-        files: dict[str, Content] = {name: memoryview(data) for name, data in small.items()}
+        files: dict[str, UploadContent] = {name: memoryview(data) for name, data in small.items()}
         if file is not None:
             files[self.facts.file_name(self.rank)] = file
         self._stream = Stream(self.session, self._describe(small), watching)

@@ -18,7 +18,7 @@ from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.stores import Content
+from tiered_checkpoint_io.stores import UploadContent
 
 #: Tells, while the block runs, whether some part of the save will not come.
 Watching = Callable[[], contextlib.AbstractContextManager[Callable[[], bool]]]
@@ -61,7 +61,7 @@ class Stream:
         self._watching = watching
         self._journal = _Journal()
 
-    def send(self, files: Mapping[str, Content]) -> None:
+    def send(self, files: Mapping[str, UploadContent]) -> None:
         """Sends the files, by basename, and the description; of a checkpoint of one part, :meth:`commit` does.
 
         Raises:
@@ -75,7 +75,7 @@ class Stream:
         if part.content.parts > 1:
             self._check(put_part(session.durable(), part, files, journal=self._journal, clock=session.clock))
 
-    def commit(self, files: Mapping[str, Content]) -> None:
+    def commit(self, files: Mapping[str, UploadContent]) -> None:
         """Waits for the parts of all other ranks, and commits; does nothing for a part that is not the coordinator's.
 
         Raises:
