@@ -61,9 +61,9 @@ class Watch(Callback):
         if trainer.global_step == told.get("die_at"):
             session, deadline = io.checkpointer.session, time.monotonic() + PATIENCE_S
             tier = session.open().tier
-            held = (*tier.parts(), *tier.replicas.parts())
+            held = tier.held()
             newest = max(each.save_id for each in held)
-            while not all(s.replicated for s in (*tier.parts(), *tier.replicas.parts()) if s.save_id == newest):
+            while not all(s.replicated for s in tier.held() if s.save_id == newest):
                 assert time.monotonic() < deadline, "the newest checkpoint did not get to peers"
                 time.sleep(0.02)
             trainer.strategy.barrier()

@@ -158,7 +158,7 @@ class Rank:
 
     def _intact(self):
         held = []
-        for stored in (*self.tier.parts(), *self.tier.replicas.parts()):
+        for stored in self.tier.held():
             with contextlib.suppress(CorruptCheckpointError, CheckpointNotFoundError), reading(stored) as views:
                 for entry in stored.part.content.files:
                     verify(entry, views[entry.basename], where=entry.path)

@@ -55,7 +55,7 @@ class Judge:
             self._gone(stored, "removed")
 
         def quarantine(tier, folder, reason):
-            for stored in (*tier.parts(), *tier.replicas.parts()):
+            for stored in tier.held():
                 if stored.folder == folder:
                     self._gone(stored, "quarantined")
             return before["quarantine"](tier, folder, reason)

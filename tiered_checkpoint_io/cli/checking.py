@@ -60,11 +60,6 @@ class Checked:
 
 
 # --------------------------------------------------------------------------------------- memory
-def held_in(tier: MemoryTier) -> list[StoredPart]:
-    """All parts of a memory tier: its own, those in the spill, and replicas."""
-    return [*tier.parts(), *tier.replicas.parts()]
-
-
 def check_part(tier: MemoryTier, stored: StoredPart, meter: Meter) -> Checked:
     """Reads a part in memory; one that was removed meanwhile is not damaged."""
     part = stored.part
@@ -92,7 +87,7 @@ def unreadable(tier: MemoryTier) -> list[Checked]:
         Checked(
             str(folder), "memory", "newer" if isinstance(error, FormatVersionError) else "damaged", error=str(error)
         )
-        for folder, error in (*tier.damaged(), *tier.replicas.damaged())
+        for folder, error in tier.unreadable()
     ]
 
 

@@ -202,13 +202,13 @@ def drain_document(root: Path, before: Collection[operations.Outcome], left: int
 def namespace_document(root: Path) -> Namespace:
     """What lies in the memory of one namespace, what waits, and what the drain says of itself."""
     tier, queue = tier_at(root), Queue(root)
-    held = [*tier.parts(), *tier.replicas.parts()]
+    held = tier.held()
     latest, progress = latest_saves(held), queue.progress()
     return Namespace(
         namespace=root.name,
         root=root,
         parts=[_part(tier, each, is_latest=each.save_id in latest) for each in held],
-        damaged=[Damaged(folder, str(error)) for folder, error in (*tier.damaged(), *tier.replicas.damaged())],
+        damaged=[Damaged(folder, str(error)) for folder, error in tier.unreadable()],
         waiting=[Waiting(each.action, each.name, each.target or None, each.dirpath) for each in queue.look(tier)],
         outcomes=[_outcome(each) for each in queue.outcomes()],
         drain=DrainState(

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from tiered_checkpoint_io.cli.answers import counter
-from tiered_checkpoint_io.cli.checking import check_part, held_in
+from tiered_checkpoint_io.cli.checking import check_part
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.chunks import fetch_chunk
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
@@ -125,7 +125,7 @@ def _open(config: TieredCheckpointConfig) -> MemoryTier:
 def _has(tier: MemoryTier, part: Part) -> bool:
     """Whether memory has a part already, intact; a damaged one is quarantined."""
     heard = moving()
-    for stored in held_in(tier):
+    for stored in tier.held():
         if (stored.save_id, stored.part.rank) == (part.save_id, part.rank):
             checked = check_part(tier, stored, Meter(lambda _: heard()))
             if checked.state == "damaged":

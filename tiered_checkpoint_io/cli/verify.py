@@ -16,7 +16,6 @@ from tiered_checkpoint_io.cli.checking import (
     Report,
     State,
     check_part,
-    held_in,
     unreadable,
 )
 from tiered_checkpoint_io.cli.options import NODES, SERVER, Json, Nodes, Server, name_of
@@ -75,7 +74,7 @@ def verify(
 
     looks = tier is not Tier.durable and (nodes.is_named or os.path.isdir(nodes.memory_dir))
     tiers = [tier_at(each) for each in nodes.paths()] if looks else []
-    held: _Parts = [(each, stored) for each in tiers for stored in held_in(each)]
+    held: _Parts = [(each, stored) for each in tiers for stored in each.held()]
     found: list[Found] | None = None
     if config is not None:
         held = [(each, stored) for each, stored in held if stored.part.dirpath == config.dirpath]

@@ -89,7 +89,7 @@ def preflight(session: Session, need: Need) -> None:
     problems: list[Problem] = []
     holds = False
     try:
-        held = tiers_of(session, config).held()
+        held = tiers_of(session, config).memory.held()
         holds = any(stored.part.place == session.place and stored.part.content.resumable for stored in held)
         problems += judge_room(need, _room(session), config)
     except MemoryTierError as error:

@@ -113,7 +113,7 @@ def look_at_node(memory_dir: str) -> NodeMemory:
         with contextlib.suppress(FileNotFoundError):
             tier, queue = tier_at(root), Queue(root)
             outcomes = queue.outcomes()
-            for stored in (*tier.parts(), *tier.replicas.parts()):
+            for stored in tier.held():
                 where = tier_of(tier, stored)
                 held.append(HeldPart(stored, where, root.name, _outcome(stored, outcomes, tier.place)))
             broken += _broken(tier)
@@ -141,7 +141,7 @@ def _outcome(stored: StoredPart, outcomes: Iterable[Outcome], here: Place | None
 
 
 def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:
-    for folder, error in (*tier.damaged(), *tier.replicas.damaged()):
+    for folder, error in tier.unreadable():
         yield BrokenPart(folder, str(error), None, tier.place, isinstance(error, FormatVersionError))
     for folder in tier.quarantined():
         part, why = None, "found damaged"

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.memory.clearing import clear_dead
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left
 from tiered_checkpoint_io.memory.parts import (
     DRAINED,
@@ -39,13 +40,12 @@ from tiered_checkpoint_io.memory.parts import (
     SAVES,
     PartIndex,
     StoredPart,
-    clear_half_made,
     gone,
     mark,
     prepare_markers,
 )
 from tiered_checkpoint_io.memory.private import make_folders, opening, sync_folder, write_private
-from tiered_checkpoint_io.memory.slots import Slot, SlotPool, clean_dead
+from tiered_checkpoint_io.memory.slots import Slot, SlotPool
 from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, used
 from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
 from tiered_checkpoint_io.model import ids
@@ -120,7 +120,7 @@ class MemoryTier:
             make_folders(root, FOLDERS)
             left = memory_left if is_tmpfs(memory_dir) else None
             tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock)
-            tier.clean()
+            clear_dead(root, clock)
         if left is None:
             warnings.warn(
                 f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk",
@@ -174,7 +174,7 @@ class MemoryTier:
                 spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
                 is_shared = self._spill_is_shared
                 spill._left = lambda: disk_left(root, spill.usage(), is_shared=is_shared)
-                spill.clean()
+                clear_dead(root, self._clock)
                 self._spill = spill
         except OSError as error:
             self._spill_root = self._spill = None
@@ -209,6 +209,14 @@ class MemoryTier:
     def damaged(self) -> list[tuple[Path, Exception]]:
         """Folders whose ``part.json`` cannot be read, and why."""
         return [entry for entry in self._entries() if not isinstance(entry, StoredPart)]
+
+    def held(self) -> list[StoredPart]:
+        """As :meth:`parts`, and after these the :attr:`replicas`."""
+        return [*self.parts(), *self.replicas.parts()]
+
+    def unreadable(self) -> list[tuple[Path, Exception]]:
+        """As :meth:`damaged`, also of the :attr:`replicas`."""
+        return [*self.damaged(), *self.replicas.damaged()]
 
     def quarantined(self) -> list[Path]:
         """The folders of parts that were found corrupt."""
@@ -384,17 +392,3 @@ class MemoryTier:
         for tier in (self._replicas, self._spill):
             if tier is not None:
                 tier.close()
-
-    # ------------------------------------------------------------------------------ clearing
-    def clean(self) -> None:
-        """Clears what dead processes left: their free slots, trash and half-made folders."""
-        clean_dead(str(self.root / "slots"))
-        for entry in os.scandir(self.root / "trash"):
-            # Renamed first: a live remover must not see its folder without the marker that tells
-            # it not to reuse the files.
-            doomed = self.root / "trash" / f"clean.{os.getpid()}.{self._clock.token(4)}"
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(entry.path, doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
-        for name in (SAVES, REPLICAS):
-            clear_half_made(self.root / name, self._clock)

@@ -145,7 +145,7 @@ def find_part(tier: MemoryTier, save_id: str, rank: int | None = None) -> Stored
     Raises:
         CheckpointNotFoundError: There is none, or no longer.
     """
-    for stored in (*tier.parts(), *tier.replicas.parts()):
+    for stored in tier.held():
         if stored.save_id == save_id and rank in (None, stored.part.rank):
             return stored
     raise CheckpointNotFoundError("no longer in memory", operation="restore", tier="memory", key=save_id)

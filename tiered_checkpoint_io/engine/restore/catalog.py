@@ -63,14 +63,6 @@ class Tiers(AtPlace):
     on_listed: Callable[[set[str]], None] = lambda _: None
     server: Server | None = None
 
-    def held(self) -> list[StoredPart]:
-        """The parts in this node's memory, and the replicas that it keeps."""
-        return [*self.memory.parts(), *self.memory.replicas.parts()]
-
-    def damaged(self) -> list[tuple[Path, Exception]]:
-        """Folders of this node's memory that can't be read, and why."""
-        return [*self.memory.damaged(), *self.memory.replicas.damaged()]
-
     def skipped(self, note: str) -> None:
         """Logs why a copy is not taken."""
         self.log.error("skipping this copy, trying the next: %s", note)
@@ -308,7 +300,7 @@ def look(tiers: Tiers, rank: int) -> NodeCatalog:
     """Lists this node's memory, and takes out of it what can't be read; ``rank`` is this one, for notes of that."""
     here, tier, place = NodeCatalog(), tiers.memory, tiers.place
     others: set[Place] = set()
-    for stored in tiers.held():
+    for stored in tier.held():
         part = stored.part
         if part.dirpath == place.dirpath and part.place != place:
             others.add(part.place)
@@ -319,13 +311,13 @@ def look(tiers: Tiers, rank: int) -> NodeCatalog:
     for folder in tier.quarantined():
         if _may_belong(folder, place):
             here.quarantined.append(f"memory {folder}: quarantined")
-    damaged = tiers.damaged()
+    damaged = tier.unreadable()
     here.damaged = [f"rank {rank}: memory {folder}: {error}" for folder, error in damaged]
     here.newer = next((error for _, error in damaged if isinstance(error, FormatVersionError)), None)
     if damaged:
         # Under the lock, so that no other process moves the same folder; listed again there.
         with tiers.lock():
-            for folder, error in tiers.damaged():
+            for folder, error in tier.unreadable():
                 # What a newer release wrote is not damaged.
                 if not isinstance(error, FormatVersionError):
                     tier.quarantine(folder, str(error))

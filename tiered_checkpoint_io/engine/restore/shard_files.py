@@ -74,7 +74,7 @@ class ShardFiles:
         self._folder = SharedFolder(tiers.memory.root, key, tiers.clock)
         self._exits.callback(self._folder.close)
         try:
-            for stored in tiers.held():
+            for stored in tiers.memory.held():
                 if stored.save_id == candidate.save_id:
                     self._hold(stored)
         except BaseException:
