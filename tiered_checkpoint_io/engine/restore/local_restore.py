@@ -139,9 +139,9 @@ class LocalRestorer:
     def _fetch(self, candidate: Candidate, tier: Tier, search: Search) -> FetchedPart | None:
         """This rank's file from one tier; None where it is not intact there."""
         if tier != "peer":
-            outcome = self._fetcher.fetch(candidate, tier, search)
-            search.share(outcome)
-            return outcome.value
+            attempt = self._fetcher.fetch(candidate, tier, search)
+            search.share(attempt)
+            return attempt.value
         return self._from_peers(candidate.save_id, search)
 
     def _from_peers(self, save_id: str, search: Search) -> FetchedPart | None:

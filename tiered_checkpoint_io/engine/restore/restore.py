@@ -22,7 +22,7 @@ from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.part_moves import move_parts, spread
-from tiered_checkpoint_io.engine.restore.search import Found, Outcome, Search
+from tiered_checkpoint_io.engine.restore.search import Attempt, Found, Search
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
 from tiered_checkpoint_io.logs import rate, size_text
@@ -103,7 +103,7 @@ class NodeFetcher:
         #: What was verified last in node memory, as it is mapped, and which file that is.
         self._mapped: tuple[torch.UntypedStorage, os.stat_result] | None = None
 
-    def fetch(self, candidate: Candidate, tier: Tier, search: Search) -> Outcome[FetchedPart]:
+    def fetch(self, candidate: Candidate, tier: Tier, search: Search) -> Attempt[FetchedPart]:
         """The file from this node's memory, or from the durable tier."""
 
         def read() -> FetchedPart:
@@ -313,7 +313,7 @@ def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored
     # Of what only replicas are left, one node takes over what the lost one would have done.
     takes_over = candidate.orphaned and search.group.rank == 0
     sources = candidate.sources(search.group.node)
-    mine = Outcome[FetchedPart]()
+    mine = Attempt[FetchedPart]()
     if search.leads and "memory" in sources:
         mine = fetcher.fetch(candidate, "memory", search)
         if takes_over and mine.value is not None:
@@ -338,8 +338,8 @@ def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored
 
 
 def _from_peers(
-    fetcher: NodeFetcher, candidate: Candidate, mine: Outcome[FetchedPart], search: Search, *, drained: bool
-) -> Outcome[FetchedPart]:
+    fetcher: NodeFetcher, candidate: Candidate, mine: Attempt[FetchedPart], search: Search, *, drained: bool
+) -> Attempt[FetchedPart]:
     """Has leaders whose memory has it send it to those whose memory has not; what this rank has then."""
     tiers, lacks = fetcher.tiers, search.leads and mine.is_open
     gathered: list[tuple[bool, Part | None]] = search.group.all_gather((lacks, mine.value.part if mine.value else None))

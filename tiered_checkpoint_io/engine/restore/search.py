@@ -75,7 +75,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class Outcome(Generic[_T]):
+class Attempt(Generic[_T]):
     """How one rank fared with a candidate.
 
     Attributes:
@@ -93,9 +93,9 @@ class Outcome(Generic[_T]):
         """Whether the next tier is to be tried."""
         return self.value is None and self.error is None
 
-    def then(self, later: Outcome[_T]) -> Outcome[_T]:
-        """The outcome of a later attempt, with the notes of this one."""
-        return Outcome(later.value, self.rejected + later.rejected, later.error)
+    def then(self, later: Attempt[_T]) -> Attempt[_T]:
+        """A later attempt, with the notes of this one."""
+        return Attempt(later.value, self.rejected + later.rejected, later.error)
 
 
 class _Turn(NamedTuple):
@@ -223,29 +223,29 @@ class Search:
             if found is not None:
                 return found
 
-    def attempt(self, candidate: Candidate, tier: str, read: Callable[[], _T | None]) -> Outcome[_T]:
+    def attempt(self, candidate: Candidate, tier: str, read: Callable[[], _T | None]) -> Attempt[_T]:
         """Reads a copy. Raises only where ranks lost each other: the others wait for the outcome, whatever it is."""
         try:
-            return Outcome(read())
+            return Attempt(read())
         except LostRankError:
             raise
         except DAMAGE as error:
             note = f"rank {self._rank}: {tier} {candidate.name} (step {candidate.content.step}): {error}"
             self._tiers.skipped(note)
-            return Outcome(rejected=[note])
+            return Attempt(rejected=[note])
         except Exception as error:
-            return Outcome(error=portable(error, self._rank))
+            return Attempt(error=portable(error, self._rank))
 
-    def share(self, mine: Outcome[_T]) -> list[_T | None]:
+    def share(self, mine: Attempt[_T]) -> list[_T | None]:
         """What all ranks got, by rank.
 
         Raises:
             TieredCheckpointError: On all ranks, what ended the attempts of the first one where something did.
         """
-        outcomes: list[Outcome[_T]] = self.group.all_gather(mine)
-        self.reject(note for each in outcomes for note in each.rejected)
-        raise_first((each.error for each in outcomes), mine.error)
-        return [each.value for each in outcomes]
+        attempts: list[Attempt[_T]] = self.group.all_gather(mine)
+        self.reject(note for each in attempts for note in each.rejected)
+        raise_first((each.error for each in attempts), mine.error)
+        return [each.value for each in attempts]
 
     def together(self, work: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
         """Does what all ranks do now; where one of them fails, all raise its error, and undo what they did."""

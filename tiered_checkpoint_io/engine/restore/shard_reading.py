@@ -15,7 +15,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.part_moves import restore_owners
-from tiered_checkpoint_io.engine.restore.search import Found, Outcome, Search
+from tiered_checkpoint_io.engine.restore.search import Attempt, Found, Search
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.engine.restore.shared_reads import clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError
@@ -95,7 +95,7 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
     readers += [(0, "durable")] if candidate.durable is not None else []
     try:
         for rank, tier in readers:
-            mine = Outcome[dict[str, bytes]]()
+            mine = Attempt[dict[str, bytes]]()
             if search.group.rank == rank:
                 mine = search.attempt(candidate, tier, functools.partial(_small, files, tier))
             small = search.share(mine)[rank]
