@@ -23,7 +23,7 @@ from tiered_checkpoint_io.stores import Store, open_store, place_of
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.imports import Imported
-    from tiered_checkpoint_io.imports.layouts import Found
+    from tiered_checkpoint_io.imports.layouts import ForeignCheckpoint
 
 
 def import_(
@@ -66,7 +66,7 @@ def import_(
     # Before the server is asked: torch takes its time.
     from tiered_checkpoint_io.imports import import_checkpoints
 
-    def find(_: Store) -> tuple[list[Found], int]:
+    def find(_: Store) -> tuple[list[ForeignCheckpoint], int]:
         others, file = _opened(config, origin)
         with contextlib.closing(others):
             return _found(others, file, wanted)
@@ -111,7 +111,7 @@ def _opened(config: TieredCheckpointConfig, origin: str) -> tuple[Store, str]:
     return store, name
 
 
-def _found(store: Store, file: str, wanted: str | None) -> tuple[list[Found], int]:
+def _found(store: Store, file: str, wanted: str | None) -> tuple[list[ForeignCheckpoint], int]:
     """The checkpoints of others, in order, and how many bytes they have.
 
     Raises:
@@ -138,7 +138,7 @@ def _found(store: Store, file: str, wanted: str | None) -> tuple[list[Found], in
     return found, sum(listed[key].size for each in found for key in each.files.values())
 
 
-def _renamed(found: Found, name: str) -> Found:
+def _renamed(found: ForeignCheckpoint, name: str) -> ForeignCheckpoint:
     is_full = found.layout in ("torch", "nemo")
     files = {name.rpartition("/")[2]: key for key in found.files.values()} if is_full else found.files
     return replace(found, name=name, files=files)

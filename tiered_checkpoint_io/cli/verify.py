@@ -24,7 +24,7 @@ from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.durable.damage import Damage, damage_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError
-from tiered_checkpoint_io.inventory.durable import Found, checkpoints, latest, read
+from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, checkpoints, latest, read
 from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -75,7 +75,7 @@ def verify(
     looks = tier is not Tier.durable and (nodes.is_named or os.path.isdir(nodes.memory_dir))
     tiers = [tier_at(each) for each in nodes.paths()] if looks else []
     held: _Parts = [(each, stored) for each in tiers for stored in each.held()]
-    found: list[Found] | None = None
+    found: list[DurableCheckpoint] | None = None
     if config is not None:
         held = [(each, stored) for each, stored in held if stored.part.dirpath == config.dirpath]
         tiers = [each for each in tiers if each.place is not None and each.place.dirpath == config.dirpath]
@@ -103,7 +103,7 @@ def verify(
     raise typer.Exit(0 if good else 1)
 
 
-def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[Found]:
+def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[DurableCheckpoint]:
     """What the durable tier has of a name, or in all; nothing at the dirpath is no error where memory has something."""
     if wanted is not None:
         return [each for each in [read(store, wanted)] if each.is_there]
@@ -115,7 +115,7 @@ def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[Foun
         raise
 
 
-def _latest(held: _Parts, found: Sequence[Found]) -> tuple[_Parts, list[Found]]:
+def _latest(held: _Parts, found: Sequence[DurableCheckpoint]) -> tuple[_Parts, list[DurableCheckpoint]]:
     """The copies of the checkpoint that a restart on this node would take.
 
     Raises:
@@ -139,7 +139,7 @@ def _check_memory(tiers: Sequence[MemoryTier], held: _Parts, report: Report, *, 
             report(row)
 
 
-def _check_durable(store: Store, found: Sequence[Found], report: Report, *, silent: bool) -> None:
+def _check_durable(store: Store, found: Sequence[DurableCheckpoint], report: Report, *, silent: bool) -> None:
     sizes = {each.manifest.content.save_id: each.manifest.content.size for each in found if each.manifest is not None}
     known: dict[str, Damage | None] = {}
     with progress("durable tier", sum(sizes.values()), silent=silent) as meter:
@@ -147,7 +147,7 @@ def _check_durable(store: Store, found: Sequence[Found], report: Report, *, sile
             report(_checked(store, each, known, meter))
 
 
-def _checked(store: Store, each: Found, known: dict[str, Damage | None], meter: Meter) -> Checked:
+def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Damage | None], meter: Meter) -> Checked:
     """Reads one checkpoint; a save that has several names is read once."""
     name, manifest = each.name, each.manifest
     if manifest is None:

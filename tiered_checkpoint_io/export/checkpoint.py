@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.export.files import DEFAULT_SHARD_SIZE, not_written, to_safetensors, to_torch_file
-from tiered_checkpoint_io.export.find import Found, copy_file, read_found
+from tiered_checkpoint_io.export.find import SourceCheckpoint, copy_file, read_found
 from tiered_checkpoint_io.export.items import Items
 from tiered_checkpoint_io.export.state import State
 from tiered_checkpoint_io.model import ids
@@ -66,7 +66,7 @@ def export_checkpoint(
     target = Path(target)
     with contextlib.closing(open_store(TieredCheckpointConfig.from_any(dirpath=dirpath, **options))) as store:
 
-        def work(found: Found) -> list[Path]:
+        def work(found: SourceCheckpoint) -> list[Path]:
             if found.folder is not None:
                 if format == "safetensors":
                     return to_safetensors(Items(found.folder), target, prefix=prefix, max_shard_size=max_shard_size)

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SourceCheckpoint:
     """A full or sharded checkpoint.
 
     Attributes:
@@ -47,7 +47,7 @@ class Found:
     manifest: Manifest | None = None
 
 
-def find(store: Store, name: str, *, operation: str) -> Found:
+def find(store: Store, name: str, *, operation: str) -> SourceCheckpoint:
     """A checkpoint by its name, ``tiered:latest``, or the path of a folder or file that others wrote.
 
     Raises:
@@ -69,7 +69,7 @@ def find(store: Store, name: str, *, operation: str) -> Found:
         intact = (each for each in contents if _is_current(store, each)) if manifest.previous else iter(())
         content = next(intact, manifest.content)
         files = files_of(store, content).all()
-        return Found(manifest.name, Folder(store, manifest.name, files), ((content, files),), manifest)
+        return SourceCheckpoint(manifest.name, Folder(store, manifest.name, files), ((content, files),), manifest)
     if kind == "local":
         raise OtherKindError(
             f"{manifest.name} is a local checkpoint, each rank's state by itself",
@@ -78,20 +78,22 @@ def find(store: Store, name: str, *, operation: str) -> Found:
             hint="load it by tiered_checkpoint_io.dcp with kind='local', and save it by dcp.save_full",
         )
     full = [(each, files_of(store, each).all()) for each in contents if each.kind == "full"]
-    return Found(manifest.name, None, tuple(full), manifest)
+    return SourceCheckpoint(manifest.name, None, tuple(full), manifest)
 
 
-def read_found(store: Store, name: str, work: Callable[[Found], _T], *, operation: str, tries: int = 3) -> _T:
+def read_found(
+    store: Store, name: str, work: Callable[[SourceCheckpoint], _T], *, operation: str, tries: int = 3
+) -> _T:
     """Does what reads a checkpoint, found as by :func:`find`; see :func:`durable.read_unchanged`."""
 
-    def look() -> tuple[Manifest | None, Found]:
+    def look() -> tuple[Manifest | None, SourceCheckpoint]:
         found = find(store, name, operation=operation)
         return found.manifest, found
 
     return durable.read_unchanged(store, look, work, operation=operation, tries=tries)
 
 
-def copy_file(store: Store, found: Found, target: Path, *, operation: str) -> Content | None:
+def copy_file(store: Store, found: SourceCheckpoint, target: Path, *, operation: str) -> Content | None:
     """Copies the file of a full checkpoint: the first whose bytes match.
 
     Returns:
@@ -132,15 +134,15 @@ def _is_current(store: Store, content: Content) -> bool:
     return entry is not None
 
 
-def _plain(store: Store, name: str, operation: str) -> Found:
+def _plain(store: Store, name: str, operation: str) -> SourceCheckpoint:
     """What others wrote under a name: a folder, or one file."""
     folder = Folder(store, name)
-    found = Found(name, folder, ())
+    found = SourceCheckpoint(name, folder, ())
     try:
         folder.size(METADATA)
     except FileNotFoundError:
         try:
-            found = Found(name, None, ((None, (unverified(name, store.size(name)),)),))
+            found = SourceCheckpoint(name, None, ((None, (unverified(name, store.size(name)),)),))
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"no checkpoint {name!r}", operation=operation, key=store.url, hint="see `tiered-ckpt ls`"

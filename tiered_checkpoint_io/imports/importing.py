@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.save.facts import position, versions
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.formats.unpickling import outline
-from tiered_checkpoint_io.imports.layouts import Found, shard_name
+from tiered_checkpoint_io.imports.layouts import ForeignCheckpoint, shard_name
 from tiered_checkpoint_io.imports.reading import Hashed, Source, weights_in
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
@@ -62,7 +62,7 @@ class Imported:
 
 def import_checkpoints(
     source: Store,
-    found: list[Found],
+    found: list[ForeignCheckpoint],
     target: Store,
     place: Place,
     *,
@@ -112,7 +112,7 @@ def import_checkpoints(
 
 def _import(
     source: Store,
-    found: Found,
+    found: ForeignCheckpoint,
     target: Store,
     place: Place,
     save_id: str,
@@ -182,7 +182,7 @@ def _import(
 
 
 def _made_earlier(
-    source: Store, found: Found, target: Store, name: str, kind: Literal["full", "sharded"]
+    source: Store, found: ForeignCheckpoint, target: Store, name: str, kind: Literal["full", "sharded"]
 ) -> Imported | None:
     """What an earlier import made of the same files, by their time and size; None where it is another's, or none."""
     manifest = read_manifest(target, name)
@@ -215,7 +215,7 @@ def _is_there(target: Store, entry: FileEntry, progress: Callable[[int], None]) 
     return hashed(entry.path, there, progress=lambda _: progress(0)) == entry
 
 
-def _new_paths(source: Store, found: Found, target: Store, paths: Mapping[str, str]) -> list[str]:
+def _new_paths(source: Store, found: ForeignCheckpoint, target: Store, paths: Mapping[str, str]) -> list[str]:
     """The files that are made: those that lie where they are imported to are taken as they are."""
     places = {path: ids.join_url(source.url, found.files[basename]) for basename, path in paths.items()}
     return [path for path, place in places.items() if place != ids.join_url(target.url, path)]
@@ -258,7 +258,7 @@ def _facts(source: Source, name: str) -> tuple[int, int, bool]:
     return step, epoch, any(key in keys for key in (*OPTIMIZERS, *_STEPS)) and is_resumable(state, name)
 
 
-def _metadata(found: Found, files: Mapping[str, UploadContent]) -> bytes:
+def _metadata(found: ForeignCheckpoint, files: Mapping[str, UploadContent]) -> bytes:
     """``.metadata`` of a sharded checkpoint, after a look whether all that it names is there.
 
     Raises:

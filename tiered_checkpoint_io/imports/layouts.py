@@ -30,7 +30,7 @@ _OF_RANK = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ForeignCheckpoint:
     """A checkpoint that others wrote.
 
     Attributes:
@@ -48,7 +48,7 @@ class Found:
     modified: float
 
 
-def find(listed: Iterable[tuple[str, float]], *, base: str) -> list[Found]:
+def find(listed: Iterable[tuple[str, float]], *, base: str) -> list[ForeignCheckpoint]:
     """The checkpoints among files, in the order of their steps, and of their times where they tell none.
 
     Args:
@@ -65,20 +65,22 @@ def find(listed: Iterable[tuple[str, float]], *, base: str) -> list[Found]:
         if key in taken or METADATA in times or key.startswith(folders) or name.startswith("."):
             continue
         if key.endswith(_TORCH):
-            found.append(Found(key, "torch", {name: key}, ids.step_in_name(key), modified))
+            found.append(ForeignCheckpoint(key, "torch", {name: key}, ids.step_in_name(key), modified))
         elif key.endswith(_NEMO):
             named = f"{key.removesuffix(_NEMO)}.ckpt"
-            found.append(Found(named, "nemo", {named.rpartition("/")[2]: key}, ids.step_in_name(key), modified))
+            found.append(
+                ForeignCheckpoint(named, "nemo", {named.rpartition("/")[2]: key}, ids.step_in_name(key), modified)
+            )
     return sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.modified, each.name))
 
 
-def find_file(key: str, modified: float) -> Found:
+def find_file(key: str, modified: float) -> ForeignCheckpoint:
     """The checkpoint that one file is, whatever its name ends with."""
     named = find([(key, modified)], base="")
-    return named[0] if named else Found(key, "torch", {key: key}, ids.step_in_name(key), modified)
+    return named[0] if named else ForeignCheckpoint(key, "torch", {key: key}, ids.step_in_name(key), modified)
 
 
-def _dcp(times: dict[str, float], base: str) -> list[Found]:
+def _dcp(times: dict[str, float], base: str) -> list[ForeignCheckpoint]:
     found = []
     for key in times:
         folder, _, name = key.rpartition("/")
@@ -88,11 +90,11 @@ def _dcp(times: dict[str, float], base: str) -> list[Found]:
             # Those beside it alone: what is in folders below belongs to other tools.
             files = {basename: each for basename, each in files.items() if "/" not in basename}
             modified = max(times[each] for each in files.values())
-            found.append(Found(folder or base, "dcp", files, ids.step_in_name(folder or base), modified))
+            found.append(ForeignCheckpoint(folder or base, "dcp", files, ids.step_in_name(folder or base), modified))
     return found
 
 
-def _sagemaker(times: dict[str, float]) -> list[Found]:
+def _sagemaker(times: dict[str, float]) -> list[ForeignCheckpoint]:
     steps: dict[tuple[str, int], dict[str, str]] = {}
     for key in times:
         match = _OF_RANK.match(key)
@@ -106,7 +108,7 @@ def _sagemaker(times: dict[str, float]) -> list[Found]:
         elif name == _SHARD_METADATA:
             files[METADATA] = key
     return [
-        Found(f"{base}step_{step}", "sagemaker", files, step, max(times[key] for key in files.values()))
+        ForeignCheckpoint(f"{base}step_{step}", "sagemaker", files, step, max(times[key] for key in files.values()))
         for (base, step), files in steps.items()
         if files
     ]

@@ -35,7 +35,7 @@ _TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DurableCheckpoint:
     """A checkpoint by its name: its manifest, or why that can't be understood; neither where there is none."""
 
     name: str
@@ -47,25 +47,27 @@ class Found:
         return self.manifest is not None or self.error is not None
 
 
-def read(store: Store, name: str) -> Found:
+def read(store: Store, name: str) -> DurableCheckpoint:
     """Looks for one checkpoint.
 
     Raises:
         StoreError: The tier could not be asked.
     """
     try:
-        return Found(name, read_manifest(store, name))
+        return DurableCheckpoint(name, read_manifest(store, name))
     except (ManifestError, InvalidNameError) as error:
         # The others are there all the same.
-        return Found(name, error=error)
+        return DurableCheckpoint(name, error=error)
 
 
-def read_all(store: Store, cache: DocumentCache[Manifest | None] | None = None, clock: Clock = SYSTEM) -> list[Found]:
+def read_all(
+    store: Store, cache: DocumentCache[Manifest | None] | None = None, clock: Clock = SYSTEM
+) -> list[DurableCheckpoint]:
     """All checkpoints of a tier, by name; raises as :func:`read`. ``cache`` is that of an earlier call."""
     read = (cache or manifest_cache()).read(store, clock)
     named = {name: value for key, value in read.items() if (name := ids.name_from_manifest_key(key)) is not None}
     found = [
-        Found(name, error=value) if isinstance(value, ManifestError) else Found(name, value)
+        DurableCheckpoint(name, error=value) if isinstance(value, ManifestError) else DurableCheckpoint(name, value)
         for name, value in sorted(named.items())
     ]
     return [each for each in found if each.is_there]
@@ -73,7 +75,7 @@ def read_all(store: Store, cache: DocumentCache[Manifest | None] | None = None, 
 
 def checkpoints(
     store: Store, cache: DocumentCache[Manifest | None] | None = None, clock: Clock = SYSTEM
-) -> list[Found]:
+) -> list[DurableCheckpoint]:
     """All checkpoints of a tier: the latest save first, aliases and copies after it, what can't be read last.
 
     Raises:
@@ -87,7 +89,7 @@ def checkpoints(
         )
     manifests = {each.name: each.manifest for each in found if each.manifest is not None}
 
-    def order(each: Found) -> tuple[str, bool]:
+    def order(each: DurableCheckpoint) -> tuple[str, bool]:
         if each.manifest is None:
             return "", False
         # An alias follows its target, which may have been overwritten.
@@ -97,13 +99,13 @@ def checkpoints(
     return sorted(found, key=order, reverse=True)
 
 
-def newer(found: Sequence[Found]) -> FormatVersionError | None:
+def newer(found: Sequence[DurableCheckpoint]) -> FormatVersionError | None:
     """Why one of them can't be understood, where a newer release wrote it: it may be the latest."""
     return next((each.error for each in found if isinstance(each.error, FormatVersionError)), None)
 
 
 def latest(
-    found: Sequence[Found],
+    found: Sequence[DurableCheckpoint],
     held: Iterable[StoredPart] = (),
     *,
     aliases: Mapping[str, str] | None = None,
@@ -215,7 +217,7 @@ class IncompleteSave:
     modified: float
 
 
-def incomplete_saves(store: Store, found: Sequence[Found]) -> list[IncompleteSave]:
+def incomplete_saves(store: Store, found: Sequence[DurableCheckpoint]) -> list[IncompleteSave]:
     """Saves without a manifest, by one list of folders, and one for each of those saves.
 
     ``found`` are all checkpoints, listed before: what is committed in between is not incomplete, and is left out.

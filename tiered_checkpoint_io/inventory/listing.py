@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import FormatVersionError
-from tiered_checkpoint_io.inventory.durable import Found, IncompleteSave, latest, newer
+from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, IncompleteSave, latest, newer
 from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, State, Tier, info, time_of, url_of
 from tiered_checkpoint_io.model.manifest import Content, Manifest
@@ -19,7 +19,7 @@ from tiered_checkpoint_io.model.place import Place
 class DurableTier:
     """What a look at a durable tier found: names with a manifest, saves without one, and added metrics by save."""
 
-    found: Sequence[Found] = ()
+    found: Sequence[DurableCheckpoint] = ()
     incomplete: Sequence[IncompleteSave] = ()
     added: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ def _latest(durable: DurableTier, node: NodeMemory) -> Candidate | None:
 # ------------------------------------------------------------------------------------------ rows
 def _durable_row(
     place: Place,
-    each: Found,
+    each: DurableCheckpoint,
     saves: dict[str, list[HeldPart]],
     broken: dict[str, list[BrokenPart]],
     manifests: Mapping[str, Manifest],

@@ -71,10 +71,10 @@ class Collector:
         ]
 
 
-_Found = list[tuple[Metric, float | None, dict[str, str]]]
+_Samples = list[tuple[Metric, float | None, dict[str, str]]]
 
 
-def _of_drain(progress: DrainProgress, now: float) -> _Found:
+def _of_drain(progress: DrainProgress, now: float) -> _Samples:
     if not progress.pid:
         return []
     return [
@@ -84,7 +84,7 @@ def _of_drain(progress: DrainProgress, now: float) -> _Found:
     ]
 
 
-def _of_events(totals: Totals, now: float) -> _Found:
+def _of_events(totals: Totals, now: float) -> _Samples:
     since = totals.durable_at or totals.began
     return [
         (catalog.RUNNING, totals.running, {}),
@@ -111,13 +111,13 @@ def _of_events(totals: Totals, now: float) -> _Found:
     ]
 
 
-def _of_steps(parts: list[StoredPart], totals: Totals) -> _Found:
+def _of_steps(parts: list[StoredPart], totals: Totals) -> _Samples:
     """Which steps are where; of what was saved last, because a run may go back to an earlier step."""
     newest = max(parts, key=lambda each: each.save_id, default=None)
     copied = max((each for each in parts if each.replicated), key=lambda each: each.save_id, default=None)
     memory = newest.part.content.step if newest is not None else -1
     replicated = copied.part.content.step if copied is not None else -1
-    found: _Found = [(catalog.MEMORY_STEP, _known(memory), {}), (catalog.REPLICATED_STEP, _known(replicated), {})]
+    found: _Samples = [(catalog.MEMORY_STEP, _known(memory), {}), (catalog.REPLICATED_STEP, _known(replicated), {})]
     if replicated >= 0:
         found.append((catalog.REPLICATION_LAG, max(0, memory - replicated), {}))
     # After training has gone back to an earlier step, a checkpoint of a later one does not count.

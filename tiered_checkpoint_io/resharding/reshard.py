@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.durable.manifests import exists, read_manifest
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import ConfigError, ExportError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.export.files import to_torch_file
-from tiered_checkpoint_io.export.find import Found, copy_file, read_found
+from tiered_checkpoint_io.export.find import SourceCheckpoint, copy_file, read_found
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.export.items import Items, Tensors, loaded
 from tiered_checkpoint_io.export.state import State
@@ -115,7 +115,7 @@ def reshard_checkpoint(
     new_name = ids.validate_new_name(new_name)
     with contextlib.closing(open_store(config)) as store, _scratch_folder(scratch) as folder:
 
-        def work(found: Found) -> Resharded:
+        def work(found: SourceCheckpoint) -> Resharded:
             _check_free(store, new_name)
             if found.folder is None and parts is None:
                 raise UsageError(
@@ -174,7 +174,7 @@ class _Work:
         self,
         store: Store,
         config: TieredCheckpointConfig,
-        found: Found,
+        found: SourceCheckpoint,
         name: str,
         folder: Path,
         progress: Progress,
