@@ -13,7 +13,7 @@ from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli.documents import DOCUMENTS
 from tiered_checkpoint_io.cli.schema import schema_of
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.inventory.record import State, Tier
+from tiered_checkpoint_io.inventory.record import CheckpointState, Tier
 from tiered_checkpoint_io.model.manifest import Metric
 
 
@@ -131,7 +131,7 @@ def test_a_schema_describes_each_key():
         for each in [*schema.get("anyOf", [schema]), *schema["$defs"].values()]:
             described(each)
     facts = schema_of("ls")["$defs"]["CheckpointInfo"]["properties"]
-    assert facts["state"]["enum"] == list(get_args(State))
+    assert facts["state"]["enum"] == list(get_args(CheckpointState))
     assert facts["where"]["items"]["enum"] == list(get_args(Tier))
     assert "null where it is not known" in facts["step"]["description"]
     assert facts["created"]["anyOf"] == [{"type": "string", "format": "date-time"}, {"type": "null"}]

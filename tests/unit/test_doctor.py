@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli.doctor import _bytes_of, rights
-from tiered_checkpoint_io.cli.doctor.facts import NodeFacts, RateFacts, Setting, State, Tmpfs
+from tiered_checkpoint_io.cli.doctor.facts import NodeFacts, RateFacts, Setting, StateSize, Tmpfs
 from tiered_checkpoint_io.cli.doctor.judge_durable import judge_bucket, recommend_for_bucket
 from tiered_checkpoint_io.cli.doctor.judge_network import judge_network, judge_rate, recommend_for_rate
 from tiered_checkpoint_io.cli.doctor.judge_node import judge_node, recommend_for_node
@@ -43,8 +43,8 @@ NODE = NodeFacts(
     supported={"python": ">=3.10", "lightning": "<2.7,>=2.4,!=2.6.2,!=2.6.3"},
 )
 SMALL = Tmpfs("/dev/shm", 64 * MIB, 64 * MIB)
-STATE = State(40 * GIB, "given")
-UNKNOWN = State()
+STATE = StateSize(40 * GIB, "given")
+UNKNOWN = StateSize()
 CASES = {
     "all is well": ({}, STATE, None, "ok", ""),
     "64 MiB, state unknown": ({"memory": SMALL}, UNKNOWN, "memory tier", "fail", "Docker's default"),

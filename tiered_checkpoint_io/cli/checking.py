@@ -16,7 +16,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
-State = Literal["intact", "damaged", "newer", "changed"]
+CopyState = Literal["intact", "damaged", "newer", "changed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Checked:
 
     name: str
     tier: Literal["memory", "durable"]
-    state: State
+    state: CopyState
     rank: int | None = None
     copy: str = ""
     file: str = ""
@@ -65,7 +65,7 @@ def check_part(tier: MemoryTier, stored: StoredPart, meter: Meter) -> Checked:
     part = stored.part
     copy = "replica" if stored.is_replica else "spill" if tier.is_spilled(stored.folder) else "own"
 
-    def checked(state: State, file: str = "", error: str = "") -> Checked:
+    def checked(state: CopyState, file: str = "", error: str = "") -> Checked:
         step, size = part.content.step, part.content.size
         return Checked(part.name, "memory", state, part.rank, copy, file, error, step, size)
 

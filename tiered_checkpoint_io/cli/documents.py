@@ -95,7 +95,7 @@ class Outcome:
     name: Annotated[str, "The checkpoint."]
     dirpath: Annotated[str, "The durable tier."]
     step: Annotated[int | None, "The training step; None where it is not known."]
-    outcome: Annotated[operations.State, "What became of it."]
+    outcome: Annotated[operations.OutcomeState, "What became of it."]
     error: Annotated[str | None, "What went wrong."]
     size_bytes: Annotated[int, "Bytes of the checkpoint, or of this node's part of it."]
     duration_s: Annotated[float, "From its start to its end."]

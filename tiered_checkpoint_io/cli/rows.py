@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from tiered_checkpoint_io.cli.output import is_terminal
-from tiered_checkpoint_io.inventory.record import CheckpointInfo, State
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, CheckpointState
 from tiered_checkpoint_io.logs import size_text
 
 COLUMNS = ("name", "step", "size", "age", "metric", "where", "kind", "state", "note")
-_STATES: dict[State, str] = {"memory_only": "memory only", "newer_release": "of a newer release"}
+_STATES: dict[CheckpointState, str] = {"memory_only": "memory only", "newer_release": "of a newer release"}
 #: Where an age in one unit ends, seconds, and how many of them the unit has.
 _UNITS = ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h"))
 

@@ -13,8 +13,8 @@ import typer
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.checking import (
     Checked,
+    CopyState,
     Report,
-    State,
     check_part,
     unreadable,
 )
@@ -152,7 +152,7 @@ def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Damage | No
     name, manifest = each.name, each.manifest
     if manifest is None:
         # What can't be read is not known to be damaged, nor to be intact.
-        state: State = "newer" if isinstance(each.error, FormatVersionError) else "damaged"
+        state: CopyState = "newer" if isinstance(each.error, FormatVersionError) else "damaged"
         return Checked(name, "durable", state, error=str(each.error))
     if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)) is not None:
         manifest = target

@@ -13,7 +13,7 @@ from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.export.files import DEFAULT_SHARD_SIZE, not_written, to_safetensors, to_torch_file
 from tiered_checkpoint_io.export.find import SourceCheckpoint, copy_file, read_found
 from tiered_checkpoint_io.export.items import Items
-from tiered_checkpoint_io.export.state import State
+from tiered_checkpoint_io.export.state import MappedState
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
@@ -75,7 +75,7 @@ def export_checkpoint(
                 with _scratch(target) as folder:
                     copy_file(store, found, folder / "checkpoint", operation="export")
                     where = ids.join_url(store.url, found.name)
-                    state = State(folder / "checkpoint", where, weights_only=weights_only)
+                    state = MappedState(folder / "checkpoint", where, weights_only=weights_only)
                     # It is mapped: a kill leaves no copy of the checkpoint behind.
                     (folder / "checkpoint").unlink()
                     return to_safetensors(state, target, prefix=prefix, max_shard_size=max_shard_size)

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.export.blocks import Read, Target, pour, whole
 from tiered_checkpoint_io.export.items import loaded
 
 
-class State:
+class MappedState:
     """The tensors of a file that torch.save wrote, mapped: what is not written yet takes no memory."""
 
     def __init__(self, file: Path, where: str, *, weights_only: bool) -> None:

@@ -10,7 +10,7 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import FormatVersionError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, IncompleteSave, latest, newer
 from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory
-from tiered_checkpoint_io.inventory.record import CheckpointInfo, State, Tier, info, time_of, url_of
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, CheckpointState, Tier, info, time_of, url_of
 from tiered_checkpoint_io.model.manifest import Content, Manifest
 from tiered_checkpoint_io.model.place import Place
 
@@ -82,7 +82,7 @@ def _durable_row(
 ) -> CheckpointInfo:
     manifest, dirpath = each.manifest, place.dirpath
     if manifest is None:
-        state: State = "newer_release" if isinstance(each.error, FormatVersionError) else "corrupt"
+        state: CheckpointState = "newer_release" if isinstance(each.error, FormatVersionError) else "corrupt"
         url = url_of(dirpath, each.name)
         return CheckpointInfo(name=each.name, url=url, dirpath=dirpath, state=state, problem=str(each.error))
     # An alias follows its target, which may have been overwritten.
@@ -133,7 +133,7 @@ def _memory_row(
     )
 
 
-def _memory_state(held: Sequence[HeldPart], node: NodeMemory, *, asked: bool) -> State:
+def _memory_state(held: Sequence[HeldPart], node: NodeMemory, *, asked: bool) -> CheckpointState:
     if any(each.stored.pending for each in held):
         return "uploading" if held[0].stored.part.name in node.working_on else "waiting"
     if asked:
@@ -184,7 +184,7 @@ def _incomplete_row(
 
 
 def _broken_row(place: Place, each: BrokenPart) -> CheckpointInfo:
-    state: State = "newer_release" if each.is_newer else "corrupt"
+    state: CheckpointState = "newer_release" if each.is_newer else "corrupt"
     if each.part is not None:
         return info(each.part.name, place.dirpath, each.part.content, state=state, resumable=False, problem=each.why)
     name = str(each.folder)

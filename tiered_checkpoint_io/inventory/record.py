@@ -11,7 +11,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Kind, Metric
 from tiered_checkpoint_io.redaction import without_secrets
 
-State = Literal["durable", "memory_only", "waiting", "uploading", "incomplete", "corrupt", "newer_release"]
+CheckpointState = Literal["durable", "memory_only", "waiting", "uploading", "incomplete", "corrupt", "newer_release"]
 Tier = Literal["memory", "spill", "replicas", "durable"]
 
 
@@ -51,7 +51,7 @@ class CheckpointInfo:
     url: str
     dirpath: str
     save_id: str = ""
-    state: State
+    state: CheckpointState
     where: tuple[Tier, ...] = ()
     step: int | None = None
     epoch: int | None = None
@@ -74,7 +74,7 @@ class CheckpointInfo:
         return self.copy_of or self.save_id, not (self.copy_of or self.alias_of)
 
 
-def info(name: str, dirpath: str, content: Content, *, state: State, **more: Any) -> CheckpointInfo:
+def info(name: str, dirpath: str, content: Content, *, state: CheckpointState, **more: Any) -> CheckpointInfo:
     """The record of a checkpoint of which a content is known; ``more`` are further fields."""
     facts: Mapping[str, Any] = {
         "save_id": content.save_id,

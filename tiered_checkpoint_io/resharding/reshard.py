@@ -27,7 +27,7 @@ from tiered_checkpoint_io.export.files import to_torch_file
 from tiered_checkpoint_io.export.find import SourceCheckpoint, copy_file, read_found
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.export.items import Items, Tensors, loaded
-from tiered_checkpoint_io.export.state import State
+from tiered_checkpoint_io.export.state import MappedState
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import METADATA, Content
@@ -244,7 +244,7 @@ class _Work:
             file = self._folder / "full"
             content = copy_file(self._store, found, file, operation="reshard")
             where = ids.join_url(self._store.url, found.name)
-            tensors = State(file, where, weights_only=self._weights_only)
+            tensors = MappedState(file, where, weights_only=self._weights_only)
             file.unlink()
             # Lightning's sharded strategies name optimizers' tensors in another way.
             resumable = _LIGHTNINGS not in tensors.objects

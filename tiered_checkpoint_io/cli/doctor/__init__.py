@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.doctor.facts import NOWHERE, State
+from tiered_checkpoint_io.cli.doctor.facts import NOWHERE, StateSize
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Json, MemoryDir, Server, wrong_use
 from tiered_checkpoint_io.inventory.roots import all_roots
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -53,7 +53,7 @@ def doctor(
     configs = last_configs(all_roots(memory_dir)) if os.path.isdir(memory_dir) else {}
     config, root = _config(configs, dirpath, server)
     config = replace(config, memory_dir=os.path.abspath(memory_dir))
-    state = State(size, "given") if size is not None else last_state(root) if root is not None else State()
+    state = StateSize(size, "given") if size is not None else last_state(root) if root is not None else StateSize()
     visit = Visit(config, state)
     visit.node()
     if config.dirpath == NOWHERE:

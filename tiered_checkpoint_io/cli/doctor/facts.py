@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     reason: str
 
 
-class State(NamedTuple):
+class StateSize(NamedTuple):
     """The size of one checkpoint's bytes on this node, and where that is known from; None where it is not."""
 
     size: int | None = None

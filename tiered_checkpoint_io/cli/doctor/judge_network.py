@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_checkpoint_io.cli.doctor.facts import Check, RateFacts, Setting, State
+from tiered_checkpoint_io.cli.doctor.facts import Check, RateFacts, Setting, StateSize
 from tiered_checkpoint_io.engine.replication.network import Interface, rate_text
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -14,7 +14,7 @@ _LONG_REPLICATION_S = 600
 _PART_S = 30
 
 
-def judge_network(interface: Interface | None, megabits: int, state: State, *, wanted: bool) -> list[Check]:
+def judge_network(interface: Interface | None, megabits: int, state: StateSize, *, wanted: bool) -> list[Check]:
     """One check: the interface that replication would use, its rate, and the time that a checkpoint takes on it.
 
     Args:
@@ -37,7 +37,7 @@ def judge_network(interface: Interface | None, megabits: int, state: State, *, w
     return [Check("network", "ok", "replication", where)]
 
 
-def judge_rate(rate: RateFacts, state: State) -> list[Check]:
+def judge_rate(rate: RateFacts, state: StateSize) -> list[Check]:
     """One check: bytes a second to and from the durable tier, and what that means for a checkpoint."""
     text = f"{size_text(int(rate.up))}/s up, {size_text(int(rate.down))}/s down, by {size_text(rate.size)}"
     if state.size is None:

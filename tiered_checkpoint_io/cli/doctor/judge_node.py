@@ -5,7 +5,7 @@ from __future__ import annotations
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from tiered_checkpoint_io.cli.doctor.facts import Check, NodeFacts, Setting, State, Status
+from tiered_checkpoint_io.cli.doctor.facts import Check, NodeFacts, Setting, StateSize, Status
 from tiered_checkpoint_io.logs import GIB, size_text
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -16,12 +16,12 @@ _DESCRIPTORS = 1024
 _GROUP = "node"
 
 
-def memory_needed(state: State, config: TieredCheckpointConfig) -> int | None:
+def memory_needed(state: StateSize, config: TieredCheckpointConfig) -> int | None:
     """Bytes that the memory tier takes: the checkpoints that it keeps, and one that is being written."""
     return None if state.size is None else state.size * (config.memory_keep_last + 1)
 
 
-def judge_node(node: NodeFacts, state: State, config: TieredCheckpointConfig) -> list[Check]:
+def judge_node(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) -> list[Check]:
     """One check for each thing that saves need of a node."""
     return [
         _tmpfs(node, state, config),
@@ -47,7 +47,7 @@ def _shm_advice(node: NodeFacts, size: int) -> str:
     return f"docker run --shm-size={wanted}g; on a host, mount -o remount,size={wanted}g {node.memory_dir}"
 
 
-def _tmpfs(node: NodeFacts, state: State, config: TieredCheckpointConfig) -> Check:
+def _tmpfs(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) -> Check:
     def check(status: Status, measured: str, do: str = "") -> Check:
         return Check(_GROUP, status, "memory tier", f"{node.memory_dir}: {measured}", do)
 
@@ -75,7 +75,7 @@ def _tmpfs(node: NodeFacts, state: State, config: TieredCheckpointConfig) -> Che
     return check("ok", measured + (f"; {size_text(needed)} are needed" if needed is not None else ""))
 
 
-def _memory(node: NodeFacts, state: State, config: TieredCheckpointConfig) -> Check:
+def _memory(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) -> Check:
     def check(status: Status, do: str = "") -> Check:
         return Check(_GROUP, status, "memory", measured, do)
 
@@ -97,7 +97,7 @@ def _memory(node: NodeFacts, state: State, config: TieredCheckpointConfig) -> Ch
     return check("ok")
 
 
-def _spill(node: NodeFacts, state: State, config: TieredCheckpointConfig) -> Check:
+def _spill(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) -> Check:
     def check(status: Status, measured: str, do: str = "") -> Check:
         return Check(_GROUP, status, "spill", measured, do)
 
@@ -121,7 +121,7 @@ def _room(node: NodeFacts) -> int:
     return node.memory.size if node.memory is not None else 0
 
 
-def _memlock(node: NodeFacts, state: State) -> Check:
+def _memlock(node: NodeFacts, state: StateSize) -> Check:
     limit = node.memlock
     measured = "no limit" if limit is None else f"{size_text(limit)} may be locked"
     # CUDA pins by its driver, which asks for no such right; RDMA registers memory by it.
@@ -156,7 +156,7 @@ def _version(name: str, node: NodeFacts) -> Check:
 
 
 # ---------------------------------------------------------------------------------------- settings
-def recommend_for_node(node: NodeFacts, state: State, config: TieredCheckpointConfig) -> list[Setting]:
+def recommend_for_node(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) -> list[Setting]:
     """The settings of the memory tier that should differ from what they are."""
     settings: list[Setting] = []
     size = node.memory.size if node.memory is not None else 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tiered_checkpoint_io.cli.doctor.facts import NodeFacts, State, Tmpfs
+from tiered_checkpoint_io.cli.doctor.facts import NodeFacts, StateSize, Tmpfs
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, memory_limit
@@ -56,14 +56,14 @@ def probe_node(config: TieredCheckpointConfig) -> NodeFacts:
     )
 
 
-def last_state(root: Path) -> State:
+def last_state(root: Path) -> StateSize:
     """The size of the latest save that a namespace has on this node."""
     parts = []
     with contextlib.suppress(OSError):
         parts = tier_at(root).parts()
     newest = max((each.save_id for each in parts), default="")
     size = sum(each.part.content.size for each in parts if each.save_id == newest)
-    return State(size, f"the last run's, {parts[-1].part.name}") if size else State()
+    return StateSize(size, f"the last run's, {parts[-1].part.name}") if size else StateSize()
 
 
 def last_configs(roots: list[Path]) -> dict[Path, TieredCheckpointConfig]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_checkpoint_io.cli.doctor import probe_durable
-from tiered_checkpoint_io.cli.doctor.facts import NOWHERE, Check, RateFacts, Setting, State
+from tiered_checkpoint_io.cli.doctor.facts import NOWHERE, Check, RateFacts, Setting, StateSize
 from tiered_checkpoint_io.cli.doctor.judge_durable import (
     judge_bucket,
     judge_folder,
@@ -33,7 +33,7 @@ from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
 class Visit:
     """What is found."""
 
-    def __init__(self, config: TieredCheckpointConfig, state: State) -> None:
+    def __init__(self, config: TieredCheckpointConfig, state: StateSize) -> None:
         self._config, self._state = config, state
         self.checks: list[Check] = []
         self._missing: list[dict[str, Any]] = []

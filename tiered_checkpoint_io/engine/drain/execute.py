@@ -24,8 +24,8 @@ from tiered_checkpoint_io.engine.drain.operations import (
     SAVES,
     TIDYING,
     Outcome,
+    OutcomeState,
     Request,
-    State,
     superseded,
 )
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -345,7 +345,7 @@ class Executor:
     def _finish(
         self,
         operation: Request,
-        state: State,
+        state: OutcomeState,
         error: Exception | str = "",
         *,
         seconds: float = 0.0,

@@ -21,7 +21,7 @@ NAMING: tuple[Action, ...] = ("alias", "copy")
 TIDYING: tuple[Action, ...] = ("delete", "retain")
 #: Begins the name of a request to apply retention; the rest of it is the owner of the launch that asks.
 RETENTION = "retention/"
-State = Literal["committed", "failed", "skipped"]
+OutcomeState = Literal["committed", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Outcome(AtPlace):
     action: Action
     name: str
     step: int
-    state: State
+    state: OutcomeState
     error: str = ""
     error_type: str = ""
     bytes: int = 0
