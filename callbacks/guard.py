@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
 from tiered_checkpoint_io.metrics.exports import targets_of_trainer
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.metrics_export import Target
+from tiered_checkpoint_io.model.metrics_export import MetricsTarget
 
 
 class StrategyGuard(Callback):
@@ -43,7 +43,7 @@ class StrategyGuard(Callback):
     def __init__(self) -> None:
         self._recording = Recording()
         self._first_save = FirstSave()
-        self._targets: list[Target] = []
+        self._targets: list[MetricsTarget] = []
         self._overlapping: OverlappedCapture | None = None
         #: Whether a callback was Lightning's own when ckpt_path was resolved.
         self._adopted = False

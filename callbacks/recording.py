@@ -12,7 +12,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.metrics.collect import Source
 from tiered_checkpoint_io.metrics.exports import Exports
-from tiered_checkpoint_io.model.metrics_export import Target
+from tiered_checkpoint_io.model.metrics_export import MetricsTarget
 
 #: How often the step that training has reached is noted: as often as metrics are asked for.
 _STEP_EVERY_S = 15.0
@@ -26,7 +26,7 @@ class Recording:
         self._exports = Exports()
         self._noted = 0.0
 
-    def begin(self, trainer: Trainer, session: Session, targets: Iterable[Target]) -> None:
+    def begin(self, trainer: Trainer, session: Session, targets: Iterable[MetricsTarget]) -> None:
         """Notes that training starts, and begins to export; what can't be exported is logged, and training goes on."""
         if trainer.local_rank != 0:
             return

@@ -29,7 +29,7 @@ from tiered_checkpoint_io.errors import (
     RestoreError,
 )
 from tiered_checkpoint_io.export import blocks, export_checkpoint
-from tiered_checkpoint_io.export.blocks import Box, Target, pour
+from tiered_checkpoint_io.export.blocks import Box, TargetBlock, pour
 from tiered_checkpoint_io.export.files import to_safetensors, to_torch_file
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.export.items import Items
@@ -150,7 +150,7 @@ def test_blocks_come_to_their_places(data):
         places, end = [], 0
         for place in grid(other_cuts):
             box = Box(tuple(low for low, _ in place), tuple(high - low for low, high in place))
-            places.append((place, Target(box, file, end)))
+            places.append((place, TargetBlock(box, file, end)))
             end += box.numel * itemsize
         for place in grid(cuts):
             box = Box(tuple(low for low, _ in place), tuple(high - low for low, high in place))

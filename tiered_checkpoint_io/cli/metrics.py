@@ -16,7 +16,7 @@ from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source
 from tiered_checkpoint_io.metrics.exports import Exports, parse_targets, write
-from tiered_checkpoint_io.model.metrics_export import Target
+from tiered_checkpoint_io.model.metrics_export import MetricsTarget
 
 Export = Annotated[
     str | None,
@@ -56,13 +56,13 @@ def metrics(
         _show(source(), nodes.memory_dir)
 
 
-def targets_of(export: str | None) -> list[Target]:
+def targets_of(export: str | None) -> list[MetricsTarget]:
     """The targets that the option names; what can't be understood ends the command with status 2."""
     with wrong_use():
         return parse_targets(export or "")
 
 
-def export_until_ended(targets: Iterable[Target], source: Source) -> None:
+def export_until_ended(targets: Iterable[MetricsTarget], source: Source) -> None:
     """Exports until SIGTERM or Ctrl-C."""
     log, exports = get_logger("metrics"), Exports()
     with told_to_end(log, late=0) as stop:
@@ -73,7 +73,7 @@ def export_until_ended(targets: Iterable[Target], source: Source) -> None:
             exports.close()
 
 
-def _write_once(target: Target, samples: list[Sample]) -> None:
+def _write_once(target: MetricsTarget, samples: list[Sample]) -> None:
     try:
         write(target, samples)
     except OSError as error:

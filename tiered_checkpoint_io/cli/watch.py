@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.durable.manifests import meant_by
 from tiered_checkpoint_io.engine.durable.pins import pin, unpin
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, UsageError
 from tiered_checkpoint_io.inventory.look import RepeatedLook
-from tiered_checkpoint_io.inventory.news import News
+from tiered_checkpoint_io.inventory.news import NewCheckpoints
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
@@ -78,7 +78,7 @@ def watch(
     if after and not ids.is_save_id(after):
         raise typer.BadParameter(f"--after {after!r} is no save id; tiered-ckpt show prints them")
     runs = _CommandLine(command, as_json=as_json) if command is not None else None
-    news, shown = News(after), _Shown(as_json=as_json)
+    news, shown = NewCheckpoints(after), _Shown(as_json=as_json)
     looker = looker_of(config, memory_dir)
     look = RepeatedLook(
         lambda: ask(config, looker.look, quiet=look.has_answered), lambda line: say(printable(line), err=True)

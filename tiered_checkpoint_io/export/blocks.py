@@ -45,7 +45,7 @@ def whole(size: Sequence[int]) -> Box:
     return Box((0,) * len(size), tuple(size))
 
 
-class Target(NamedTuple):
+class TargetBlock(NamedTuple):
     """Where a block of a tensor belongs: contiguous, from byte ``base`` of a mapped file on."""
 
     box: Box
@@ -53,7 +53,7 @@ class Target(NamedTuple):
     base: int
 
 
-def pour(box: Box, itemsize: int, read: Read, targets: Sequence[Target]) -> None:
+def pour(box: Box, itemsize: int, read: Read, targets: Sequence[TargetBlock]) -> None:
     """Copies what a stored block has of each target, a window at a time; reads no window that none needs.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError
-from tiered_checkpoint_io.export.blocks import Target, whole
+from tiered_checkpoint_io.export.blocks import TargetBlock, whole
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.export.items import Items, Tensors
 from tiered_checkpoint_io.formats.image import plan
@@ -82,18 +82,18 @@ def to_torch_file(
         for name, tensor in tensors.items():
             if tensor.numel():
                 content = mmap.mmap(-1, tensor.nbytes)
-                items.fill({name: [Target(whole(tensor.size()), content, 0)]})
+                items.fill({name: [TargetBlock(whole(tensor.size()), content, 0)]})
                 tensor.copy_(torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape))
         image = plan(state)
     names = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
     with new_file(Path(target), image.size) as mapping:
         for segment in image.segments:
             mapping[segment.offset : segment.offset + len(segment.data)] = segment.data
-        targets: dict[str, list[Target]] = {}
+        targets: dict[str, list[TargetBlock]] = {}
         for region in image.regions:
             source = names.get(region.storage.data_ptr())
             if source is not None:
-                targets[source] = [Target(whole(items.tensors[source].size), mapping, region.offset)]
+                targets[source] = [TargetBlock(whole(items.tensors[source].size), mapping, region.offset)]
             else:
                 other: Any = torch.empty(0, dtype=torch.uint8)
                 mapping[region.offset : region.offset + region.nbytes] = other.set_(region.storage).numpy()
@@ -146,7 +146,7 @@ def _write_safetensors(
             base = len(header)
             items.fill(
                 {
-                    source: [Target(whole(items.tensors[source].size), mapping, base + offsets[name])]
+                    source: [TargetBlock(whole(items.tensors[source].size), mapping, base + offsets[name])]
                     for name, source in shard.items()
                 }
             )

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, UsageError
 from tiered_checkpoint_io.export import blocks
-from tiered_checkpoint_io.export.blocks import Box, Read, Target
+from tiered_checkpoint_io.export.blocks import Box, Read, TargetBlock
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -57,7 +57,7 @@ class Tensors(Protocol):
         """See :meth:`Items.nbytes`."""
         ...
 
-    def fill(self, targets: Mapping[str, Sequence[Target]], *, progress: Callable[[int], None] = ...) -> None:
+    def fill(self, targets: Mapping[str, Sequence[TargetBlock]], *, progress: Callable[[int], None] = ...) -> None:
         """See :meth:`Items.fill`."""
         ...
 
@@ -129,7 +129,7 @@ class Items:
         return {info.relative_path for info in self._places.values()}
 
     def fill(
-        self, targets: Mapping[str, Sequence[Target]], *, progress: Callable[[int], None] = lambda _: None
+        self, targets: Mapping[str, Sequence[TargetBlock]], *, progress: Callable[[int], None] = lambda _: None
     ) -> None:
         """Copies blocks of tensors, by their names, into mapped files.
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from tiered_checkpoint_io.errors import ExportError
-from tiered_checkpoint_io.export.blocks import Read, Target, pour, whole
+from tiered_checkpoint_io.export.blocks import Read, TargetBlock, pour, whole
 from tiered_checkpoint_io.export.items import loaded
 
 
@@ -55,7 +55,7 @@ class MappedState:
         return file.getvalue()
 
     def fill(
-        self, targets: Mapping[str, Sequence[Target]], *, progress: Callable[[int], None] = lambda _: None
+        self, targets: Mapping[str, Sequence[TargetBlock]], *, progress: Callable[[int], None] = lambda _: None
     ) -> None:
         """Copies blocks of tensors, by their names, into mapped files; ``progress`` is called with bytes that are done.
 

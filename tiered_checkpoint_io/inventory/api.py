@@ -20,7 +20,7 @@ from tiered_checkpoint_io.errors import (
     WaitTimeoutError,
 )
 from tiered_checkpoint_io.inventory.look import Look, Looker, RepeatedLook
-from tiered_checkpoint_io.inventory.news import News
+from tiered_checkpoint_io.inventory.news import NewCheckpoints
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store, place_of
@@ -157,11 +157,16 @@ def new_checkpoints(
     """
     # Here, and not at the first step of the iterator: wrong use shows where it is.
     tiers = _Tiers(dirpath, None, options, clock)
-    return _news(tiers, News(after), idle_timeout_s, stop or threading.Event(), every_s, clock)
+    return _news(tiers, NewCheckpoints(after), idle_timeout_s, stop or threading.Event(), every_s, clock)
 
 
 def _news(
-    tiers: _Tiers, news: News, idle_timeout_s: float | None, stop: threading.Event, every_s: float, clock: Clock
+    tiers: _Tiers,
+    news: NewCheckpoints,
+    idle_timeout_s: float | None,
+    stop: threading.Event,
+    every_s: float,
+    clock: Clock,
 ) -> Iterator[CheckpointInfo]:
     look, last = RepeatedLook(tiers.look, _log.warning), clock.monotonic()
     with contextlib.closing(tiers):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
 
 
-class News:
+class NewCheckpoints:
     """Gives each durable save once, however many names it has: an alias or a copy is nothing new."""
 
     def __init__(self, after: str | None = None) -> None:

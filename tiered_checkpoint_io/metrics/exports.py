@@ -14,7 +14,7 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics import cloudwatch
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source
-from tiered_checkpoint_io.model.metrics_export import Target, targets_in
+from tiered_checkpoint_io.model.metrics_export import MetricsTarget, targets_in
 
 #: The environment variable that says where the metrics of a trainer's node go, in place of its configuration.
 ENVIRONMENT = "TIERED_CHECKPOINT_METRICS"
@@ -31,7 +31,7 @@ class Export(Protocol):
         """Ends it, within a few seconds."""
 
 
-def parse_targets(text: str) -> list[Target]:
+def parse_targets(text: str) -> list[MetricsTarget]:
     """The targets that a text names.
 
     Raises:
@@ -62,7 +62,7 @@ def _library(kind: str) -> None:
         ) from missing
 
 
-def start(target: Target, source: Source, log: Logger) -> Export:
+def start(target: MetricsTarget, source: Source, log: Logger) -> Export:
     """Starts to export to one target, in the background.
 
     Raises:
@@ -87,7 +87,7 @@ def start(target: Target, source: Source, log: Logger) -> Export:
     return _Repeated(lambda: write(target, source()), _EVERY_S[target.kind], f"metrics to {target.path}", log)
 
 
-def write(target: Target, samples: Iterable[Sample]) -> None:
+def write(target: MetricsTarget, samples: Iterable[Sample]) -> None:
     """Writes metrics once to a file.
 
     Raises:
@@ -107,7 +107,7 @@ class Exports:
     def __init__(self) -> None:
         self._running: list[Export] = []
 
-    def start(self, targets: Iterable[Target], source: Source, log: Logger) -> None:
+    def start(self, targets: Iterable[MetricsTarget], source: Source, log: Logger) -> None:
         """Starts all of them.
 
         Raises:
@@ -155,7 +155,7 @@ class _Repeated:
         SYSTEM.join(self._thread, _CLOSE_S)
 
 
-def targets_of_trainer(configured: str | None) -> list[Target]:
+def targets_of_trainer(configured: str | None) -> list[MetricsTarget]:
     """Where the metrics of a trainer's node are to go: the environment says so, or else its configuration.
 
     Raises:

@@ -19,7 +19,7 @@ ALLOWED = "prometheus=[HOST:]PORT, textfile=PATH, cloudwatch=PATH or cloudwatch=
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class MetricsTarget:
     """One place that metrics go to.
 
     Attributes:
@@ -35,7 +35,7 @@ class Target:
     port: int = 0
 
 
-def targets_in(text: str) -> list[Target]:
+def targets_in(text: str) -> list[MetricsTarget]:
     """The targets that a text names; see the head of this module.
 
     Raises:
@@ -44,14 +44,14 @@ def targets_in(text: str) -> list[Target]:
     return [_target(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def _target(text: str) -> Target:
+def _target(text: str) -> MetricsTarget:
     kind, _, value = text.partition("=")
     if kind in ("textfile", "cloudwatch") and value:
-        return Target(kind, path=value)
+        return MetricsTarget(kind, path=value)
     if kind == "otel" and not value:
-        return Target(kind)
+        return MetricsTarget(kind)
     if kind == "prometheus":
         host, _, port = value.rpartition(":")
         if port.isascii() and port.isdigit() and int(port) < 1 << 16:
-            return Target(kind, host=host.strip("[]") or _LOOPBACK, port=int(port))
+            return MetricsTarget(kind, host=host.strip("[]") or _LOOPBACK, port=int(port))
     raise ConfigError(f"metrics can't go to {text!r}", hint=f"allowed: {ALLOWED}")

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of
 from tiered_checkpoint_io.engine.durable.removal import delete_all, remove_save, remove_unnamed
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError, UsageError
-from tiered_checkpoint_io.export.blocks import Target
+from tiered_checkpoint_io.export.blocks import TargetBlock
 from tiered_checkpoint_io.export.items import Tensors
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
@@ -100,10 +100,10 @@ class Delivery:
     def _send(self, tensors: Tensors, planned: Mapping[int, Planned], beside: Mapping[str, memoryview]) -> list[Part]:
         """Puts the files of some parts together, and sends them; a part that is alone is committed as well."""
         files = {rank: _new_file(self._folder, each) for rank, each in planned.items() if each.image.segments}
-        targets: dict[str, list[Target]] = {}
+        targets: dict[str, list[TargetBlock]] = {}
         for rank, file in files.items():
             for (name, box), start in zip(planned[rank].shares, planned[rank].starts, strict=True):
-                targets.setdefault(name, []).append(Target(box, file, start))
+                targets.setdefault(name, []).append(TargetBlock(box, file, start))
         tensors.fill(targets, progress=self._progress)
         parts = []
         for rank in planned:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.environment import differs, elsewhere
 from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, try_lock
-from tiered_checkpoint_io.engine.drain.news import News
+from tiered_checkpoint_io.engine.drain.news import NewOutcomes
 from tiered_checkpoint_io.engine.drain.operations import (
     SAVES,
     Outcome,
@@ -62,7 +62,7 @@ class DrainHandle:
         #: Nothing is waited for beyond this, by the monotonic clock: the process is told to end.
         self.leave_by: float | None = None
         self._spawned_at, self._respawn_wait = 0.0, clock.timing.respawn_s
-        self._news = News(self.queue)
+        self._news = NewOutcomes(self.queue)
         #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
         self._earlier = {each.op_id: each.finished for each in self.queue.outcomes() if each.state == "failed"}
         tier.bell = self.queue.ring

@@ -9,7 +9,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 _SEEN = 2048
 
 
-class News:
+class NewOutcomes:
     """Outcomes that were not told yet; those that were there before are none."""
 
     def __init__(self, queue: Queue) -> None:

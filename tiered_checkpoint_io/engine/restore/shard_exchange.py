@@ -25,7 +25,7 @@ from tiered_checkpoint_io.model.manifest import FileEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ShardNeed:
     """What one rank tells the others: where it is, what its node's memory holds, and which spans of others it needs."""
 
     node: str
@@ -44,7 +44,7 @@ class Transfer:
 
 
 def transfers(
-    needs: Sequence[Need], without: Collection[tuple[str, int]] = ()
+    needs: Sequence[ShardNeed], without: Collection[tuple[str, int]] = ()
 ) -> tuple[dict[str, FileEntry], list[Transfer]]:
     """The files that are concerned, and what has to travel, in the order in which all ranks do it; pure.
 
@@ -104,7 +104,7 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
     while True:
         held = files.held
         lacks = {name: wanted for name, wanted in spans.items() if name not in held and name not in done}
-        entries, planned = transfers(group.all_gather(Need(group.node, lacks, held)), without)
+        entries, planned = transfers(group.all_gather(ShardNeed(group.node, lacks, held)), without)
         if not planned:
             break
         concerned = lacks.keys() & entries.keys()
