@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from tiered_checkpoint_io.adapters.given import check_positive
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.steps import passes, tiers_for_step
 from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining
@@ -21,7 +22,6 @@ from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
 from tiered_checkpoint_io.callbacks.summary import say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import (
-    check_every,
     check_strategy,
     if_known,
     on_rank_0,
@@ -107,8 +107,8 @@ class TieredModelCheckpoint(DurableEnd):
             InvalidNameError: dirpath is not a folder or URL.
             MisconfigurationException: Lightning refuses a value.
         """
-        check_every("memory_every_n_train_steps", memory_every_n_train_steps)
-        check_every("s3_every_n_train_steps", s3_every_n_train_steps)
+        check_positive("memory_every_n_train_steps", memory_every_n_train_steps)
+        check_positive("s3_every_n_train_steps", s3_every_n_train_steps)
         if not isinstance(save_on_train_end, bool):
             raise ConfigError(f"save_on_train_end is {save_on_train_end!r}", hint="allowed: true or false")
         if s3_every_n_train_steps is not None:

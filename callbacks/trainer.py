@@ -90,12 +90,6 @@ def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, w
     fail_together(trainer, error)
 
 
-def check_every(key: str, value: object) -> None:
-    """Refuses what is no interval in training steps: a whole number from 1, or None for never."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(f"{key} is {value!r}", hint="allowed: a whole number from 1, or None")
-
-
 def if_known(**arguments: Any) -> dict[str, Any]:
     """Arguments of ModelCheckpoint that not every supported Lightning has, as this one takes them.
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiered_checkpoint_io.adapters.given import check_positive
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
@@ -141,12 +142,6 @@ def _here() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return "/"
-
-
-def check_positive(key: str, value: object) -> None:
-    """Refuses what is neither None nor a whole number above 0."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
-        raise ConfigError(f"{key} is {value!r}", hint="allowed: a whole number above 0")
 
 
 # ----------------------------------------------------------------------------------------- sessions

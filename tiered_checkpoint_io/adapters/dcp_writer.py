@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
 import os
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from tiered_checkpoint_io.adapters.async_saves import SaveThread, show_failures, was_shown
-from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, check_positive, close_shared, settings_of
-from tiered_checkpoint_io.adapters.file_layout import FileLayout, PlannedFile, planned_file
+from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, close_shared, settings_of
+from tiered_checkpoint_io.adapters.dcp_writing import file_of, transforms_of
+from tiered_checkpoint_io.adapters.given import check_positive
 from tiered_checkpoint_io.adapters.groups import ToldToDcp, told_to_dcp
-from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner, KindsCheck
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank
@@ -30,9 +28,8 @@ from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.room import vote
-from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError, TieredCheckpointError, UsageError
-from tiered_checkpoint_io.formats.shard_image import Item
+from tiered_checkpoint_io.engine.trust import warn_at_first_save
+from tiered_checkpoint_io.errors import InvalidNameError, SaveError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
@@ -119,11 +116,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._path = path
         self._require_step = require_step
         check_positive("thread_count", thread_count)
-        self._transforms: Any = None
-        if _extensions:
-            if not hasattr(filesystem, "_StorageWriterTransforms"):
-                raise ConfigError("_extensions need torch 2.7", hint="upgrade torch, or leave them out")
-            self._transforms = filesystem._StorageWriterTransforms(_extensions)
+        self._transforms = transforms_of(_extensions)
         self._located: ids.Located | None = None
         self._rank, self._coordinates, self._thread = 0, True, SaveThread()
         self._by_dcp: ToldToDcp | None = None
@@ -339,7 +332,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         facts = agreed(
             self._issued or arrived() or plan.storage_data, self.located, self.settings.durable_dirpath, self._rank
         )
-        file = self._plan_file(plan, planner)
+        file = file_of(plan, planner, self._transforms, self.settings.config, self._warn_of_objects)
         in_memory = self.saver.capture(
             facts,
             self._rank,
@@ -357,44 +350,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             for index, (offset, length), names in zip(file.indexes, file.placed, file.names, strict=True)
         ]
 
-    def _plan_file(self, plan: SavePlan, planner: SavePlanner) -> PlannedFile:
-        # What else may happen to an item is not kept.
-        known = planner if isinstance(planner, CheckingSavePlanner) and self._transforms is None else None
-        structure = known.structure if known is not None else None
-        layout: FileLayout | None = structure.layout if structure is not None else None
-        if known is not None and layout is not None and layout.plan is plan:
-            found: list[Any] = [known.resolve_data(item) for item in layout.objects]
-            objects = [each.getvalue() for each in found]
-            self._warn_of_objects(objects)
-            return layout.file(objects, known.state_dict)
-        # As FileSystemWriter orders them.
-        ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
-        kinds = KindsCheck(Trust.of(self.settings.config))
-        items = [self._item(item, planner, kinds) for item in ordered]
-        self._warn_of_objects([data for data, names in items if not (names or isinstance(data, torch.Tensor))])
-        if structure is not None:
-            # What can't be kept is planned anew each time.
-            with contextlib.suppress(ValueError):
-                structure.layout = FileLayout(plan, ordered, [data for data, _ in items])
-        return planned_file(ordered, [data for data, _ in items], [[names] if names else [] for _, names in items])
-
     def _warn_of_objects(self, written: list[Any]) -> None:
         files = [*written, *([self.extra[1]] if self.extra is not None else [])]
         if files:
             name = self.located.name
             warn_at_first_save(self.session, self.settings.config, self.session.log, name, files)
-
-    def _item(self, item: WriteItem, planner: SavePlanner, kinds: KindsCheck) -> tuple[Item, list[str]]:
-        data = planner.resolve_data(item)
-        if isinstance(data, torch.Tensor):
-            kinds.check(item.index.fqn, data)
-        if self._transforms is None:
-            return (data.detach() if isinstance(data, torch.Tensor) else data.getvalue()), []
-        buffer = io.BytesIO()
-        stream, names = self._transforms.transform_save_stream(item, buffer)
-        if isinstance(data, torch.Tensor):
-            torch.save(data.detach().cpu().clone(), stream)
-        else:
-            stream.write(data.getbuffer())
-        stream.close()
-        return buffer.getvalue(), names
