@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.engine.drain.messages import Standing, drain_command
-from tiered_checkpoint_io.engine.drain.progress import told_as
+from tiered_checkpoint_io.engine.drain.progress import tier_label
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -22,7 +22,7 @@ _NAMED = 3
 
 def summary(standing: Standing, config: TieredCheckpointConfig) -> list[str]:
     """The lines; none where nothing was saved."""
-    where = told_as(config.dirpath)
+    where = tier_label(config.dirpath)
     if standing.memory is None and standing.durable is None and not standing.pending:
         return []
     memory = f"{standing.memory} in node memory" if standing.memory else "none in node memory"

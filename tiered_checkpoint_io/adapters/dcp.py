@@ -21,7 +21,7 @@ from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import rank_in_group, save_planner, shard_role_of, world
 from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
-from tiered_checkpoint_io.adapters.state import as_save_error, gathered, prepared, told
+from tiered_checkpoint_io.adapters.state import as_save_error, gathered, prepared, with_state_dicts
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
@@ -84,7 +84,7 @@ def save(
         replication_group: Of kind ``local``: the ranks that hold the same as this one, as a process group
             or as global ranks. Only one of them saves, the lowest by default; the others do not wait for it.
         wait: False to return once node memory has the checkpoint, with its upload queued. By default as the
-            writer was told; a writer that was not told waits.
+            writer's ``wait`` says; where that is not given, it waits.
         options: As :class:`TieredStorageWriter` takes them.
 
     Returns:
@@ -99,7 +99,7 @@ def save(
         UsageError: Arguments that do not go together.
     """
     writer = storage_writer or TieredStorageWriter(**options)
-    before, writer.told_to_wait = writer.told_to_wait, writer.told_to_wait if wait is None else wait
+    before, writer.wait_option = writer.wait_option, writer.wait_option if wait is None else wait
     try:
         if not _is_local(kind, planner, replication_group):
             return _save_sharded(state_dict, checkpoint_id, writer, planner, process_group, no_dist, coordinator_rank)
@@ -109,7 +109,7 @@ def save(
         )
         return local.report if local is not None else None
     finally:
-        writer.told_to_wait = before
+        writer.wait_option = before
 
 
 def _save_sharded(
@@ -291,7 +291,7 @@ def load(
             if reader.opened is None and isinstance(reader.error, TieredCheckpointError):
                 # Nothing could be chosen; all ranks know why.
                 raise reader.error from error
-            # All ranks are told of the same failures, and so decide alike.
+            # All ranks have the same failures, and so decide alike.
             if not any(isinstance(failure, DAMAGE) for failure, _ in error.failures.values()):
                 reader.release()
                 raise
@@ -342,12 +342,12 @@ def save_full(
     writer = TieredStorageWriter(**options, require_step=False)
     writer.reset(checkpoint_id)
     coordinator = rank_in_group(process_group, coordinator_rank)
-    # Told where a rank is by its group alone: the memory tier is the coordinator's business.
+    # A rank's place is known by its group alone: the memory tier is the coordinator's business.
     group: coordination.Group = coordination.Group("")
     if world() is not None:
         group = coordination.GivenGroup("", process_group or world())
     mine = group.rank == coordinator
-    state, failed = prepared(told, state_dict)
+    state, failed = prepared(with_state_dicts, state_dict)
     coordination.agree(group, failed)
     report = None
     whole = gathered(state, coordinator, keep=mine)
@@ -369,7 +369,7 @@ def save_full(
 
 
 def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]:
-    """The ranks that failed, and the failure of the lowest one; DCP tells all ranks of the same."""
+    """The ranks that failed, and the failure of the lowest one; all ranks have the same."""
     ranks = sorted(error.failures)
     return ranks, error.failures[ranks[0]][0] if ranks else error
 

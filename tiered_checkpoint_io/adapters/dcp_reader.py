@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, close_shared, settings_of
-from tiered_checkpoint_io.adapters.groups import told_to_dcp
+from tiered_checkpoint_io.adapters.groups import dcp_arguments
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
@@ -65,7 +65,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             config: As :class:`TieredStorageWriter` takes it.
             step: The training step; the newest checkpoint where neither it nor a path is given.
             path: In place of the ``checkpoint_id`` that ``load`` is given.
-            no_dist: Whether this process loads alone; by default as DCP's ``load`` was told.
+            no_dist: Whether this process loads alone; by default as DCP's ``load`` has it.
             process_group: The ranks that load together; by default the group that DCP's ``load``
                 was given.
             world_size: As the writer takes it; a checkpoint of any other world size loads.
@@ -79,8 +79,8 @@ class TieredStorageReader(OverTiers, StorageReader):
             InvalidNameError: The step or path is not allowed.
         """
         super().__init__()
-        told = config if config is not None else checkpoint_config
-        self._base = settings_of(told, {**options, "world_size": world_size, "logger": logger})
+        given = config if config is not None else checkpoint_config
+        self._base = settings_of(given, {**options, "world_size": world_size, "logger": logger})
         self.settings = self._base
         self.step = step
         self._path = path
@@ -280,7 +280,7 @@ class TieredStorageReader(OverTiers, StorageReader):
     def _group(self, root: Path) -> coordination.Group:
         alone, process_group = self._no_dist, self._process_group
         if alone is None and process_group is None:
-            alone, process_group, _ = told_to_dcp("_load_state_dict") or (None, None, False)
+            alone, process_group, _ = dcp_arguments("_load_state_dict") or (None, None, False)
         node = coordination.node_of(root)
         if alone or (process_group is not None and dist.get_world_size(process_group) == 1):
             return coordination.Group(node)

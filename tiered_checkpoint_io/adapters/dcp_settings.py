@@ -1,4 +1,4 @@
-"""What a writer or reader of sharded checkpoints is told, in our words or in the SageMaker library's."""
+"""The settings of a writer or reader of sharded checkpoints, in our words or in the SageMaker library's."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class Settings:
 
     def is_durable(self, step: int, save_to_s3: bool | None) -> bool:
         """Whether the save of this step goes to the durable tier."""
-        told = self.save_to_s3 if save_to_s3 is None else save_to_s3
-        if told is None:
+        durable = self.save_to_s3 if save_to_s3 is None else save_to_s3
+        if durable is None:
             every = self.s3_every_n_steps
-            told = self.has_durable and (every is None or (step >= 0 and step % every == 0))
-        if told and not self.has_durable:
+            durable = self.has_durable and (every is None or (step >= 0 and step % every == 0))
+        if durable and not self.has_durable:
             raise ConfigError(
                 "save_to_s3 is set, but no durable tier is named", hint="give s3_tier_base_path, or dirpath"
             )
-        return told
+        return durable
 
     def check_world_size(self, count: int, checkpoint_id: str | None) -> None:
-        """Refuses a save of another number of ranks than was told."""
+        """Refuses a save of another number of ranks than ``world_size``."""
         if self.world_size not in (None, count):
             raise UsageError(
                 f"world_size is {self.world_size}, but {count} ranks save together",
@@ -128,12 +128,14 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     every = raw.get("s3_every_n_train_steps") if every is None else every
     check_positive("world_size", extra.get("world_size"))
     check_positive("s3_every_n_steps", every)
-    told = extra.get("save_to_s3")
-    if told is not None and not isinstance(told, bool):
-        raise ConfigError(f"save_to_s3 is {told!r}", hint="allowed: true, false or null")
-    settings = Settings(validated, has_durable, extra.get("world_size"), told, every, extra.get("logger"), is_named)
-    if told:
-        settings.is_durable(0, told)
+    save_to_s3 = extra.get("save_to_s3")
+    if save_to_s3 is not None and not isinstance(save_to_s3, bool):
+        raise ConfigError(f"save_to_s3 is {save_to_s3!r}", hint="allowed: true, false or null")
+    settings = Settings(
+        validated, has_durable, extra.get("world_size"), save_to_s3, every, extra.get("logger"), is_named
+    )
+    if save_to_s3:
+        settings.is_durable(0, save_to_s3)
     return settings
 
 

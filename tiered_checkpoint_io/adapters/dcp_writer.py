@@ -20,7 +20,7 @@ from tiered_checkpoint_io.adapters.async_saves import SaveThread, show_failures,
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, close_shared, settings_of
 from tiered_checkpoint_io.adapters.dcp_writing import file_of, transforms_of
 from tiered_checkpoint_io.adapters.given import check_positive
-from tiered_checkpoint_io.adapters.groups import ToldToDcp, told_to_dcp
+from tiered_checkpoint_io.adapters.groups import DcpArguments, dcp_arguments
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank
@@ -93,25 +93,25 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             InvalidNameError: The step or path is not allowed.
         """
         super().__init__()
-        self._told = config if config is not None else checkpoint_config
+        self._given = config if config is not None else checkpoint_config
         extra = {"s3_every_n_steps": s3_every_n_steps, "world_size": world_size, "logger": logger}
         self._options = {**options, **extra}
-        self.settings = settings_of(self._told, self._options)
+        self.settings = settings_of(self._given, self._options)
         self.step = step
         self.save_to_s3 = save_to_s3
         #: Further facts of a save: epoch, metric, resumable; see :meth:`CoordinatedSaver.issue`.
         self.facts: dict[str, Any] = {}
         #: The name and content of a small file beside the shards.
         self.extra: tuple[str, bytes] | None = None
-        #: What went wrong on this rank before the save began, raised where DCP tells all ranks of it.
+        #: What went wrong on this rank before the save began, raised where DCP carries it to all ranks.
         self.failed: Exception | None = None
         #: Whether a save returns once all ranks have captured the state, and hashes and commits it in the background.
         self.seals_in_background = False
         #: Where this is on a background task, beside training: how.
         self.overlapped: Overlapped | None = None
-        #: Whether a durable save returns only when it is committed there, where that was told.
-        self.told_to_wait = wait
-        #: How many threads copy, where that was told.
+        #: Whether a durable save returns only when it is committed there; None for the default.
+        self.wait_option = wait
+        #: How many threads copy; None for the default.
         self.threads = thread_count
         self._path = path
         self._require_step = require_step
@@ -119,7 +119,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._transforms = transforms_of(_extensions)
         self._located: ids.Located | None = None
         self._rank, self._coordinates, self._thread = 0, True, SaveThread()
-        self._by_dcp: ToldToDcp | None = None
+        self._by_dcp: DcpArguments | None = None
         self._issued: SaveFacts | None = None
         self._newest_seen: str | None = None
         if step is not None:
@@ -136,7 +136,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         """
         # The object that a user gave may say something else of each save.
         self._thread.begin()
-        self.settings = settings_of(self._told, self._options)
+        self.settings = settings_of(self._given, self._options)
         path = checkpoint_id if checkpoint_id is not None else self._path
         located = ids.locate(self.settings.config.dirpath, path, self.step)
         if located.step < 0 and self._require_step:
@@ -147,7 +147,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         ids.validate_new_name(located.name)
         self._located = located
         self.settings = self.settings.at(located.dirpath)
-        self._by_dcp = told_to_dcp("save", "async_save")
+        self._by_dcp = dcp_arguments("save", "async_save")
         if self._by_dcp is not None and not self._by_dcp.alone:
             self.meet_peers(self._by_dcp.process_group)
 
@@ -157,7 +157,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             self.session.meet_peers(process_group)
 
     def storage_meta(self) -> StorageMeta:
-        """What the planner is told of the checkpoint; the first call of a save in which an error reaches all ranks.
+        """What the planner gets of the checkpoint; the first call of a save in which an error reaches all ranks.
 
         Raises:
             Exception: :attr:`failed`.
@@ -177,7 +177,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         return ids.join_url(self.located.dirpath, self.located.name)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Is told this rank's role.
+        """Takes this rank's role.
 
         Raises:
             UsageError: ``use_collectives`` is false.
@@ -192,7 +192,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._rank, self._coordinates = current_rank() if rank is None else int(rank), is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Shows failures of earlier saves, which DCP then tells all ranks.
+        """Shows failures of earlier saves, which DCP then carries to all ranks.
 
         Raises:
             SaveError: The last save did not become whole in memory; or did not reach the durable tier,
@@ -245,7 +245,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             self._thread.check()
         assert facts is not None
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        # As each rank told: where it wrote an item in its file, and whether that is in memory.
+        # By each rank's results: where it wrote an item in its file, and whether that is in memory.
         metadata.storage_data = {each.index: each.storage_data[0] for rank in results for each in rank}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=facts.save_id)
         try:
@@ -268,8 +268,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     @property
     def waits(self) -> bool:
         """Whether a durable save returns only when it is committed there."""
-        if self.told_to_wait is not None:
-            return self.told_to_wait
+        if self.wait_option is not None:
+            return self.wait_option
         return not (self.seals_in_background or (self._by_dcp is not None and self._by_dcp.in_background))
 
     @property
@@ -313,7 +313,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     # ----------------------------------------------------------------------------------- inside
     @contextlib.contextmanager
     def _counting(self, what: str) -> Iterator[None]:
-        """Counts and logs a failure, which DCP then tells all ranks."""
+        """Counts and logs a failure, which DCP then carries to all ranks."""
         try:
             yield
         except Exception as error:

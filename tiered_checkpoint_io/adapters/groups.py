@@ -23,8 +23,8 @@ def world() -> Any:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-class ToldToDcp(NamedTuple):
-    """What DCP was told, and does not tell a writer or reader.
+class DcpArguments(NamedTuple):
+    """Arguments of DCP's functions that it does not pass to a writer or reader.
 
     Attributes:
         alone: Whether this process is alone.
@@ -37,8 +37,8 @@ class ToldToDcp(NamedTuple):
     in_background: bool
 
 
-def told_to_dcp(*functions: str) -> ToldToDcp | None:
-    """What the DCP function that calls us was told; None where none does.
+def dcp_arguments(*functions: str) -> DcpArguments | None:
+    """The arguments of the DCP function that calls us; None where none does.
 
     Without ``no_dist`` we would wait for ranks that never come, with a process group for ranks that have no part in it.
     """
@@ -47,7 +47,7 @@ def told_to_dcp(*functions: str) -> ToldToDcp | None:
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name in functions and module.startswith("torch.distributed.checkpoint."):
             alone = frame.f_locals.get("no_dist", False) or world() is None
-            return ToldToDcp(alone, frame.f_locals.get("process_group"), _is_in_background(frame))
+            return DcpArguments(alone, frame.f_locals.get("process_group"), _is_in_background(frame))
         frame = frame.f_back
     return None
 

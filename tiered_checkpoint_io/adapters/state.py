@@ -192,19 +192,19 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # -------------------------------------------------------------------------------------------- full
-def told(state: Any) -> Any:
-    """The state, with what it says of itself in place of each ``Stateful``."""
+def with_state_dicts(state: Any) -> Any:
+    """The state, with its ``state_dict()`` in place of each ``Stateful``."""
 
-    def tell(value: Any) -> Any:
+    def replaced(value: Any) -> Any:
         if isinstance(value, Stateful) and not isinstance(value, torch.Tensor | dict):
-            return told(value.state_dict())
+            return with_state_dicts(value.state_dict())
         return value
 
-    return _mapped(state, tell)
+    return _mapped(state, replaced)
 
 
 def gathered(state: Any, coordinator: int, *, keep: bool) -> Any:
-    """The state, as :func:`told` gives it, with whole tensors; None in place of each where it is not kept."""
+    """The state of :func:`with_state_dicts`, with whole tensors; None in place of each where it is not kept."""
 
     def whole(value: Any) -> Any:
         if isinstance(value, DTensor):

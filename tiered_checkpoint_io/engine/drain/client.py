@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     unreplaced,
 )
 from tiered_checkpoint_io.engine.drain.process import reap, start_process
-from tiered_checkpoint_io.engine.drain.progress import told_as
+from tiered_checkpoint_io.engine.drain.progress import tier_label
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import LOG
 from tiered_checkpoint_io.engine.drain.standstill import Standstill, StandstillError
@@ -59,7 +59,7 @@ class DrainHandle:
         self._stop = threading.Event()
         #: The save that the last :meth:`has_room` gave up.
         self.given_up = ""
-        #: Nothing is waited for beyond this, by the monotonic clock: the process is told to end.
+        #: Nothing is waited for beyond this, by the monotonic clock: the process has to end.
         self.leave_by: float | None = None
         self._spawned_at, self._respawn_wait = 0.0, clock.timing.respawn_s
         self._news = NewOutcomes(self.queue)
@@ -208,7 +208,7 @@ class DrainHandle:
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
                 return True
             if self._config.on_pending == "skip" or self.leave_by is not None:
-                # The time that is left to a job that is told to end is for its last checkpoint.
+                # The time that is left to a job that has to end is for its last checkpoint.
                 return False
             if not warned:
                 self._log.warning("max_pending is reached: waiting until one of %d uploads has ended", len(waiting))
@@ -223,10 +223,10 @@ class DrainHandle:
         Args:
             op_id: Which one.
             timeout_s: For how long to wait in all, seconds.
-            moving_s: For how long while the drain moves nothing, seconds; not at all once the process is told to end.
+            moving_s: For how long while the drain moves nothing, seconds; not at all once the process has to end.
 
         Raises:
-            StandstillError: Nothing has moved for ``moving_s`` seconds, or the process is told to end, where
+            StandstillError: Nothing has moved for ``moving_s`` seconds, or the process has to end, where
                 ``moving_s`` is given. The operation stays queued.
             DrainError: It had none within ``timeout_s`` seconds, or how it ended is not known.
         """
@@ -240,13 +240,13 @@ class DrainHandle:
                 lost = Outcome(op_id, "save", "?", -1, "failed", error, "DrainError", finished=self._clock.wall())
                 outcome = self.queue.outcome_in_file(op_id) or lost
             if outcome is not None and not (outcome.state == "committed" and is_pending):
-                self._news.was_told(outcome)
+                self._news.skip(outcome)
                 return outcome
             self._check_drain()
             # The time that is left is for the job's last checkpoint.
             is_leaving = moving_s < math.inf and self.leave_by is not None
             if is_leaving or (moving_s < math.inf and self._standstill.lasts(moving_s)):
-                where, hint = told_as(self._config.dirpath), "it stays queued, and is uploaded once that is possible"
+                where, hint = tier_label(self._config.dirpath), "it stays queued, and is uploaded once that is possible"
                 text = "the job is told to end" if is_leaving else f"nothing has reached {where} for {moving_s:.0f} s"
                 raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
         raise self._too_slow(f"operation {op_id}", timeout_s)
@@ -322,7 +322,7 @@ class DrainHandle:
             except OSError as error:
                 # Out of descriptors or processes, for one: the next look tries again.
                 self._log.error("the drain has died, and could not be started again: %s", error)
-        return self._news.tell()
+        return self._news.take()
 
     # ---------------------------------------------------------------------------------- inside
     def _looks(self, timeout_s: float) -> Iterator[None]:

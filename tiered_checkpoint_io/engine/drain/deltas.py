@@ -51,7 +51,7 @@ class Deltas:
             self._copied[op_id] += store.metrics.snapshot().get("bytes.copied", 0) - before
 
     def copied(self, op_id: str) -> int:
-        """The bytes that were copied for an operation that has ended; told once."""
+        """The bytes that were copied for an operation that has ended; given once."""
         return self._copied.pop(op_id, 0)
 
     def _in_memory(self, part: Part) -> Part | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
-from tiered_checkpoint_io.engine.drain.progress import SaveReport, told_as
+from tiered_checkpoint_io.engine.drain.progress import SaveReport, tier_label
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import CheckpointLogger, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -38,7 +38,7 @@ def say_outcome(
     """
     log = log.at_step(outcome.step)
     if outcome.state == "committed" and outcome.action == "save":
-        where, amount = told_as(outcome.dirpath or config.dirpath), rate(outcome.bytes, outcome.seconds)
+        where, amount = tier_label(outcome.dirpath or config.dirpath), rate(outcome.bytes, outcome.seconds)
         log.info("%s is durable on %s: %s", outcome.name, where, amount)
     elif outcome.state == "committed" and outcome.action == "retain" and outcome.error:
         (log.warning if leads else log.debug)("retention: %s", outcome.error)

@@ -1,16 +1,16 @@
-"""What has become of a process' operations, each told once."""
+"""What has become of a process' operations, each outcome once."""
 
 from __future__ import annotations
 
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.queue import Queue
 
-#: So many outcomes that were told are remembered before those go that the log has forgotten: a few times what it keeps.
+#: So many taken outcomes are remembered before those go that the log has forgotten: a few times what it keeps.
 _SEEN = 2048
 
 
 class NewOutcomes:
-    """Outcomes that were not told yet; those that were there before are none."""
+    """Outcomes that were not taken yet; those that were there before are none."""
 
     def __init__(self, queue: Queue) -> None:
         """Takes what is written by the drain."""
@@ -18,8 +18,8 @@ class NewOutcomes:
         self._seen = {(outcome.op_id, outcome.state) for outcome in queue.outcomes()}
         self._heard: tuple[bytes | None, str] = None, ""
 
-    def tell(self) -> tuple[list[Outcome], str]:
-        """Outcomes that were not told yet, and :attr:`DrainProgress.trouble`."""
+    def take(self) -> tuple[list[Outcome], str]:
+        """Outcomes that were not taken yet, and :attr:`DrainProgress.trouble`."""
         heard = self._queue.heard()
         if heard == self._heard[0]:
             return [], self._heard[1]
@@ -32,6 +32,6 @@ class NewOutcomes:
             self._seen.intersection_update([(outcome.op_id, outcome.state) for outcome in outcomes])
         return fresh, self._heard[1]
 
-    def was_told(self, outcome: Outcome) -> None:
-        """Takes note of one that somebody has waited for."""
+    def skip(self, outcome: Outcome) -> None:
+        """Leaves one out, because a caller has waited for it."""
         self._seen.add((outcome.op_id, outcome.state))

@@ -50,12 +50,12 @@ class SaveReport:
             tier for tier in ("memory", "durable") if tier in self.tiers and not (tier == "durable" and self.queued)
         ]
         here = "the node's disk" if self.spilled else "memory"
-        places = " and ".join(here if tier == "memory" else told_as(dirpath) for tier in there)
+        places = " and ".join(here if tier == "memory" else tier_label(dirpath) for tier in there)
         done = f"saved {what or self.name} to {places}" if places else f"captured {what or self.name}"
         text = f"{done}: {rate(self.size, self.capture_s if self.overlapped else self.stall_s)}"
         if self.overlapped:
             text = f"{text} beside training, which waited {self.stall_s:.3f} s"
-        return f"{text}; upload to {told_as(dirpath)} queued" if self.queued else text
+        return f"{text}; upload to {tier_label(dirpath)} queued" if self.queued else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,6 @@ class Progress:
     counters: dict[str, int] = field(default_factory=dict)
 
 
-def told_as(dirpath: str) -> str:
-    """What messages call a durable tier."""
+def tier_label(dirpath: str) -> str:
+    """The name of a durable tier in messages."""
     return "S3" if ids.is_s3_url(dirpath) else dirpath

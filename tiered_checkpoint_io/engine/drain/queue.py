@@ -1,4 +1,4 @@
-"""What trainers and the drain of a node tell each other, over the operation log.
+"""What trainers and the drain of a node exchange, over the operation log.
 
 A committed part that is marked durable is itself the request to upload it. Aliases, deletes and cancels are entries
 of the log. Operations are numbered by one counter a run, and as text their ids sort in the order in which they were

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from tiered_checkpoint_io.engine.drain.progress import told_as
+from tiered_checkpoint_io.engine.drain.progress import tier_label
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, Versions, discover, look
@@ -335,7 +335,7 @@ class Search:
         what memory has, the answer itself follows. What has changed since is asked for anew.
         """
         tiers, timing = self._tiers, self._tiers.clock.timing
-        where, bound = told_as(tiers.dirpath), float(tiers.config.durable_timeout_s)
+        where, bound = tier_label(tiers.dirpath), float(tiers.config.durable_timeout_s)
         known: DurableCatalog | None = None
         while known is None or known.rest:
             # None of the newest may be intact: older ones are better than none.
@@ -356,7 +356,7 @@ class Search:
 
         def say(silent_s: float, left_s: float) -> None:
             if current_rank() == 0:
-                where = told_as(self._tiers.dirpath)
+                where = tier_label(self._tiers.dirpath)
                 self._tiers.log.warning("%s has not answered for %.0f s; %s in %.0f s", where, silent_s, what, left_s)
 
         return say
