@@ -58,7 +58,7 @@ def start(node):
 
     yield start
     # A drain leaves with the last trainer: that one may wait for it.
-    for handle in sorted(handles, key=lambda handle: handle._child is not None):
+    for handle in sorted(handles, key=lambda handle: handle.runner._child is not None):
         handle.close(timeout_s=PATIENCE_S)
 
 

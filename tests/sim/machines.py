@@ -23,7 +23,7 @@ from sim.world import MemoryStore, Process
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine import session
-from tiered_checkpoint_io.engine.drain import client, log
+from tiered_checkpoint_io.engine.drain import log, running
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.leasing import claims, leases
 from tiered_checkpoint_io.engine.ranks import coordination
@@ -356,7 +356,7 @@ def operating_system(world, logger):
         (coordination, "boot_id", lambda: here().machine.boot_id),
         (claims, "owner_of_process", lambda _: here().owner),
         (session, "open_store", lambda *_, **__: Store(world)),
-        (client, "start_process", lambda root, _: Child(start_drain(here().machine, root, logger))),
+        (running, "start_process", lambda root, _: Child(start_drain(here().machine, root, logger))),
         (parallel, "ThreadPoolExecutor", AtOnce),
         (parallel, "threading", SimpleNamespace(Thread=Idle)),
         # Small states need neither.

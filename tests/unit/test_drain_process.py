@@ -118,18 +118,18 @@ def test_one_that_has_died_is_kept_up_only_where_work_is_left(node, store, handl
     handle = handle_of(node, clock=Clock(Timing(respawn_s=0.05)))
     node.save("0.ckpt", b"0")
     handle.keep_up()
-    assert not handle._running(), "one that was never started has not died"
+    assert not handle.runner.is_running, "one that was never started has not died"
     handle.start()
     handle.wait(node.save("a.ckpt", b"A"), 60)
     pid = handle.progress().pid
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not handle._running(), "it is dead")
+    until(lambda: not handle.runner.is_running, "it is dead")
     handle.keep_up()
-    assert not handle._running(), "there is nothing to do"
+    assert not handle.runner.is_running, "there is nothing to do"
     node.save("b.ckpt", b"B")
     handle.leave_by = time.monotonic() + 60
     handle.keep_up()
-    assert not handle._running(), "the process is told to end"
+    assert not handle.runner.is_running, "the process is told to end"
     handle.leave_by = None
     until(lambda: handle.keep_up() or readable(store, "b.ckpt") == b"B", "it is started again")
     assert handle.progress().pid != pid

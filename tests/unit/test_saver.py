@@ -10,7 +10,7 @@ import torch
 
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain.running import DrainRunner
 from tiered_checkpoint_io.engine.save import sameness
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.errors import UsageError
@@ -25,7 +25,7 @@ MIB = 1 << 20
 @pytest.fixture
 def opened(memory_dir, tmp_path, monkeypatch):
     """Opens memory with a budget, for a job whose drain never gets to work."""
-    monkeypatch.setattr(DrainHandle, "ensure", lambda _: None)
+    monkeypatch.setattr(DrainRunner, "ensure", lambda _: None)
     made = []
 
     def open_memory(budget_bytes=None, keep_last=2):

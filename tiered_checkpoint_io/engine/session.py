@@ -91,7 +91,9 @@ class Session:
         config, clock = self.config, self.clock
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
-        self.known = DurableNameCache(self._ask_names, self._queued_names, lambda: self.open().drain.has_worked, clock)
+        self.known = DurableNameCache(
+            lambda: names_of(self.durable()), self._queued_names, lambda: self.open().drain.runner.has_worked, clock
+        )
         wait_s = float(config.wait_timeout_s)
         self.garbage, self.background, self.turn = Seen(), BackgroundTask(wait_s, self.log), Turn(wait_s)
         self._pins = HostPins()
@@ -234,9 +236,6 @@ class Session:
         """Adds an event to the node's record of the run, by the first rank of the node; see :mod:`model.events`."""
         if self._opened is not None and self._leads:
             note(self._opened.tier.root, event, clock=self.clock, **facts)
-
-    def _ask_names(self) -> set[str]:
-        return names_of(self.durable())
 
     def _queued_names(self) -> set[str]:
         tier, _, drain = self.open()

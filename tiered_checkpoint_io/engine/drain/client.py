@@ -1,18 +1,12 @@
-"""The trainer's side of the drain: starts it, watches it, and waits for it, within bounds."""
+"""The trainer's side of the drain: queues for it, watches it, and waits for it, within bounds."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import os
-import subprocess
-import threading
 from collections.abc import Callable, Collection, Iterator
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.drain.environment import differs, elsewhere
-from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.news import NewOutcomes
 from tiered_checkpoint_io.engine.drain.operations import (
     SAVES,
@@ -22,16 +16,12 @@ from tiered_checkpoint_io.engine.drain.operations import (
     held_back,
     unreplaced,
 )
-from tiered_checkpoint_io.engine.drain.process import reap, start_process
 from tiered_checkpoint_io.engine.drain.progress import tier_label
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.report import LOG
+from tiered_checkpoint_io.engine.drain.running import DrainRunner
 from tiered_checkpoint_io.engine.drain.standstill import Standstill, StandstillError
-from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.errors import DrainError, MemoryFullError
-from tiered_checkpoint_io.logs import DebugOnly, Logger
-from tiered_checkpoint_io.memory.private import write_atomic, write_over
+from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -43,7 +33,7 @@ class DrainHandle:
     def __init__(
         self, tier: MemoryTier, config: TieredCheckpointConfig, logger: Logger, *, clock: Clock = SYSTEM
     ) -> None:
-        self._tier, self._root = tier, tier.root
+        self._tier = tier
         self._config = config
         self._log = logger
         self._clock = clock
@@ -51,123 +41,45 @@ class DrainHandle:
         #: What the drain last said of itself.
         self.progress = self.queue.progress
         self._standstill = Standstill(self.progress, clock)
-        self._pid = os.getpid()
-        self._trainer_lock: int | None = None
-        self._child: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
-        self._drain: Drain | None = None
-        self._stop = threading.Event()
+        self.runner = DrainRunner(tier.root, self.queue, config, logger, clock)
+        self.start = self.runner.start
         #: The save that the last :meth:`has_room` gave up.
         self.given_up = ""
         #: Nothing is waited for beyond this, by the monotonic clock: the process has to end.
         self.leave_by: float | None = None
-        self._spawned_at, self._respawn_wait = 0.0, clock.timing.respawn_s
         self._news = NewOutcomes(self.queue)
         #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
         self._earlier = {each.op_id: each.finished for each in self.queue.outcomes() if each.state == "failed"}
         tier.bell = self.queue.ring
 
     # ----------------------------------------------------------------------------------- life
-    def start(self) -> None:
-        """Announces this trainer, and makes sure that a drain runs.
-
-        Raises:
-            MemoryFullError: There is no space for the little that it needs.
-        """
-        if self._foreign():
-            return
-        reap()
-        if self._trainer_lock is not None and is_lost(self._trainer_lock):
-            # Somebody removed this memory beside us: the drain needs all of it anew.
-            release(self._trainer_lock)
-            self._trainer_lock = None
-        if self._trainer_lock is None:
-            self.queue.open()
-            self._write_config()
-            path, patience_s = self._root / TRAINERS_FILE, self._clock.timing.trainers_lock_s
-            self._trainer_lock = try_lock(path, shared=True, patience_s=patience_s, clock=self._clock)
-            if self._trainer_lock is None:
-                text = "a drain that should have ended still holds the trainers' lock"
-                raise DrainError(text, operation="start", tier="memory", key=str(path))
-            if self._config.drain == "process" and differs(self.queue.announced(), elsewhere()):
-                # What may still live is the drain of a trainer before us: ours waits for its end, and asks for it.
-                self._spawned_at, self._child = self._clock.monotonic(), start_process(self._root, self._log)
-        self.ensure()
-
-    def _write_config(self) -> None:
-        path, text = self._root / CONFIG_FILE, self._config.to_json().encode()
-        if not path.exists() or path.read_bytes() != text:
-            try:
-                write_atomic(path, text)
-            except MemoryFullError:
-                if not path.exists():
-                    raise
-                # It has a page of its own.
-                write_over(path, text)
-
-    @property
-    def has_worked(self) -> bool:
-        """Whether a drain was ever started over this memory, by this process or an earlier one."""
-        return (self._root / CONFIG_FILE).exists()
-
-    def ensure(self) -> None:
-        """Starts a drain where none runs; one that dies again and again is started ever more rarely."""
-        if self._foreign() or self._running():
-            return
-        now, timing = self._clock.monotonic(), self._clock.timing
-        if self._spawned_at and now - self._spawned_at < self._respawn_wait:
-            return
-        if self._spawned_at:
-            self._respawn_wait = min(timing.respawn_max_s, self._respawn_wait * 2)
-            self._log.warning("the drain has ended; starting it again: %s", self._last_words())
-        self._spawned_at = now
-        if self._config.drain == "thread":
-            self._stop = threading.Event()
-            # What it says is said of its outcomes, whether it is a thread or a process.
-            self._drain = Drain(
-                self._root, logger=DebugOnly(self._log, {}), stop=self._stop, stay=True, clock=self._clock
-            )
-            self._thread = self._clock.start(functools.partial(self._run, self._drain), "tiered-drain")
-            return
-        self._child = start_process(self._root, self._log)
-
     def keep_up(self) -> None:
         """Starts again a drain that has died with work left, where this process had one run."""
-        if self._trainer_lock is None or self.leave_by is not None or self._foreign() or self._running():
+        runner = self.runner
+        if not runner.is_announced or self.leave_by is not None or runner.is_foreign or runner.is_running:
             return
         if self.pending():
-            self.ensure()
+            runner.ensure()
 
     def close(self, *, timeout_s: float) -> None:
         """Leaves the drain to itself. A thread ends after its queue is empty, or at the timeout."""
-        if self._foreign():
+        if self.runner.is_foreign:
             return
-        if self._thread is not None:
+        if self.runner.is_thread:
             with contextlib.suppress(DrainError):
                 self.flush(timeout_s)
-            self._stop.set()
             if self.leave_by is not None:
                 timeout_s = min(timeout_s, max(0.0, self.leave_by - self._clock.monotonic()))
-            self._clock.join(self._thread, timeout_s)
-            self._thread = self._drain = None
-        if self._trainer_lock is not None:
-            release(self._trainer_lock)
-            self._trainer_lock = None
-            self.queue.ring()
-        if self._child is not None:
-            # Reaps a drain that has left; one that still works is adopted by init when we end. One that can
-            # do nothing leaves as well: the next trainer must not meet it while it ends.
-            left = self.queue.doable(self._tier)
-            if self._child.poll() is None and (not left or self._stuck_by(left) is not None):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._child.wait(self._clock.timing.reap_s)
-            self._child = None
-        self._spawned_at = 0.0
+        self.runner.leave(timeout_s, self._is_idle)
+
+    def _is_idle(self) -> bool:
+        left = self.queue.doable(self._tier)
+        return not left or self._stuck_by(left) is not None
 
     # ----------------------------------------------------------------------------------- work
     def submit(self, request: Request) -> None:
         """Queues an alias, delete or cancel."""
-        if not self._foreign():
+        if not self.runner.is_foreign:
             self.queue.submit(request)
             self.start()
 
@@ -333,7 +245,7 @@ class DrainHandle:
         while not is_late:
             version, looked_at = self.queue.version(), clock.monotonic()
             yield
-            self.ensure()
+            self.runner.ensure()
             while version == self.queue.version() and clock.monotonic() - looked_at < timing.full_look_s:
                 is_late = clock.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
                 if is_late:
@@ -341,17 +253,10 @@ class DrainHandle:
                 clock.sleep(timing.wait_poll_s)
 
     def _check_drain(self) -> None:
-        trouble = self._drain.trouble if self._drain is not None else self.progress().trouble
+        trouble = self.runner.trouble
         if trouble:
             hint = "it goes on by itself as soon as it can; see `ulimit -n`"
-            raise self._error(f"the drain can't get at its queue: {trouble}", str(self._root), hint, tier="memory")
-
-    def _run(self, drain: Drain) -> None:
-        try:
-            drain.run()
-        except Exception as error:
-            # The next call that needs it starts it again.
-            self._log.error("the drain has ended: %s", error)
+            raise self._error(f"the drain can't get at its queue: {trouble}", str(self._tier.root), hint, tier="memory")
 
     def _stuck_by(self, left: list[Request]) -> Outcome | None:
         """The first failure where all that is left has failed, or waits for what has."""
@@ -374,27 +279,10 @@ class DrainHandle:
         done = "no upload in progress"
         if progress.name:
             done = f"{progress.bytes_done} of {progress.bytes_total} bytes of {progress.name}"
-        hint = f"last error: {progress.last_error or 'none'}; {self._last_words()}"
+        hint = f"last error: {progress.last_error or 'none'}; {self.runner.last_words()}"
         is_leaving = self.leave_by is not None and self._clock.monotonic() > self.leave_by
         when = "when this process has to end" if is_leaving else f"after {timeout_s:.0f} s"
         return self._error(f"{what} not durable {when} ({done})", self._config.dirpath, hint)
 
     def _error(self, text: str, key: str, hint: str, *, tier: str = "durable") -> DrainError:
         return DrainError(text, operation="drain", tier=tier, key=key, hint=hint)
-
-    def _running(self) -> bool:
-        if self._thread is not None and self._thread.is_alive():
-            return True
-        if self._child is not None and self._child.poll() is None:
-            return True
-        return is_locked(self._root / LOCK_FILE)
-
-    def _last_words(self) -> str:
-        path, last = self._root / LOG, ""
-        with contextlib.suppress(OSError):
-            last = path.read_text(errors="replace").strip().rpartition("\n")[2]
-        return f"{path} ends with: {last}" if last else f"see {path}"
-
-    def _foreign(self) -> bool:
-        # A forked child (a DataLoader's worker) has our memory, but not our role.
-        return os.getpid() != self._pid
