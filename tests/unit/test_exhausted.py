@@ -313,7 +313,7 @@ def test_where_no_thread_can_be_started_training_goes_on(drain, kept, caplog):
         io.save_checkpoint(state(2, size=20 * MIB // 4), "2.ckpt", storage_options=MEMORY_ONLY)
         assert session.counts == {"saved": 1}
         io.save_checkpoint(state(3), "3.ckpt")
-        io.checkpointer.poll()
+        io.checkpointer.session.poll()
     assert "could not check whether another run uses this dirpath: [Errno 11] can't start new thread" in caplog.text
     assert (session.counts["failed"], session.claims.owner) == (drain == "thread", None)
     io.save_checkpoint(state(4), "4.ckpt")

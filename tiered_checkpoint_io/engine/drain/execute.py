@@ -38,7 +38,6 @@ from tiered_checkpoint_io.engine.durable.removal import Later
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    DrainError,
     ManifestError,
     MemoryFullError,
     PinnedError,
@@ -54,9 +53,6 @@ from tiered_checkpoint_io.model.place import AtPlace, Place
 from tiered_checkpoint_io.model.retention import policies_from
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import UploadJournal
-
-#: So many ranks are named in an error.
-_NAMED = 16
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error: the way out of what goes on later, or in another process
@@ -96,7 +92,7 @@ class Executor:
         begun, stored = self.begun.get(operation.op_id), operation.stored
         started = self.clock.monotonic() if begun is None or begun.since is None else begun.since
         fate: commit.Fate | Literal["waits"] = "committed"
-        state: State = "committed"
+        state: OutcomeState = "committed"
         said = ""
         try:
             if stored is not None:
@@ -221,7 +217,7 @@ class Executor:
 
     def _retain(
         self, operation: Request, operations: list[Request], store: Store, journal: UploadJournal
-    ) -> tuple[State, str]:
+    ) -> tuple[OutcomeState, str]:
         """Applies the policies; what is to be said of that: why it was not done, or what the server has refused."""
         if operation.place != self.stores.place:
             return "skipped", f"{operation.dirpath} is another dirpath than that of the run which is here now"
@@ -269,17 +265,7 @@ class Executor:
         if missing and now - mine.since < timeout_s:
             return None
         if missing:
-            named = ", ".join(str(rank) for rank in missing[:_NAMED])
-            raise DrainError(
-                f"the parts of {len(missing)} of {part.content.parts} ranks have not come within {timeout_s:.0f} s:"
-                f" {named}{' ...' if len(missing) > _NAMED else ''}",
-                operation="commit",
-                tier="durable",
-                key=ids.join_url(part.dirpath, part.name),
-                rank=part.rank,
-                step=part.content.step,
-                hint="see the logs of those ranks and of the drains of their nodes",
-            )
+            raise mine.arrivals.late(timeout_s)
         mine.due = now
         # Parts arrive in the order of their saves, so one that was looked at before may be complete by now.
         is_first = True

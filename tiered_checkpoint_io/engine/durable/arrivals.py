@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from tiered_checkpoint_io.engine.durable.files import read_description
 from tiered_checkpoint_io.engine.durable.manifests import exists
+from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
@@ -15,6 +16,8 @@ from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 #: Every so many looks also go to where earlier releases put descriptions: a drain of theirs may still be at work on
 #: another node.
 _OLD_EVERY = 4
+#: So many ranks are named in an error.
+_NAMED = 16
 
 
 class Arrivals:
@@ -35,6 +38,21 @@ class Arrivals:
     def missing(self) -> list[int]:
         """The ranks whose parts were not there at the last look."""
         return [rank for rank in range(self.part.content.parts) if rank not in self.rows]
+
+    def late(self, timeout_s: float) -> DrainError:
+        """What is raised where the missing ones have not come within ``timeout_s`` seconds."""
+        part, missing = self.part, self.missing
+        named = ", ".join(map(str, missing[:_NAMED]))
+        return DrainError(
+            f"the parts of {len(missing)} of {part.content.parts} ranks have not come within {timeout_s:.0f} s:"
+            f" {named}{' ...' if len(missing) > _NAMED else ''}",
+            operation="commit",
+            tier="durable",
+            key=ids.join_url(part.dirpath, part.name),
+            rank=part.rank,
+            step=part.content.step,
+            hint="see the logs of those ranks and of the drains of their nodes",
+        )
 
     def look(self, store: Store) -> None:
         """Looks for those that are missing, by one list for each thousand of them, and reads their descriptions.
