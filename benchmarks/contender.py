@@ -30,6 +30,8 @@ from s3_process import StoringServer
 from states import STATES, all_tensors, train
 
 WARM_ROUNDS = 3
+#: After each of these, seconds: training goes on between two saves, and what they have begun in the background ends.
+PAUSE_S = 2.0
 
 
 def used_of(folder: str) -> int:
@@ -98,6 +100,8 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
                 if "load" in found:
                     found["load"] = loaded.seconds
             contender.clean(number)
+            if number <= WARM_ROUNDS:
+                time.sleep(PAUSE_S)
         if parts.seconds:
             found["parts"] = medians(rounds_of_parts[WARM_ROUNDS:])
             found["hashing_s"] = hashing_s(contender, state, parts, number)

@@ -251,9 +251,9 @@ def test_a_restart_with_another_environment_gets_a_drain_of_its_own(s3_server, n
     restarted.flush(PATIENCE_S)
     assert node.queue.outcome(save).state == "committed"
     assert restarted.progress().pid != old
-    assert before._child.wait(PATIENCE_S) == 0
+    assert before.runner._child.wait(PATIENCE_S) == 0
     another_rank = start()
-    assert another_rank._child is None, "it takes the drain that there is"
+    assert another_rank.runner._child is None, "it takes the drain that there is"
     assert s3_server.secret_key.encode() not in (node.root / "operations.log").read_bytes()
 
 

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.checkpointer import TIERS
 from tiered_checkpoint_io.engine.drain.locks import try_lock
 from tiered_checkpoint_io.errors import ExportError, MemoryTierError, MemoryUnsafeError, SaveError
 from tiered_checkpoint_io.export.files import new_file
-from tiered_checkpoint_io.memory import node, slots
+from tiered_checkpoint_io.memory import node, slot
 from tiered_checkpoint_io.memory import tier as memory
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, memory_limit
 
@@ -92,14 +92,14 @@ def test_a_tmpfs_that_becomes_full_in_mid_save(kept_in_small, small, monkeypatch
     io = kept_in_small.io(memory_keep_last=5)
     io.save_checkpoint(state(2), "2.ckpt", storage_options=MEMORY_ONLY)
     tenant = Tenant(small)
-    take, cut, turns = slots.take_space, os.ftruncate, []
+    take, cut, turns = slot.take_space, os.ftruncate, []
 
-    def taking(descriptor, start, end):
+    def taking(descriptor, start, end, **how):
         if end - start > 16 * MIB and not turns:
             turns.append("taken")
             if moment == "before space is taken":
                 tenant.fills(leave=MIB)
-        return take(descriptor, start, end)
+        return take(descriptor, start, end, **how)
 
     def cutting(descriptor, size):
         cut(descriptor, size)
@@ -108,7 +108,7 @@ def test_a_tmpfs_that_becomes_full_in_mid_save(kept_in_small, small, monkeypatch
             turns.append("cut")
             tenant.fills()
 
-    monkeypatch.setattr(slots, "take_space", taking)
+    monkeypatch.setattr(slot, "take_space", taking)
     monkeypatch.setattr(os, "ftruncate", cutting)
     with pytest.warns(UserWarning, match=SKIPPED):
         io.save_checkpoint(large(3, mib=20), "3.ckpt", storage_options=MEMORY_ONLY)

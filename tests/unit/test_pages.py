@@ -13,7 +13,7 @@ from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.memory import pages
-from tiered_checkpoint_io.memory.pages import HUGE, Mapped, take_space
+from tiered_checkpoint_io.memory.pages import HUGE, Mapped, make_huge, take_space
 
 MIB = 1 << 20
 SIZE = 16 * MIB + 5000
@@ -25,22 +25,34 @@ def descriptor(memory_dir):
         yield file.fileno()
 
 
-@pytest.fixture(params=["as this kernel does", "none", "some"])
-def kernel(request, monkeypatch):
-    """What the kernel gives: none at all, or none any more after the first few."""
-    monkeypatch.setattr(pages, "_resting_until", 0.0)
+@pytest.fixture
+def asked_anew(monkeypatch):
+    """Whatever the kernel gave before."""
+    for until in ("_resting_until", "_slow_until"):
+        monkeypatch.setattr(pages, until, 0.0)
+
+
+@pytest.fixture(params=["as this kernel does", "none", "some", "slowly"])
+def kernel(request, monkeypatch, asked_anew):
+    """What the kernel gives: none at all, or none any more after the first few; or it takes its time."""
     if request.param == "none":
         monkeypatch.setattr(pages, "_MADV_COLLAPSE", 999)
     elif request.param == "some":
         monkeypatch.setattr(pages, "_STEP", 4 * MIB)
         advise, left = Mapped.advise, iter([True, True, True])
         monkeypatch.setattr(Mapped, "advise", lambda *args: next(left, False) and advise(*args))
+    elif request.param == "slowly":
+        monkeypatch.setattr(pages, "_SLOW_S", 0.0)
     return request.param
 
 
-def gives_huge_pages():
+@pytest.fixture
+def huge_pages(monkeypatch, asked_anew):
+    """Where the kernel gives them, however slowly."""
+    monkeypatch.setattr(pages, "_TOO_SLOW_S", 60.0)
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        return take_space(file.fileno(), 0, 8 * MIB) > 0
+        if not take_space(file.fileno(), 0, 8 * MIB, patient=True):
+            pytest.skip("this kernel gives none")
 
 
 def taken(descriptor):
@@ -74,12 +86,8 @@ def test_all_space_is_taken_and_no_more_and_bytes_that_are_there_stay(descriptor
         assert file.read() == kept.ljust(SIZE, b"\0")
 
 
-def test_what_is_taken_is_mapped_by_huge_pages_where_the_kernel_has_them(descriptor, monkeypatch):
-    monkeypatch.setattr(pages, "_resting_until", 0.0)
-    monkeypatch.setattr(pages, "_SLOW_S", 60.0)
-    if not gives_huge_pages():
-        pytest.skip("this kernel gives none")
-    assert take_space(descriptor, 0, SIZE) == 16 * MIB
+def test_what_is_taken_is_mapped_by_huge_pages_where_the_kernel_has_them(descriptor, huge_pages):
+    assert take_space(descriptor, 0, SIZE, patient=True) == 16 * MIB
     mapped = Mapped(descriptor, SIZE, shared=True)
     assert mapped.address % HUGE == 0
     mapped.view[:] = b"x" * SIZE
@@ -167,8 +175,7 @@ def test_a_forked_child_does_not_keep_what_is_shared_and_can_end_what_is_private
     assert all(map(maps, addresses))
 
 
-def test_a_kernel_that_is_slow_or_has_none_is_left_alone_for_a_while(descriptor, monkeypatch):
-    monkeypatch.setattr(pages, "_resting_until", 0.0)
+def test_a_kernel_that_has_none_is_left_alone_for_a_while(descriptor, asked_anew, monkeypatch):
     asked = []
     monkeypatch.setattr(Mapped, "advise", lambda *args: asked.append(args[1]) or args[1] != pages._MADV_COLLAPSE)
     for end in (SIZE, 2 * SIZE):
@@ -177,12 +184,19 @@ def test_a_kernel_that_is_slow_or_has_none_is_left_alone_for_a_while(descriptor,
     assert taken(descriptor) >= 2 * SIZE
 
 
-def test_a_kernel_that_takes_long_for_a_huge_page_is_left_alone_for_a_while(descriptor, monkeypatch):
-    monkeypatch.setattr(pages, "_resting_until", 0.0)
-    if not gives_huge_pages():
-        pytest.skip("this kernel gives none")
-    monkeypatch.setattr(pages, "_resting_until", 0.0)
+def test_who_waits_takes_small_pages_where_huge_ones_take_long(descriptor, huge_pages, monkeypatch):
+    monkeypatch.setattr(pages, "_slow_until", 0.0)
     monkeypatch.setattr(pages, "_SLOW_S", 0.0)
     assert take_space(descriptor, 0, SIZE) == HUGE
-    assert take_space(descriptor, HUGE, 2 * SIZE) == HUGE
+    assert take_space(descriptor, HUGE, SIZE) == HUGE
+    assert take_space(descriptor, 2 * SIZE, 3 * SIZE, patient=True) > 2 * SIZE, "who does not wait takes huge ones"
     assert taken(descriptor) >= 2 * SIZE
+
+
+def test_small_pages_become_huge_and_keep_their_bytes(descriptor, huge_pages):
+    content = os.urandom(SIZE)
+    os.pwrite(descriptor, content, 0)
+    mapped = Mapped(descriptor, SIZE, shared=True)
+    assert make_huge(mapped, 0, 16 * MIB, patient=True) == 16 * MIB
+    assert bytes(mapped.view) == content
+    assert int(maps(mapped.address)["ShmemPmdMapped"]) * 1024 == 16 * MIB

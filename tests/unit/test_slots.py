@@ -5,7 +5,7 @@ import os
 import pytest
 from support.parts import content_of, files_in, save
 
-from tiered_checkpoint_io.memory import slots
+from tiered_checkpoint_io.memory import pages, slots
 from tiered_checkpoint_io.memory.pages import Mapped
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
@@ -59,6 +59,22 @@ def test_a_save_takes_what_is_prepared_as_far_as_it_is(tier, monkeypatch, pieces
     # Three pieces of space come before their pages; a save that finds none takes it as a whole.
     assert (slot.reserved, slot.touched) == (3 * MIB if pieces else 4 * MIB, MIB * max(0, pieces - 3))
     slot.view[: 3 * MIB] = b"x" * 3 * MIB
+    tier.give_back(slot)
+
+
+def test_pages_of_a_save_that_could_not_wait_for_huge_ones_become_huge_later(tier, monkeypatch):
+    for name, value in (("_resting_until", 0.0), ("_slow_until", 0.0), ("_TOO_SLOW_S", 60.0), ("_SLOW_S", 0.0)):
+        monkeypatch.setattr(pages, name, value)
+    slot = tier.acquire(9 * MIB)
+    if not slot.huge:
+        pytest.skip("this kernel gives none")
+    assert slot.huge == 2 * MIB
+    slot.view[: 9 * MIB] = content = os.urandom(9 * MIB)
+    tier.give_back(slot)
+    assert not tier.is_prepared(9 * MIB)
+    tier.prepare(9 * MIB, lambda: False)
+    assert tier.is_prepared(9 * MIB)
+    assert (tier.acquire(9 * MIB), slot.huge, bytes(slot.view[: 9 * MIB])) == (slot, 8 * MIB, content)
     tier.give_back(slot)
 
 

@@ -7,12 +7,14 @@ of a stretch of a file where it is asked to (Linux 6.1). Where it can't, or has 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import os
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 HUGE = 2 << 20
@@ -20,10 +22,12 @@ HUGE = 2 << 20
 _LEAST = 4 * HUGE
 #: What is made huge by one call at most; the first ones are small, to see what it costs.
 _STEP = 64 << 20
-#: Processor time of a huge page beyond which small ones take less: the kernel has to move others out of its way, or a
-#: virtual machine has to get it from its host; and for how long the kernel is not asked again then, or where it gave
-#: none. Seconds.
-_SLOW_S, _REST_S = 0.002, 60.0
+#: Processor time of a huge page, seconds: beyond the first, small ones take less, so that who waits for them takes
+#: these; beyond the second, the kernel is not asked at all. It has to move others out of its way, or a virtual machine
+#: has to get the page from its host.
+_SLOW_S, _TOO_SLOW_S = 0.002, 0.05
+#: For how long it is not asked again then, or where it gave none, seconds.
+_REST_S = 60.0
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _TMPFS = 0x01021994
 #: Linux's, which Python does not name.
@@ -31,8 +35,8 @@ _MADV_COLLAPSE = 25
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
-#: By the monotonic clock.
-_resting_until = 0.0
+#: By the monotonic clock: until when the kernel is not asked at all, and not by those who wait.
+_resting_until = _slow_until = 0.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -94,8 +98,14 @@ class Mapped:
         return bool(_libc.madvise(self.address + start, length, advice) == 0)
 
 
-def take_space(descriptor: int, start: int, end: int) -> int:
+def take_space(descriptor: int, start: int, end: int, *, patient: bool = False) -> int:
     """Takes the space of a file's bytes from ``start`` up to ``end``; a part of it may be taken already.
+
+    Args:
+        descriptor: The file.
+        start: Bytes from its start.
+        end: The same.
+        patient: Whether nobody waits: huge pages are taken although small ones take less time.
 
     Returns:
         Up to where it was taken in huge pages; ``start`` where it was not.
@@ -103,33 +113,64 @@ def take_space(descriptor: int, start: int, end: int) -> int:
     Raises:
         OSError: There is not enough.
     """
-    huge = _take_huge(descriptor, -(-start // HUGE) * HUGE, end // HUGE * HUGE)
+    low, high, huge = -(-start // HUGE) * HUGE, end // HUGE * HUGE, start
+    if high - low >= _LEAST and are_worth_asking(descriptor, patient=patient):
+
+        def take(at: int, to: int) -> bool:
+            # The kernel makes no huge page of nothing at all.
+            return all(_libc.fallocate(descriptor, 0, low + each, mmap.PAGESIZE) == 0 for each in range(at, to, HUGE))
+
+        # Without memory for a mapping, small pages do.
+        with contextlib.suppress(OSError):
+            mapped = Mapped(descriptor, high - low, start=low, shared=True)
+            done = make_huge(mapped, 0, high - low, take, patient=patient)
+            huge = low + done if done else start
     os.posix_fallocate(descriptor, start, end - start)
-    return max(start, huge)
+    return huge
 
 
-def _take_huge(descriptor: int, start: int, end: int) -> int:
-    """As :func:`take_space`, of whole huge pages, as far as the kernel gives them."""
-    global _resting_until
-    if end - start < _LEAST or time.monotonic() < _resting_until or not (_are_there() and _is_on_tmpfs(descriptor)):
-        return 0
-    try:
-        mapped = Mapped(descriptor, end - start, start=start, shared=True)
-    except OSError:
-        return 0
-    done, low, step = 0, start, HUGE
+def are_slow() -> bool:
+    """Whether the kernel has lately taken long for huge pages."""
+    return time.monotonic() < _slow_until
+
+
+def are_worth_asking(descriptor: int, *, patient: bool) -> bool:
+    """Whether the kernel may give huge pages for a file, and is not known to be slow."""
+    until = _resting_until if patient else max(_resting_until, _slow_until)
+    return time.monotonic() >= until and _are_there() and _is_on_tmpfs(descriptor)
+
+
+def make_huge(
+    mapped: Mapped, start: int, end: int, take: Callable[[int, int], bool] | None = None, *, patient: bool
+) -> int:
+    """Makes pages of a mapped file huge, as far as the kernel does it; bytes that are there stay.
+
+    Args:
+        mapped: The file, of which each stretch of :data:`HUGE` bytes has a page at least.
+        start: Bytes from the mapping's start, a multiple of :data:`HUGE`.
+        end: The same.
+        take: Sees to that page from one place up to another; whether it could.
+        patient: As :func:`take_space` takes it.
+
+    Returns:
+        Up to where they are huge; ``start`` for none.
+    """
+    global _resting_until, _slow_until
+    low, step = start, _STEP if patient else HUGE
     while low < end:
         high = min(low + step, end)
-        # It makes no page of nothing at all.
-        taken = (_libc.fallocate(descriptor, 0, at, mmap.PAGESIZE) == 0 for at in range(low, high, HUGE))
+        is_taken = take is None or take(low, high)
         began = time.thread_time()
-        gives = all(taken) and mapped.advise(_MADV_COLLAPSE, low - start, high - low)
-        done = high if gives else done
-        if not gives or time.thread_time() - began > _SLOW_S * ((high - low) // HUGE):
-            _resting_until = time.monotonic() + _REST_S
+        gives = is_taken and mapped.advise(_MADV_COLLAPSE, low, high - low)
+        each_s, until = (time.thread_time() - began) / ((high - low) // HUGE), time.monotonic() + _REST_S
+        if each_s > _SLOW_S:
+            _slow_until = until
+        if not gives or each_s > _TOO_SLOW_S:
+            _resting_until = until
+        low, step = high if gives else low, min(2 * step, _STEP)
+        if not gives or each_s > (_TOO_SLOW_S if patient else _SLOW_S):
             break
-        low, step = high, min(2 * step, _STEP)
-    return done
+    return low
 
 
 @functools.cache

@@ -20,81 +20,17 @@ from collections.abc import Callable, Iterator
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory import forks
-from tiered_checkpoint_io.memory.pages import Mapped, take_space
+from tiered_checkpoint_io.memory.pages import are_worth_asking, make_huge
+from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.space import needs_space
 
 _ROUND = 2 << 20
 #: What is prepared at once: who acquires the slot waits for it, and others get at the memory map's lock between two.
-_PIECE = 64 << 20
+_PIECE = 8 << 20
 #: Linux 5.14; older kernels answer EINVAL, and the pages are then touched by the first copy.
 _MADV_POPULATE_WRITE = 23
 #: Free slots that are worth their memory: one for the next save and one for a pending one.
 _MAX_FREE = 2
-
-
-class Slot:
-    """A mapped file of this process, filled and then committed.
-
-    Attributes:
-        path: Where the file lies now.
-        capacity: Bytes that are mapped. Address space costs nothing, so there are more of them
-            than the file has: a state that grows a little keeps its mapping.
-        reserved: Bytes, from the start, whose space is taken. Nothing beyond may be touched.
-        touched: Bytes, from the start, whose pages are in this mapping, or huge. Others cost a fault each when they are
-            first written by it, which is more than to write them by the descriptor.
-        inode: The file's identity, which survives its renames.
-        mapped: Its bytes, until it is closed.
-    """
-
-    def __init__(self, path: str, descriptor: int, capacity: int) -> None:
-        self.path = path
-        self.descriptor = descriptor
-        self.capacity = capacity
-        self.reserved = self.touched = 0
-        self.mapped = Mapped(descriptor, capacity, shared=True)
-        self.inode = os.fstat(descriptor).st_ino
-        forks.register(self)
-
-    @property
-    def view(self) -> memoryview:
-        """The slot's bytes, writable, as far as they are mapped."""
-        return self.mapped.view
-
-    @property
-    def unlinked(self) -> bool:
-        """Whether the file has lost its last name, so that only this mapping keeps its pages."""
-        return os.fstat(self.descriptor).st_nlink == 0
-
-    def reserve(self, size: int) -> None:
-        """Takes the space of the first ``size`` bytes; a part of it may be taken already."""
-        if self.reserved < size:
-            huge = take_space(self.descriptor, self.reserved, size)
-            if self.touched == self.reserved:
-                # A fault for each of these pages is none too many.
-                self.touched = huge
-            self.reserved = size
-        if os.fstat(self.descriptor).st_size < size:
-            os.ftruncate(self.descriptor, size)
-
-    def cut(self, size: int) -> None:
-        """Makes the file exactly ``size`` bytes long."""
-        os.ftruncate(self.descriptor, size)
-        self.reserved, self.touched = min(self.reserved, size), min(self.touched, size)
-
-    def close(self, unmap: Callable[[memoryview, int], None] | None = None) -> None:
-        """Unmaps and closes the file; its name, if any, stays."""
-        if unmap is not None:
-            unmap(self.view, 0)
-        # A view that someone still holds keeps the mapping alive; it goes with that view.
-        del self.mapped
-        descriptor, self.descriptor = self.descriptor, -1
-        os.close(descriptor)
-
-    def forked(self) -> None:
-        """See :class:`forks.Owner`: a copy of the descriptor would keep the lock of a parent that has died."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 class SlotPool:
@@ -154,7 +90,7 @@ class SlotPool:
     def is_prepared(self, size: int) -> bool:
         """Whether there is a free slot of which :meth:`prepare` would have nothing left to do."""
         with self._lock:
-            return any(min(slot.reserved, slot.touched) >= size for slot in self._free)
+            return any(min(slot.reserved, slot.touched) >= size and not slot.small(size, _PIECE) for slot in self._free)
 
     def prepare(self, size: int, stopped: Callable[[], bool]) -> None:
         """Makes a free slot of ``size`` bytes and touches its pages, where there is room and need, until ``stopped``.
@@ -177,19 +113,33 @@ class SlotPool:
             return slot
 
     def _prepare_piece(self, slot: Slot, size: int, stopped: Callable[[], bool]) -> bool:
-        """Takes the space of one more piece of a free slot, or touches it; whether that may go on."""
+        """Takes the space of one more piece of a free slot, or makes it huge, or touches it; whether that may go on."""
         with self._lock:
-            if stopped() or slot not in self._free or slot.touched >= size:
+            if stopped() or slot not in self._free:
                 return False
             if slot.reserved < size:
                 try:
-                    self._reserve(slot, min(slot.reserved + _PIECE, _round_up(size)))
+                    self._reserve(slot, min(slot.reserved + _PIECE, _round_up(size)), patient=True)
                 except OSError:
                     self._free.remove(slot)
                     self._discard(slot)
                 return True
+            small = slot.small(size, _PIECE)
+            if small is not None and not are_worth_asking(slot.descriptor, patient=True):
+                slot.huge, small = size, None
+            if small is None and slot.touched >= size:
+                return False
             # The mapping stays even if the slot is taken, and closed, meanwhile.
-            mapped, start = slot.mapped, slot.touched - slot.touched % mmap.PAGESIZE
+            mapped = slot.mapped
+        if small is not None:
+            start, end = small
+            huge = make_huge(mapped, start, end, patient=True)
+            with self._lock:
+                if slot in self._free:
+                    slot.huge = huge if huge == end else size
+                    slot.touched = max(slot.touched, huge) if slot.touched >= start else slot.touched
+            return True
+        start = slot.touched - slot.touched % mmap.PAGESIZE
         end = min(start + _PIECE, size)
         is_touched = mapped.advise(_MADV_POPULATE_WRITE, start, end - start)
         with self._lock:
@@ -292,7 +242,7 @@ class SlotPool:
                 raise
             return slot
 
-    def _reserve(self, slot: Slot, size: int) -> None:
+    def _reserve(self, slot: Slot, size: int, *, patient: bool = False) -> None:
         if size <= slot.reserved:
             slot.reserve(size)
             return
@@ -308,7 +258,7 @@ class SlotPool:
                     hint="raise memory_allocation_percentage, lower memory_keep_last, or give memory_dir more space",
                 )
             with needs_space(f"no space for a checkpoint of {size} bytes", operation="stage", key=slot.path):
-                slot.reserve(size)
+                slot.reserve(size, patient=patient)
 
     @contextlib.contextmanager
     def _taking_space(self) -> Iterator[None]:

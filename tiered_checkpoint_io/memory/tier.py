@@ -45,7 +45,8 @@ from tiered_checkpoint_io.memory.parts import (
     prepare_markers,
 )
 from tiered_checkpoint_io.memory.private import make_folders, opening, sync_folder, write_private
-from tiered_checkpoint_io.memory.slots import Slot, SlotPool
+from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.slots import SlotPool
 from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, used
 from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
 from tiered_checkpoint_io.model import ids

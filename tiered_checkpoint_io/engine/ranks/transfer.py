@@ -24,7 +24,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
-from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
 

@@ -27,7 +27,7 @@ from tiered_checkpoint_io.errors import MemoryFullError, SaveError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.live import LiveFile
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry, Part

@@ -17,12 +17,15 @@ from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.formats.filling import is_plain
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.writing import Untouched
+from tiered_checkpoint_io.memory.pages import are_slow
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Slots are rounded up to this many bytes.
 _ROUND = 2 << 20
+#: Where huge pages are slow, who saves again within so many seconds had better not wait for a piece of them.
+_PAUSE_S = 0.25
 #: The lowest priority.
 _IDLE = 19
 
@@ -143,11 +146,11 @@ class Capturer:
         self._remove(going)
 
     def prepare(self, size: int, *, idly: bool = False) -> None:
-        """Makes a slot for the next file of this size, in the background. The next save waits for it.
+        """Makes a slot for the next file of this size, in the background; the next save takes what there is by then.
 
         Args:
             size: Bytes of the file.
-            idly: Whether at the lowest priority, which may take long: the next save takes what there is by then.
+            idly: Whether at the lowest priority, which may take long.
         """
         self._stopped.set()
         if self._tier.is_prepared(size):
@@ -164,6 +167,8 @@ class Capturer:
                 # Training has the cores. Only there it is of this thread alone.
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
+            if are_slow() and self._clock.wait(stopped, _PAUSE_S):
+                return
             self._tier.prepare(size, stopped.is_set)
 
         # Where no thread is left for it, the next save takes its pages itself, and this one is there.
