@@ -64,7 +64,7 @@ class DrainRunner:
                 raise DrainError(text, operation="start", tier="memory", key=str(path))
             if self._config.drain == "process" and differs(self._queue.announced(), elsewhere()):
                 # What may still live is the drain of a trainer before us: ours waits for its end, and asks for it.
-                self._spawned_at, self._child = self._clock.monotonic(), start_process(self._root, self._log)
+                self._spawn()
         self.ensure()
 
     def _write_config(self) -> None:
@@ -87,17 +87,27 @@ class DrainRunner:
             return
         if self._spawned_at:
             self._respawn_wait = min(timing.respawn_max_s, self._respawn_wait * 2)
+        if self._child is not None or self._thread is not None:
             self._log.warning("the drain has ended; starting it again: %s", self.last_words())
-        self._spawned_at = now
-        if self._config.drain == "thread":
+        self._spawn()
+
+    def _spawn(self) -> None:
+        self._spawned_at = self._clock.monotonic()
+        try:
+            if self._config.drain != "thread":
+                self._child = start_process(self._root, self._log)
+                return
             self._stop = threading.Event()
             # What it says is said of its outcomes, whether it is a thread or a process.
-            self._drain = Drain(
-                self._root, logger=DebugOnly(self._log, {}), stop=self._stop, stay=True, clock=self._clock
-            )
-            self._thread = self._clock.start(functools.partial(self._run, self._drain), "tiered-drain")
-            return
-        self._child = start_process(self._root, self._log)
+            quiet = DebugOnly(self._log, {})
+            drain = Drain(self._root, logger=quiet, stop=self._stop, stay=True, clock=self._clock)
+            self._thread = self._clock.start(functools.partial(self._run, drain), "tiered-drain")
+            self._drain = drain
+        except MemoryFullError:
+            raise
+        except OSError as error:
+            # The system allows no more processes, threads or descriptors: no reason to take saves for failed.
+            self._log.warning("the drain can't be started, so nothing is uploaded; to be tried again: %s", error)
 
     def _run(self, drain: Drain) -> None:
         try:
