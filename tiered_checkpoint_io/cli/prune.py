@@ -17,7 +17,7 @@ from tiered_checkpoint_io.cli.pins import document_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.ending import told_to_end
 from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
-from tiered_checkpoint_io.engine.durable.retention import Attempt, Survey, in_order, refused_text
+from tiered_checkpoint_io.engine.durable.retention import RemovalAttempt, Survey, in_order, refused_text
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tiered_checkpoint_io.inventory.leftovers import Leftovers, leftovers
 from tiered_checkpoint_io.inventory.record import iso
@@ -45,7 +45,7 @@ class _Plan(NamedTuple):
 class _Done(NamedTuple):
     """What became of those that were to go, and what the server has refused of what earlier prunes left."""
 
-    attempts: Sequence[Attempt] = ()
+    attempts: Sequence[RemovalAttempt] = ()
     refused_again: Sequence[StoreError] = ()
 
     @property
@@ -53,7 +53,7 @@ class _Done(NamedTuple):
         return in_order(each.checkpoint for each in self.attempts if each.is_gone)
 
     @property
-    def refused(self) -> list[Attempt]:
+    def refused(self) -> list[RemovalAttempt]:
         return [each for each in self.attempts if each.refusal is not None]
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, StoreJournal
-from tiered_checkpoint_io.engine.durable.retention import Attempt, in_order, remove
+from tiered_checkpoint_io.engine.durable.retention import RemovalAttempt, in_order, remove
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Checkpoint
@@ -45,7 +45,7 @@ def finish(store: Store, journals: Iterable[str]) -> Refusals:
     return refused
 
 
-def remove_all(store: Store, going: Iterable[Checkpoint], stop: threading.Event) -> list[Attempt]:
+def remove_all(store: Store, going: Iterable[Checkpoint], stop: threading.Event) -> list[RemovalAttempt]:
     """Removes checkpoints, the oldest first, until ``stop`` is set; where one is refused, so stay others of its step.
 
     Raises:
@@ -54,7 +54,7 @@ def remove_all(store: Store, going: Iterable[Checkpoint], stop: threading.Event)
     units: defaultdict[int | str, list[Checkpoint]] = defaultdict(list)
     for each in in_order(going):
         units[each.unit].append(each)
-    attempts: list[Attempt] = []
+    attempts: list[RemovalAttempt] = []
 
     def remove_unit(unit: Iterable[Checkpoint]) -> None:
         for each in unit:

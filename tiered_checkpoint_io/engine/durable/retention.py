@@ -44,7 +44,7 @@ def _lease(data: bytes, where: str) -> LeaseFacts:
         raise ManifestError("not a lease", operation="parse", key=where) from error
 
 
-class Attempt(NamedTuple):
+class RemovalAttempt(NamedTuple):
     """What became of a checkpoint that is to be removed.
 
     Attributes:
@@ -70,7 +70,7 @@ class Survey:
 
     unread: dict[str, ManifestError] = field(default_factory=dict)
     saves: set[str] = field(default_factory=set)
-    refused: list[Attempt] = field(default_factory=list)
+    refused: list[RemovalAttempt] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)
     _left_alone: dict[int | str, float] = field(default_factory=dict)
     _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
@@ -101,7 +101,7 @@ class Survey:
             forget(store, added.keys() - self.saves - {each.content.copy_of for each in manifests})
         return [Checkpoint.of(each, added, pinned.get(each.name, ())) for each in manifests]
 
-    def leave_alone(self, attempt: Attempt, clock: Clock) -> None:
+    def leave_alone(self, attempt: RemovalAttempt, clock: Clock) -> None:
         """Remembers a checkpoint that the server refused to remove, so that it is not asked each time."""
         # The others of its step stay with it.
         self._left_alone[attempt.checkpoint.unit] = clock.monotonic() + clock.timing.refused_again_s
@@ -133,7 +133,7 @@ def removed(
     remove_later: Later = None,
     needed: Collection[str] = (),
     clock: Clock = SYSTEM,
-) -> Iterator[Attempt]:
+) -> Iterator[RemovalAttempt]:
     """Removes what no policy keeps, each only while it is as it was judged; may be repeated after a crash.
 
     One after the other, as they are asked for: a caller that stops leaves the others. What the server refuses to remove
@@ -184,7 +184,7 @@ def remove(
     journal: UploadJournal | None = None,
     remove_later: Later = None,
     clock: Clock = SYSTEM,
-) -> Attempt:
+) -> RemovalAttempt:
     """Removes a checkpoint, unless it was saved again, or pinned, since it was judged.
 
     Of one that is gone, the journal has what could not be removed of it; see ``remove_later`` of
@@ -197,18 +197,18 @@ def remove(
     try:
         with refused.kept():
             is_gone = delete(store, name, before=save_id, journal=journal, remove_later=remove_later, clock=clock)
-            return Attempt(checkpoint, is_gone)
+            return RemovalAttempt(checkpoint, is_gone)
     except PinnedError:
-        return Attempt(checkpoint, is_gone=False)
+        return RemovalAttempt(checkpoint, is_gone=False)
     # Where it is not this one object that is refused, as with credentials that have expired, this raises too.
     manifest = current(store, name)
     is_there = manifest is not None and manifest.content.save_id == save_id
     if is_there:
         Section(journal, REMOVAL).clear()
-    return Attempt(checkpoint, not is_there, refused[0])
+    return RemovalAttempt(checkpoint, not is_there, refused[0])
 
 
-def refused_text(refused: Sequence[Attempt]) -> str:
+def refused_text(refused: Sequence[RemovalAttempt]) -> str:
     """What is said of checkpoints that the server refuses to remove."""
     names, is_one = names_text([each.checkpoint.name for each in refused]), len(refused) == 1
     stay, them = ("stays", "it") if is_one else ("stay", "them")
