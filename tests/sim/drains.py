@@ -5,7 +5,6 @@ whole, must never go back in the history that the dictionary has for it, and in 
 """
 
 import contextlib
-import functools
 import logging
 import os
 import tempfile
@@ -17,7 +16,6 @@ from support.story import RUN, Model
 
 from tiered_checkpoint_io.engine.drain import worker
 from tiered_checkpoint_io.engine.drain.operations import Request
-from tiered_checkpoint_io.engine.durable import arrivals, document_cache, files, manifests, removal
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 
@@ -27,7 +25,6 @@ LOG.propagate = False
 LOG.addHandler(logging.NullHandler())
 #: Virtual seconds within which all must be done once the trainers have ended.
 PATIENCE_S = 50_000.0
-serial = functools.partial(Serial, [arrivals, document_cache, files, manifests, removal])
 
 
 def plan_of(rng, count):
@@ -144,7 +141,7 @@ def life(seed, fates=Fates(), *, folder):
     world = World(seed, fates)
     rng, nodes, drains = world.rng, [], {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(serial())
+        stack.enter_context(Serial())
         stack.callback(world.close)
         ranks = rng.choice([1, 2, 2, 3])
         for rank in range(ranks):

@@ -10,8 +10,8 @@ import copy
 import os
 from dataclasses import replace
 
-from sim.drains import NAMES, PATIENCE_S, drain, plan_of, serial, shown
-from sim.world import Fates, World
+from sim.drains import NAMES, PATIENCE_S, drain, plan_of, shown
+from sim.world import Fates, Serial, World
 from support.draining import Node
 from support.sharded import full_part, make_part
 from support.story import Model
@@ -140,7 +140,7 @@ def life(seed, fates=Fates(), *, folder, conditional=True, digests=True):
     world.has_conditions, world.has_digests = conditional, digests
     rng, drains = world.rng, {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(serial())
+        stack.enter_context(Serial())
         stack.callback(world.close)
         runs = []
         for run in (0, 1):

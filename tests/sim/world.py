@@ -9,12 +9,14 @@ its effect. The same seed gives the same history; ``World.digest`` tells whether
 import contextlib
 import hashlib
 import random
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass
 
 from greenlet import getcurrent, greenlet
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.errors import StoreChangedError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, changed
 
 START = 1_767_225_600.0  # 2026-01-01
@@ -329,22 +331,22 @@ class Peek(MemoryStore):
         return effect()
 
 
-@dataclass
 class Serial:
-    """Replaces pools of threads by loops, while it is entered."""
-
-    modules: list
-    _before: list = field(default_factory=list)
+    """Replaces pools of threads by loops, wherever the package has them, while it is entered."""
 
     def __enter__(self):
-        def in_parallel(work, items, *_):
+        def in_loop(work, items, *_):
             return [work(each) for each in items]
 
-        for module in self.modules:
-            self._before.append((module, module.in_parallel))
-            module.in_parallel = in_parallel
+        self._modules = [
+            module
+            for name, module in list(sys.modules.items())
+            if name.startswith("tiered_checkpoint_io.") and getattr(module, "in_parallel", None) is in_parallel
+        ]
+        for module in self._modules:
+            module.in_parallel = in_loop
         return self
 
     def __exit__(self, *_):
-        for module, original in self._before:
-            module.in_parallel = original
+        for module in self._modules:
+            module.in_parallel = in_parallel

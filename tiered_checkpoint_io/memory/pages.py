@@ -19,7 +19,7 @@ from pathlib import Path
 
 HUGE = 2 << 20
 #: Less than that is quickly touched.
-_LEAST = 4 * HUGE
+LEAST = 4 * HUGE
 #: What is made huge by one call at most; the first ones are small, to see what it costs.
 _STEP = 64 << 20
 #: Processor time of a huge page, seconds: beyond the first, small ones take less, so that who waits for them takes
@@ -114,7 +114,7 @@ def take_space(descriptor: int, start: int, end: int, *, patient: bool = False) 
         OSError: There is not enough.
     """
     low, high, huge = -(-start // HUGE) * HUGE, end // HUGE * HUGE, start
-    if high - low >= _LEAST and are_worth_asking(descriptor, patient=patient):
+    if high - low >= LEAST and are_worth_asking(descriptor, patient=patient):
 
         def take(at: int, to: int) -> bool:
             # The kernel makes no huge page of nothing at all.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from tiered_checkpoint_io.memory import forks
-from tiered_checkpoint_io.memory.pages import HUGE, Mapped, take_space
+from tiered_checkpoint_io.memory.pages import HUGE, LEAST, Mapped, take_space
 
 
 class Slot:
@@ -61,10 +61,10 @@ class Slot:
         os.ftruncate(self.descriptor, size)
         self.reserved, self.touched, self.huge = (min(each, size) for each in (self.reserved, self.touched, self.huge))
 
-    def small(self, size: int, most: int) -> tuple[int, int] | None:
-        """Of the first ``size`` bytes, which are taken, ``most`` at most whose pages may be made huge."""
+    def small(self, size: int) -> tuple[int, int] | None:
+        """Of the first ``size`` bytes, which are taken, a few whose pages may be made huge."""
         start, end = -(-self.huge // HUGE) * HUGE, size // HUGE * HUGE
-        return (start, min(start + most, end)) if start < end else None
+        return (start, min(start + LEAST, end)) if start < end and size >= LEAST else None
 
     def close(self, unmap: Callable[[memoryview, int], None] | None = None) -> None:
         """Unmaps and closes the file; its name, if any, stays."""

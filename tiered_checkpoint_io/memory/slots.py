@@ -90,7 +90,7 @@ class SlotPool:
     def is_prepared(self, size: int) -> bool:
         """Whether there is a free slot of which :meth:`prepare` would have nothing left to do."""
         with self._lock:
-            return any(min(slot.reserved, slot.touched) >= size and not slot.small(size, _PIECE) for slot in self._free)
+            return any(min(slot.reserved, slot.touched) >= size and not slot.small(size) for slot in self._free)
 
     def prepare(self, size: int, stopped: Callable[[], bool]) -> None:
         """Makes a free slot of ``size`` bytes and touches its pages, where there is room and need, until ``stopped``.
@@ -124,7 +124,7 @@ class SlotPool:
                     self._free.remove(slot)
                     self._discard(slot)
                 return True
-            small = slot.small(size, _PIECE)
+            small = slot.small(size)
             if small is not None and not are_worth_asking(slot.descriptor, patient=True):
                 slot.huge, small = size, None
             if small is None and slot.touched >= size:
