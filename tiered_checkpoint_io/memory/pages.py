@@ -165,7 +165,8 @@ def make_huge(
         each_s, until = (time.thread_time() - began) / ((high - low) // HUGE), time.monotonic() + _REST_S
         if each_s > _SLOW_S:
             _slow_until = until
-        if not gives or each_s > _TOO_SLOW_S:
+        # Pages that are there may be refused for what they are, such as pinned.
+        if (take is not None and not gives) or each_s > _TOO_SLOW_S:
             _resting_until = until
         low, step = high if gives else low, min(2 * step, _STEP)
         if not gives or each_s > (_TOO_SLOW_S if patient else _SLOW_S):
