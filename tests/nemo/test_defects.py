@@ -50,7 +50,7 @@ def test_an_upload_that_fails_is_told_of_and_never_leaves_an_empty_bucket(runs, 
         options = {**runs.io, "wait_timeout_s": 4, "endpoint_url": proxy.endpoint_url}
         io = S3CheckpointIO(runs.dirpath, async_checkpointing=True, **options)
         io.save_checkpoint(state(1), f"{runs.dirpath}/step=1.ckpt")
-        io.checkpointer.session.wait()
+        io.checkpointer.session.wait(60)
         broken = True
         io.save_checkpoint(state(2), f"{runs.dirpath}/step=2.ckpt")
         io.remove_checkpoint(f"{runs.dirpath}/step=1.ckpt")
@@ -60,7 +60,7 @@ def test_an_upload_that_fails_is_told_of_and_never_leaves_an_empty_bucket(runs, 
         # And the new one is not lost: it waits in node memory, and goes out once that is possible.
         broken = False
         assert io.load_checkpoint("tiered:latest")["global_step"] == 2
-        io.checkpointer.session.wait()
+        io.checkpointer.session.wait(60)
         io.teardown()
     assert runs.durable() == ["step=2.ckpt"]
 
