@@ -30,7 +30,7 @@ from s3_process import StoringServer
 from states import STATES, all_tensors, train
 
 WARM_ROUNDS = 3
-#: After each of these, seconds: training goes on between two saves, and what they have begun in the background ends.
+#: Seconds after each of these, as between two saves of a training: background work of the save before ends meanwhile.
 PAUSE_S = 2.0
 
 

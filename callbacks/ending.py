@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.save.room import with_none_to_follow
+from tiered_checkpoint_io.engine.save.room import last_saves
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.model import ids
 
@@ -119,7 +119,7 @@ class DurableEnd(SafeDeletes):
             # Rank 0 knows what became of the saves, and each rank what it has lost of them since.
             lost = trainer.strategy.reduce_boolean_decision(self._has_lost(), all=False)
             if trainer.strategy.broadcast(missing or lost):
-                with with_none_to_follow(self._engine.session):
+                with last_saves(self._engine.session):
                     made = self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
                     # A sharded save after one that failed in the background is not made, and the next one is.
                     if trainer.strategy.broadcast(lost and made is None):

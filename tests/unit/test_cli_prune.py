@@ -129,7 +129,7 @@ def test_what_the_server_refuses_stays_and_keeps_nothing_else(s3, s3_server, mon
             "files of 1 removed checkpoint are left; the next prune --yes tries again: S3 delete failed"
         )
         rows, lines = told(command(*prune))
-        assert "1 removal of an earlier prune is not finished; --yes goes on with it" in lines
+        assert "1 removal of an earlier prune is not finished; --yes finishes it" in lines
         document = json.loads(command(*prune, "--yes", "--json").stdout)
         (refused,) = document["refused"]
         assert (refused["name"], refused["removed"], document["removed"]) == ("c1", False, [])

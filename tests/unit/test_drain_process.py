@@ -129,7 +129,7 @@ def test_one_that_has_died_is_kept_up_only_where_work_is_left(node, store, handl
     node.save("b.ckpt", b"B")
     handle.leave_by = time.monotonic() + 60
     handle.keep_up()
-    assert not handle.runner.is_running, "the process is told to end"
+    assert not handle.runner.is_running, "the process has to end"
     handle.leave_by = None
     until(lambda: handle.keep_up() or readable(store, "b.ckpt") == b"B", "it is started again")
     assert handle.progress().pid != pid

@@ -350,7 +350,7 @@ def test_a_locked_file_keeps_nothing_of_other_checkpoints(locks, memory_dir):
     assert names(store) == ["c4", newest], "the newest of each kind"
     described = [each.key for each in store.list(ids.SAVES_PREFIX) if "-00000002/" in each.key]
     assert files(store) == sorted([*held, *(key for key in objects(store) if key.startswith("c4/")), newest])
-    assert len(described) == 3, "they tell of what is left"
+    assert len(described) == 3, "the descriptions of the files that are left stay"
     before = Counter(asked)
     newest = save_more(5)
     assert sum((asked - before).values()) <= 2 * 5, "one of them at each save, by a request for many and one of its own"

@@ -221,9 +221,9 @@ def _tell(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: boo
     else:
         say(f"removed {len(gone)}, {size}")
     if dry_run and plan.unfinished:
-        count, goes_on = len(plan.unfinished), "--yes goes on with"
-        one = f"1 removal of an earlier prune is not finished; {goes_on} it"
-        say(one if count == 1 else f"{count} removals of earlier prunes are not finished; {goes_on} them")
+        count = len(plan.unfinished)
+        one = "1 removal of an earlier prune is not finished; --yes finishes it"
+        say(one if count == 1 else f"{count} removals of earlier prunes are not finished; --yes finishes them")
     for line in _leftover_lines(left):
         say(line)
     for line in _refused_lines(done):

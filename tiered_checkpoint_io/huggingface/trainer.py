@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoChec
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.engine.restore.restore import Restored
-from tiered_checkpoint_io.engine.save.room import with_none_to_follow
+from tiered_checkpoint_io.engine.save.room import last_saves
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import RestoreError, UsageError
 from tiered_checkpoint_io.huggingface.state import (
@@ -214,7 +214,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if self._ended != state.global_step:
             self._ended = state.global_step
             self._due = TIERS if self.config.save_on_train_end else self._due
-            with with_none_to_follow(self._engine.session) if self.config.save_on_train_end else nullcontext():
+            with last_saves(self._engine.session) if self.config.save_on_train_end else nullcontext():
                 self._save(state, **kw)
 
     def _save(self, state: TrainerState, **kw: Any) -> None:

@@ -80,7 +80,7 @@ def rated(store: Store, manifests: Iterable[Manifest], monitor: str) -> list[Man
 
 
 def forget(store: Store, save_ids: Iterable[str]) -> None:
-    """Removes the values of saves that are gone, as far as the server does that: nobody goes by them any more."""
+    """Removes the values of saves that are gone; those that the server refuses to delete stay, and are not used."""
     keys = [entry.key for save_id in save_ids for entry in store.list(f"{ids.METRICS_PREFIX}{save_id}/")]
     with Refusals().kept():
         delete_each(store.delete, keys)

@@ -1,6 +1,6 @@
 """Checkpoints removed at once, several at a time, by a process that holds the lease: what ``tiered-ckpt prune`` does.
 
-Each has a journal of its own on the durable tier, so that the next prune goes on where one was cut off, or refused.
+Each has a journal of its own on the durable tier: the next prune finishes what was interrupted or refused.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def admit(
 ) -> SaveFacts:
     """The same facts, for memory alone where too many saves wait for the durable tier already.
 
-    Waits for room on the way to the durable tier, as the configuration says. The last save of a training, and
-    of a job that is told to end, neither waits for that nor is skipped: none follows it.
+    Waits for room on the way to the durable tier, as the configuration says. The last save of a training, or of a
+    preempted job, neither waits for that nor is skipped: no save follows it.
 
     Args:
         session: Both tiers.
@@ -107,8 +107,8 @@ def why_left_out(session: Session, facts: SaveFacts) -> str | None:
 
 
 @contextlib.contextmanager
-def with_none_to_follow(session: Session) -> Iterator[None]:
-    """The saves within are the last ones of a training."""
+def last_saves(session: Session) -> Iterator[None]:
+    """While the block runs, saves are the last ones of a training."""
     session.is_last = True
     try:
         yield
