@@ -85,6 +85,10 @@ class Parts:
         self._inner: list[float] = []
         self._thread = 0
 
+    def restart(self) -> None:
+        """Begins at 0 again."""
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
     def __enter__(self) -> Parts:  # noqa: PYI034 - Self needs Python 3.11
         self.seconds, self._thread = {}, threading.get_ident()
         for part, paths in self._functions.items():

@@ -61,6 +61,7 @@ class Overlapped:
         made: What the caller was told of the save.
         is_late: Whether training has gone on before the copy was done.
         is_sent: Whether it is not copied, but sent from the live state.
+        is_checked: Whether :data:`CHECK` is set.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -73,6 +74,7 @@ class Overlapped:
     made: SaveReport | None = None
     is_late: bool = False
     is_sent: bool = False
+    is_checked: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _versions: list[int] = field(default_factory=list)
     _samples: list[bytes] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Overlapped:
                 if device.type == "cuda":
                     # Whatever computes the state has been queued by now.
                     self._ready.append(torch.cuda.current_stream(device).record_event())
-        if os.environ.get(CHECK):
+        if self.is_checked:
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
 
     def with_copies(self, image: Image) -> Image:
@@ -185,6 +187,7 @@ class Overlap:
         """
         self._session = session
         self._tensors = tensors
+        self._is_checked = bool(os.environ.get(CHECK))
         self._current: Overlapped | None = None
         self.newest: Overlapped | None = None
 
@@ -200,7 +203,7 @@ class Overlap:
         tensors = self._tensors()
         if not tensors:
             return None
-        overlapped = Overlapped(tensors)
+        overlapped = Overlapped(tensors, is_checked=self._is_checked)
         overlapped.begin()
         storages = _apart(found, tensors, set(overlapped.addresses))
         if storages:
@@ -231,7 +234,7 @@ class Overlap:
         return snapshot.state, overlapped
 
     def _begin(self, tensors: Sequence[torch.Tensor]) -> Overlapped:
-        overlapped = Overlapped(tensors)
+        overlapped = Overlapped(tensors, is_checked=self._is_checked)
         overlapped.begin()
         self._current = self.newest = overlapped
         return overlapped
