@@ -103,3 +103,24 @@ def test_a_rank_that_is_stopped_with_the_store_of_all_holds_up_no_other_for_long
     assert "does not answer" in stopped[1]["message"]
     assert stopped[1]["seconds"] < 6
     assert [answer["value"] for answer in woken] == [[100.0], [101.0]]
+
+
+def test_a_save_goes_on_where_the_rank_with_the_store_of_all_stands_still_for_a_while(ranks):
+    """For longer than an answer takes; where it stands still for good, training does not wait for that either."""
+    _, _, first, at_the_end, _, loaded, given_up = ranks(
+        "ab",
+        ["hurry", {"store_answer_s": 0.5}],
+        ["stop", 0, 3],
+        ["save_local", 1],
+        ["save_local_now", 2, 0, 3],
+        ["settle"],
+        ["load_local", "step_2"],
+        ["save_local_now", 3, 0, 8],
+        drain="thread",
+        pending_timeout_s=5,
+    )
+    assert [len(answer["own"]) for answer in first] == [1, 1], first
+    assert [answer.get("tiers") for answer in at_the_end] == [["durable", "memory"]] * 2, at_the_end
+    assert [answer["value"] for answer in loaded] == [[200.0], [201.0]]
+    assert ["tiers" in answer for answer in given_up] == [True, True], given_up
+    assert given_up[1]["seconds"] < given_up[0]["seconds"] - 1

@@ -25,6 +25,7 @@ from support.clocks import hurry as hurry_clock
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.ranks.local_run import Run
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 IO = []
@@ -178,6 +179,25 @@ def stop(job, rank, seconds):
             os._exit(0)
         os.kill(pid, signal.SIGSTOP)
     return held(job) if session_of(job)._opened else None
+
+
+def save_local_now(job, seed, rank, seconds):
+    """A synchronous save; shard 0 stands still before it tells the others of the commit."""
+    report_end = Run.report_end
+
+    def late(self, *told):
+        stop(job, rank, seconds)
+        return report_end(self, *told)
+
+    Run.report_end = late
+    try:
+        state = {"w": torch.full((1000,), 100.0 * seed + dist.get_rank())}
+        began, options = time.monotonic(), {**base_options(job), "save_to_s3": True}
+        report = ours.save(state, checkpoint_id=f"step_{seed}", kind="local", **options)
+        return {"tiers": sorted(report.tiers), "seconds": time.monotonic() - began}
+    finally:
+        Run.report_end = report_end
+        dist.barrier()
 
 
 def save_alone(job, seed, rank, size=50_000):

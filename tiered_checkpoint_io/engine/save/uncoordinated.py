@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
@@ -23,6 +24,8 @@ from tiered_checkpoint_io.engine.staging.retention import complete_here
 from tiered_checkpoint_io.errors import MemoryFullError, UsageError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import StoredPart
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,9 @@ def save_local(
         if durable:
             session.claims.claim()
     held = session.open().tier.parts()
-    facts = uncoordinated(session, name, step=step, degree=role.degree, durable=durable, held=held)
+    facts = _answered(
+        session, lambda: uncoordinated(session, name, step=step, degree=role.degree, durable=durable, held=held)
+    )
     run = _RunWide(session, facts, role.shard)
     try:
         facts = admit(session, facts, held)
@@ -124,6 +129,25 @@ def save_local(
         part.wait()
     waited = wait and facts.durable and run.wait(part)
     return LocalSave(part.report(waited=waited), part.op_id)
+
+
+def _answered(session: Session, ask: Callable[[], _T]) -> _T:
+    """What ``ask`` gets of the store of torch.distributed, whose host may stand still: for ``pending_timeout_s``.
+
+    Raises:
+        UsageError: It has not answered for so long.
+    """
+    clock, began, is_said = session.clock, session.clock.monotonic(), False
+    while True:
+        try:
+            return ask()
+        except UsageError as error:
+            if clock.monotonic() - began >= session.config.pending_timeout_s or session.is_preempted:
+                raise
+            if not is_said:
+                session.log.warning("a save waits for the store of torch.distributed: %s", error)
+            is_said = True
+        clock.sleep(clock.timing.local_poll_s)
 
 
 def _make_room(part: PartSave, held: Collection[StoredPart], run: _RunWide) -> tuple[str, ...]:
@@ -184,7 +208,7 @@ class _RunWide:
     def _wait_for_commit(self, part: PartSave) -> bool:
         clock, timeout_s = self._session.clock, self._session.config.wait_timeout_s
         began = clock.monotonic()
-        while (end := self._run.end_of(self._facts.save_id)) is None:
+        while (end := self._end(part)) is None:
             waited_s = clock.monotonic() - began
             if waited_s >= timeout_s:
                 end = f"shard 0 has not told of its commit within {timeout_s} s"
@@ -194,6 +218,18 @@ class _RunWide:
         if end not in ("committed", "queued"):
             raise part.not_durable(end)
         return end == "committed"
+
+    def _end(self, part: PartSave) -> str | None:
+        """See :meth:`Run.end_of`; ``queued`` where the store does not answer, and training is to continue."""
+        try:
+            return _answered(self._session, lambda: self._run.end_of(self._facts.save_id))
+        except UsageError as error:
+            if self._session.config.on_save_error == "raise":
+                raise part.not_durable(str(error)) from error
+            self._session.log.at_step(self._facts.step).warning(
+                "it is not known whether %s is committed: %s; training continues", self._facts.name, error
+            )
+            return "queued"
 
     def lacking(self, save_ids: Collection[str]) -> set[str] | None:
         """Those of which some node's memory has no part; None where that can't be known."""
