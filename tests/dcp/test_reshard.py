@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.documented import document_of
 from support.losing import lose_memory
 from support.restoring import flip
+from support.tenants import refuse
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from typer.testing import CliRunner
@@ -171,6 +172,15 @@ def test_files_are_read_once_and_a_small_scratch_folder_is_enough(tmp_path, monk
     with pytest.raises(ExportError, match="--scratch"):
         reshard_checkpoint(tmp_path / "run", "two", "never", parts=4)
     assert not (tmp_path / "run" / "never").exists()
+
+
+@pytest.mark.parametrize(("name", "parts"), [("step_1", None), ("one.pt", 2)], ids=["as a file", "of a file"])
+def test_a_scratch_folder_that_is_full_is_what_the_error_names(name, parts, tmp_path, monkeypatch):
+    dcp.save({"t": torch.ones(50)}, checkpoint_id=tmp_path / "run" / "step_1", no_dist=True)
+    reshard_checkpoint(tmp_path / "run", "step_1", "one.pt", parts=None)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: refuse("scratch"))
+    with pytest.raises(ExportError, match="the scratch folder can't be written: No space left on device.*--scratch"):
+        reshard_checkpoint(tmp_path / "run", name, "new", parts=parts)
 
 
 def test_what_fails_leaves_nothing(tmp_path, memory_dir, s3_url):

@@ -124,11 +124,13 @@ def reshard_checkpoint(
             done = _Work(store, config, found, new_name, folder, progress, begin, weights_only=weights_only)
             try:
                 return done.as_file() if parts is None else done.as_parts(parts)
-            except OSError as error:
-                if isinstance(error, TieredCheckpointError):
+            except (OSError, ExportError) as error:
+                # What is put together there as one file is told as an export to that.
+                cause = error.__cause__ if isinstance(error, ExportError) else error
+                if not isinstance(cause, OSError) or isinstance(cause, TieredCheckpointError):
                     raise
                 raise ExportError(
-                    f"the scratch folder can't be written: {error.strerror or error}",
+                    f"the scratch folder can't be written: {cause.strerror or cause}",
                     operation="reshard",
                     key=str(folder),
                     hint="name another one, on a disk with more room, by --scratch",
