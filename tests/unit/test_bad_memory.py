@@ -229,25 +229,39 @@ def test_no_such_folder(tmp_path):
         kept.io().save_checkpoint(state(1), "a.ckpt")
 
 
-@pytest.mark.parametrize(("drain", "files_alone"), [("thread", False), ("thread", True), ("process", False)])
-def test_training_goes_on_where_memory_is_removed_beside_it(drain, files_alone, memory_dir, tmp_path, caplog):
-    """By ``tiered-ckpt clean --force``, by what clears /dev/shm when a user logs out, or old files of folders."""
+@pytest.mark.parametrize(
+    ("drain", "how"),
+    [
+        ("thread", "clean"),
+        ("thread", "files alone"),
+        ("thread", "moved"),
+        ("process", "clean"),
+        pytest.param("process", "moved", marks=pytest.mark.matrix),
+    ],
+)
+def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_dir, tmp_path, caplog):
+    """By ``tiered-ckpt clean --force``, by what clears /dev/shm when a user logs out, or old files of folders.
+
+    Or its folder is moved away, or mounted over: its files have their names, but these are elsewhere.
+    """
     kept = Kept(tmp_path / "kept", memory_dir)
     io = kept.io(drain=drain)
     io.save_checkpoint(state(2), "2.ckpt")
     io.save_checkpoint(state(3), "3.ckpt", storage_options={"tiers": ["memory"]})
     root = io.checkpointer.session.open().tier.root
-    if files_alone:
+    if how == "files alone":
         for file in root.rglob("*"):
             if not file.is_dir():
                 file.unlink()
+    elif how == "moved":
+        root.rename(root.with_name("away"))
     else:
         cleaned = CliRunner().invoke(app, ["clean", "--root", str(root), "--force"])
         assert (cleaned.exit_code, root.exists()) == (0, False)
     for step in (4, 5):
         io.save_checkpoint(state(step), f"{step}.ckpt")
     io.save_checkpoint(state(6), "6.ckpt", storage_options={"tiers": ["memory"]})
-    if not files_alone:
+    if how != "files alone":
         assert f"{root} was removed, with all that it held; it is made anew" in caplog.text
     # What guards this memory does so again.
     assert [try_lock(root / name) for name in ("drain.lock", "trainers2.lock", "job.lock")] == [None] * 3

@@ -94,6 +94,14 @@ def make_folders(root: Path, names: Iterable[str]) -> None:
         private_folder(folder)
 
 
+def is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Whether a path leads to an open file: it may have been removed since, or its folder moved, or mounted over."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def sync_folder(folder: Path) -> None:
     """Returns once a power loss can no longer undo a change of the folder's names. On tmpfs, at once."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

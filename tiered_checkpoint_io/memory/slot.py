@@ -7,6 +7,12 @@ from collections.abc import Callable
 
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.pages import HUGE, LEAST, Mapped, take_space
+from tiered_checkpoint_io.memory.private import is_at
+
+
+def inode_of(facts: os.stat_result) -> tuple[int, int]:
+    """The identity of a file: each tmpfs numbers its own from the start, and another may take a folder's place."""
+    return facts.st_dev, facts.st_ino
 
 
 class Slot:
@@ -20,7 +26,7 @@ class Slot:
         touched: Bytes, from the start, whose pages are in this mapping, or huge. Others cost a fault each when they are
             first written by it, which is more than to write them by the descriptor.
         huge: Bytes, from the start, whose pages are huge, or are to stay small.
-        inode: The file's identity, which survives its renames.
+        inode: The file's identity, which survives its renames: its device, and its number there.
         mapped: Its bytes, until it is closed.
     """
 
@@ -30,7 +36,7 @@ class Slot:
         self.capacity = capacity
         self.reserved = self.touched = self.huge = 0
         self.mapped = Mapped(descriptor, capacity, shared=True)
-        self.inode = os.fstat(descriptor).st_ino
+        self.inode = inode_of(os.fstat(descriptor))
         forks.register(self)
 
     @property
@@ -42,6 +48,11 @@ class Slot:
     def unlinked(self) -> bool:
         """Whether the file has lost its last name, so that only this mapping keeps its pages."""
         return os.fstat(self.descriptor).st_nlink == 0
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its path still leads to the file: others may have moved its folder, or mounted over it."""
+        return is_at(self.descriptor, self.path)
 
     def reserve(self, size: int, *, patient: bool = False) -> None:
         """Takes the space of the first ``size`` bytes, a part of which may be taken; see :func:`pages.take_space`."""

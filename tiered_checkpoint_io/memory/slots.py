@@ -21,7 +21,7 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.pages import are_worth_asking, make_huge
-from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.slot import Slot, inode_of
 from tiered_checkpoint_io.memory.space import needs_space
 
 _ROUND = 2 << 20
@@ -54,7 +54,7 @@ class SlotPool:
         self.unmap = unmap
         self._lock = threading.Lock()
         self._free: list[Slot] = []
-        self._lent: dict[int, Slot] = {}
+        self._lent: dict[tuple[int, int], Slot] = {}
         forks.register(self)
 
     def forked(self) -> None:
@@ -172,7 +172,7 @@ class SlotPool:
         stay for that reader, unchanged.
         """
         with self._lock:
-            slot = self._lent.pop(os.stat(path).st_ino, None)
+            slot = self._lent.pop(inode_of(os.stat(path)), None)
             if slot is None:
                 os.unlink(path)
                 return False
@@ -196,7 +196,7 @@ class SlotPool:
     def forget(self, path: str) -> None:
         """Unlinks the file at ``path`` and never reuses it."""
         with self._lock:
-            slot = self._lent.pop(os.stat(path).st_ino, None)
+            slot = self._lent.pop(inode_of(os.stat(path)), None)
             os.unlink(path)
             if slot is not None:
                 slot.close(self.unmap)
@@ -291,12 +291,12 @@ class SlotPool:
         return f"slot-{os.getpid()}-{self._clock.token(6)}"
 
     def _drop_unlinked(self) -> None:
-        """Unmaps files that other processes removed: a mapping keeps their pages in memory."""
+        """Unmaps files that others removed, or moved away: a mapping keeps their pages in memory."""
         for inode, slot in list(self._lent.items()):
             if slot.unlinked:
                 del self._lent[inode]
                 slot.close(self.unmap)
-        for slot in [free for free in self._free if free.unlinked]:
+        for slot in [free for free in self._free if not free.in_place]:
             self._free.remove(slot)
             slot.close(self.unmap)
 

@@ -8,9 +8,11 @@ import threading
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.memory.private import is_at
 from tiered_checkpoint_io.memory.space import needs_space
 
-_held: set[int] = set()
+#: The paths of the locked files, by descriptor.
+_held: dict[int, Path] = {}
 _guard = threading.Lock()
 
 
@@ -29,7 +31,7 @@ def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock
         os.close(descriptor)
         return None
     with _guard:
-        _held.add(descriptor)
+        _held[descriptor] = path
     return descriptor
 
 
@@ -48,8 +50,9 @@ def flock(descriptor: int, patience_s: float, poll_s: float, clock: Clock, *, sh
 
 
 def is_lost(descriptor: int) -> bool:
-    """Whether the locked file was removed: others then lock a new one, and this lock tells them nothing."""
-    return os.fstat(descriptor).st_nlink == 0
+    """Whether the locked file was removed, or moved: others then lock a new one, and this lock tells them nothing."""
+    path = _held.get(descriptor)
+    return path is not None and not is_at(descriptor, path)
 
 
 def share(descriptor: int) -> None:
@@ -60,8 +63,7 @@ def share(descriptor: int) -> None:
 def release(descriptor: int) -> None:
     """Releases a lock; in a forked child, whose copy is closed already, does nothing."""
     with _guard:
-        is_held = descriptor in _held
-        _held.discard(descriptor)
+        is_held = _held.pop(descriptor, None) is not None
     if is_held:
         os.close(descriptor)
 
@@ -81,7 +83,7 @@ def _drop_in_child() -> None:
     global _guard
     _guard = threading.Lock()
     while _held:
-        os.close(_held.pop())
+        os.close(_held.popitem()[0])
 
 
 os.register_at_fork(after_in_child=_drop_in_child)

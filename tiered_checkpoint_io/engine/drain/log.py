@@ -33,6 +33,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.locks import flock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory import forks
+from tiered_checkpoint_io.memory.private import is_at
 from tiered_checkpoint_io.memory.space import needs_space
 
 #: Generation, length and checksum of the data; then the checksum of these.
@@ -162,7 +163,7 @@ class OperationLog:
 
     # ------------------------------------------------------------------------------------ inside
     def _opened(self, *, make: bool = False) -> int | None:
-        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+        if self._file is not None and not is_at(self._file, self._path):
             _log.warning("%s was removed: queued aliases and deletes, and outcomes, are lost", self._path)
             self.close()
             self._state, self._generation, self._heads = {}, 0, b""
