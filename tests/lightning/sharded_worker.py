@@ -23,6 +23,7 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
 
@@ -138,6 +139,21 @@ def stall(seconds):
     MemoryTier.commit = late
 
 
+class Held(Callback):
+    # Has the drain send nothing of a checkpoint before training ends.
+    def __init__(self):
+        self.ended, upload = threading.Event(), DirectoryStore._upload
+
+        def waits(store, key, *args, **options):
+            assert "step" not in key or self.ended.wait(30)
+            return upload(store, key, *args, **options)
+
+        DirectoryStore._upload = waits
+
+    def on_train_end(self, *_):
+        self.ended.set()
+
+
 def unsealed(name):
     """Has rank 1 fail to complete its part of a save."""
     seal = PartSave.seal
@@ -199,6 +215,7 @@ if __name__ == "__main__":
         "staging": told.get("staging", "eager"),
         "memory_every_n_train_steps": 2,
         "s3_every_n_train_steps": 4,
+        **told.get("config", {}),
     }
     Overlapped.let_caller_return = Late.let_caller_return
     io = TieredCheckpointIO.from_config(block)
@@ -209,8 +226,8 @@ if __name__ == "__main__":
         TieredModelCheckpoint.from_config(
             block,
             filename="{step}",
-            save_last=True,
-            save_top_k=2,
+            save_last=not told.get("held"),
+            save_top_k=1 if told.get("held") else 2,
             monitor="step",
             mode="max",
             save_weights_only=told.get("weights_only", False),
@@ -222,6 +239,7 @@ if __name__ == "__main__":
         callbacks=callbacks
         + ([average] if told.get("average") else [])
         + ([Undescribed()] if "undescribed" in told else [])
+        + ([Held()] if told.get("held") else [])
         + ([Unpicklable()] if "unpicklable" in told else []),
         max_steps=told["steps"],
         accelerator="cpu",

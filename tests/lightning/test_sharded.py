@@ -85,6 +85,16 @@ def test_a_sharded_save_that_overlaps_training_is_the_state_at_its_moment(fit, m
         assert answer["losses"] == {index: whole["losses"][index] for index in answer["losses"]}, "bit for bit"
 
 
+@pytest.mark.parametrize("saves_end", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_what_too_many_uploads_leave_out_beside_training_replaces_nothing(saves_end, fit, tmp_path):
+    """The call of an overlapped save has told by then that it goes to the durable tier."""
+    config = {"max_pending": 1, "on_pending": "skip", "drain": "thread", "save_on_train_end": saves_end}
+    (answer,) = fit(8, ranks=1, staging="overlapped", held=True, config=config)
+    assert answer["told"] == [True] * 4
+    kept = sorted(each.name for each in (tmp_path / "durable").glob("*.ckpt"))
+    assert kept == (["end_of_training.ckpt"] if saves_end else ["step=4.ckpt"])
+
+
 def test_an_overlapped_sharded_save_holds_what_training_changes_in_place_as_it_was(fit, tmp_path):
     """Objects that only pickle knows: the next batch changes them before the capture begins."""
     (answer,) = fit(5, ranks=1, staging="overlapped", live=True)

@@ -306,6 +306,9 @@ class CoordinatedSaver:
         self.op_id = None
         if image is not None and not image.size:
             image = _one_byte()
+        if overlapped is not None and facts.left_out:
+            # The save's caller takes it for queued, and so may delete others for it, or save no other.
+            self._session.background.lost.add(facts.name)
         part = PartSave(self._session, facts, rank, image, threads, overlapped=overlapped)
         part.stretches = stretches or {}
         keep = max(1, self._session.config.memory_keep_last - 1)

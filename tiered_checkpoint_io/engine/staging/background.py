@@ -21,7 +21,7 @@ class BackgroundTask:
     ends waits for it too. The thread waits for the next task: to start one, a caller would wait for a core.
 
     Attributes:
-        lost: Names whose durable saves failed here: their callers took them for saved.
+        lost: Names whose durable saves failed here, or were left out: their callers took them for saved.
     """
 
     def __init__(self, timeout_s: float, log: Logger) -> None:
@@ -58,7 +58,7 @@ class BackgroundTask:
         def unless_lost() -> None:
             if self.lost and (not needs or needs in self.lost):
                 lost = ", ".join(sorted(self.lost))
-                self._log.warning("%s stays as it is: the save of %s failed", name, lost)
+                self._log.warning("%s stays as it is: the durable tier does not get %s", name, lost)
                 if not needs:
                     self._put_off[name] = work
                 return
