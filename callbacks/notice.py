@@ -56,7 +56,7 @@ class Notice:
         self._session, self.received, self.leave_by = session, None, None
         for number in self.signals:
             if signal.getsignal(number) != self._handle:
-                self._earlier[number] = signal.signal(number, self._handle)
+                self._earlier[number] = _of_none_that_is_over(signal.signal(number, self._handle), number)
 
     def remove(self) -> None:
         """Restores the earlier handlers."""
@@ -97,6 +97,16 @@ class Notice:
             margin = max(session.clock.timing.preemption_margin_s, _MARGIN * self.grace_seconds)
             used = self.grace_seconds - min(self.grace_seconds / 2, margin)
             self.expect(session.clock.monotonic() + used, session)
+
+
+def _of_none_that_is_over(handler: Any, number: signal.Signals) -> Any:
+    """A handler; in place of one that Lightning has put back after the training it was for, what was there before.
+
+    Two of these, of trainings that took turns, would call each other without end.
+    """
+    while isinstance(notice := getattr(handler, "__self__", None), Notice) and notice._session is None:
+        handler = notice._handler_before(number)
+    return handler
 
 
 def is_unhandled(number: int) -> bool:

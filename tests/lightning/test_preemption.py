@@ -14,7 +14,7 @@ from support.counting_proxy import CountingProxy
 from support.fault_proxy import FaultProxy, late, stall, where
 from support.launch import free_port, launch, said
 from support.tenants import mounted_tmpfs
-from support.training import Model, Runs, durable, wipe
+from support.training import Model, Runs, Stop, durable, wipe
 
 from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
@@ -371,3 +371,18 @@ def test_a_fit_after_one_that_was_told_to_end_is_a_training_as_any(runs, monkeyp
     monkeypatch.setattr(PartSave, "seal", lambda *_, **__: (_ for _ in ()).throw(OSError("no such device")))
     with pytest.raises(SaveError, match="no such device"):
         runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=2), io=io, max_steps=30)
+
+
+def test_a_signal_after_trainings_that_failed_in_turns_is_handled_as_before_them(runs):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        # As in a notebook, where Lightning puts the handler of each back, and each takes it for what was there before.
+        trainers = [runs.trainer([PreemptionCheckpoint()]) for _ in range(2)]
+        for trainer in (*trainers, *trainers):
+            with pytest.raises(Stop):
+                trainer.fit(Model(stop_at=trainer.global_step + 1))
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
