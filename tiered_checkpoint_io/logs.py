@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -84,9 +85,10 @@ def get_logger(
     target: Any = logger if logger is not None else _own_logger()
     while isinstance(target, logging.LoggerAdapter):
         target = target.logger
+    made = CheckpointLogger(target, {"namespace": namespace, "rank": rank, "step": None})
     if log_dir is not None:
-        _add_file(target, namespace, os.path.abspath(log_dir))
-    return CheckpointLogger(target, {"namespace": namespace, "rank": rank, "step": None})
+        _add_file(made, namespace, os.path.abspath(log_dir))
+    return made
 
 
 def names_text(names: Sequence[str]) -> str:
@@ -147,12 +149,17 @@ class _Console(_StreamHandler):
 
 
 class _JobFile(logging.FileHandler):
-    """``{namespace}_checkpointing.log``; other jobs of this process have files of their own."""
+    """``{namespace}_checkpointing.log``; other jobs of this process have files of their own.
+
+    Attributes:
+        users: The loggers that it was opened for, as long as anything holds them.
+    """
 
     def __init__(self, path: str, namespace: str) -> None:
         super().__init__(path)
         self.setFormatter(_formatter())
         self.addFilter(lambda record: getattr(record, "namespace", namespace) == namespace)
+        self.users: weakref.WeakSet[CheckpointLogger] = weakref.WeakSet()
 
 
 def _own_logger() -> logging.Logger:
@@ -174,17 +181,25 @@ def _handlers_of(record: logging.LogRecord) -> Iterator[logging.Handler]:
         logger = logger.parent if logger.propagate else None
 
 
-def _add_file(logger: logging.Logger, namespace: str, log_dir: str) -> None:
+def _add_file(made: CheckpointLogger, namespace: str, log_dir: str) -> None:
+    logger: Any = made.logger
     path = os.path.join(log_dir, f"{namespace}_checkpointing.log")
     for handler in logger.handlers:
         if isinstance(handler, logging.FileHandler) and handler.baseFilename == path:
+            if isinstance(handler, _JobFile):
+                handler.users.add(made)
             return
+    # A process that trains one job after the other keeps no descriptors of those that are over.
+    for handler in [each for each in logger.handlers if isinstance(each, _JobFile) and not each.users]:
+        logger.removeHandler(handler)
+        handler.close()
     try:
         os.makedirs(log_dir, exist_ok=True)
         handler = _JobFile(path, namespace)
     except OSError as error:
         hint = "name a folder that this user can write to, or null for no file"
         raise ConfigError(f"log_dir is {log_dir!r}: no log can be written there: {error}", hint=hint) from error
+    handler.users.add(made)
     logger.addHandler(handler)
 
 

@@ -1,5 +1,6 @@
 """Log lines: who, where, which step, how long, how much; into a file, and to a user's own logger."""
 
+import gc
 import logging
 import os
 import re
@@ -99,6 +100,25 @@ def test_jobs_of_one_process_keep_out_of_each_others_files(job, tmp_path):
         assert {each["namespace"] for each in lines(tmp_path / "logs" / f"{namespace}_checkpointing.log")} == {
             namespace
         }
+
+
+def test_a_process_that_trains_many_jobs_holds_the_files_of_none_that_is_over(job, tmp_path, memory_dir):
+    logs = tmp_path / "logs"
+    lasting = job(namespace="lasting")
+    lasting.save_checkpoint(state(0), "a.ckpt")
+    for number in range(5):
+        io = TieredCheckpointIO(tmp_path / f"{number}", memory_dir=memory_dir, namespace=f"t{number}", log_dir=logs)
+        assert not io.load_checkpoint("tiered:latest")
+        io.teardown()
+        del io
+        gc.collect()
+    lasting.save_checkpoint(state(1), "b.ckpt")
+
+    held = {os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()}
+    names = {file.name for file in logs.iterdir() if str(file) in held}
+    assert names == {"lasting_checkpointing.log", "t4_checkpointing.log"}
+    assert ["no checkpoint" in (logs / f"t{number}_checkpointing.log").read_text() for number in range(5)] == [True] * 5
+    assert "saved b.ckpt" in lines(logs / "lasting_checkpointing.log")[-1]["text"]
 
 
 def test_a_users_own_logger_gets_it_all_with_their_own_format(job, tmp_path, capfd):
