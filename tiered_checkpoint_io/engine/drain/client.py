@@ -122,11 +122,11 @@ class DrainHandle:
             if self._config.on_pending == "skip" or self.leave_by is not None:
                 # The time that is left to a job that has to end is for its last checkpoint.
                 return False
+            if self._standstill.lasts(self._config.pending_timeout_s):
+                return False
             if not warned:
                 self._log.warning("max_pending is reached: waiting until one of %d uploads has ended", len(waiting))
                 warned = True
-            if self._standstill.lasts(self._config.pending_timeout_s):
-                return False
         return False
 
     def wait(self, op_id: str, timeout_s: float, *, moving_s: float = math.inf) -> Outcome:

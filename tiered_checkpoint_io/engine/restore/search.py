@@ -356,8 +356,8 @@ class Search:
 
         def say(silent_s: float, left_s: float) -> None:
             if current_rank() == 0:
-                where = tier_label(self._tiers.dirpath)
-                self._tiers.log.warning("%s has not answered for %.0f s; %s in %.0f s", where, silent_s, what, left_s)
+                where, log = tier_label(self._tiers.dirpath), self._tiers.log
+                log.warning("%s has not answered for %.0f s; %s in %.0f s at most", where, silent_s, what, left_s)
 
         return say
 
