@@ -11,10 +11,18 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import fsdp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -38,6 +46,8 @@ class Toy(LightningModule):
         for part in filter(None, (self.net, self.head)):
             if told.get("wrapped"):
                 part[0] = checkpoint_wrapper(part[0])
+            if told.get("compiled"):
+                part[0] = torch.compile(part[0], backend="eager")
             if told["strategy"] == "fsdp2":
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
@@ -58,9 +68,9 @@ class Toy(LightningModule):
 
     def configure_optimizers(self):
         if "optimizer" in told:
-            # By layers, from the last to the first; and a group of what this model does not have.
+            # By layers, each from the last to the first; and a group of what this model does not have.
             layers = (self.net[2].parameters(), [], self.net[0].parameters())
-            groups = [{"params": list(each), "lr": 1e-2 / (i + 1)} for i, each in enumerate(layers)]
+            groups = [{"params": list(each)[::-1], "lr": 1e-2 / (i + 1)} for i, each in enumerate(layers)]
             return getattr(torch.optim, told["optimizer"])(groups)
         return torch.optim.AdamW(self.parameters(), lr=told.get("lr", 1e-2))
 
@@ -109,6 +119,12 @@ class Average(Callback):
 
     def load_state_dict(self, state):
         self.mean = {name: value.clone() for name, value in state["mean"].items()}
+
+
+class First(Callback):
+    # Saves before the first step.
+    def on_train_start(self, trainer, _):
+        trainer.save_checkpoint(f"{told['dirpath']}/first.ckpt")
 
 
 class Unpicklable(Callback):
@@ -193,7 +209,17 @@ class FSDP2(TieredModelParallelStrategy):
 class FSDP1(TieredFSDPStrategy):
     # Lightning's own takes GPUs alone.
     def _setup_model(self, model):
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        flat = told.get("flat", False)
+        policy = ModuleWrapPolicy({nn.Linear}) if told.get("wrapped") or flat else None
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=not flat
+        )
+
+
+def full_on_cpu(module, world_size, rank0_only=True):
+    # What torch offloads from the CPU to the CPU is no copy, and is overwritten.
+    configs = [config(False, rank0_only) for config in (FullStateDictConfig, FullOptimStateDictConfig)]
+    return FullyShardedDataParallel.state_dict_type(module, StateDictType.FULL_STATE_DICT, *configs)
 
 
 if __name__ == "__main__":
@@ -205,7 +231,8 @@ if __name__ == "__main__":
     elif told["strategy"] == "ddp":
         strategy = "ddp"
     else:
-        strategy = FSDP1(state_dict_type="sharded")
+        fsdp._get_full_state_dict_context = full_on_cpu
+        strategy = FSDP1(state_dict_type="full" if told.get("full") else "sharded")
     block = {
         "dirpath": told["dirpath"],
         "memory_dir": told["memory_dir"],
@@ -238,6 +265,7 @@ if __name__ == "__main__":
         strategy=strategy,
         callbacks=callbacks
         + ([average] if told.get("average") else [])
+        + ([First()] if told.get("first") else [])
         + ([Undescribed()] if "undescribed" in told else [])
         + ([Held()] if told.get("held") else [])
         + ([Unpicklable()] if "unpicklable" in told else []),

@@ -206,16 +206,50 @@ def test_a_run_goes_on_where_some_parameters_had_no_gradients_yet(fit, joins, tm
         ({"strategy": "fsdp2"}, {"strategy": "fsdp2"}, "AdamW"),
         ({"strategy": "ddp"}, {"strategy": "fsdp2"}, "AdamW"),
         ({"strategy": "fsdp2", "full": True}, {"strategy": "fsdp2"}, "SGD"),
+        ({"strategy": "ddp"}, {"strategy": "fsdp1"}, "SGD"),
+        ({"strategy": "fsdp1", "full": True}, {"strategy": "fsdp1"}, "AdamW"),
+        ({"strategy": "fsdp1", "full": True}, {"strategy": "ddp"}, "AdamW"),
     ],
 )
 def test_groups_of_parameters_go_on_whatever_is_in_them(fit, before, after, optimizer, tmp_path):
-    """One of them is empty; their order is not that of the model; of plain SGD there is no state."""
-    more = {"optimizer": optimizer, "wrapped": after["strategy"] == "fsdp2"}
+    """One is empty; their order, and that within each, is not the model's; layers are wrapped; SGD has no state."""
+    more = {"optimizer": optimizer, "wrapped": "ddp" not in (before["strategy"], after["strategy"])}
     whole, _ = fit(8, **after, **more, dirpath=tmp_path / "whole")
     fit(4, **before, **more)
     first, _ = fit(8, **after, **more)
     assert first["from"][:2] == ["step=4.ckpt", 4]
     assert first["losses"] == pytest.approx({index: whole["losses"][index] for index in range(4, 8)}, rel=1e-5)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_save_before_the_first_step_changes_nothing_of_training(fit, strategy, full, tmp_path):
+    """Torch has an optimizer without a state make a step where it is asked for that, which Adam then counts."""
+    whole, _ = fit(3, strategy=strategy, dirpath=tmp_path / "whole")
+    saved, _ = fit(3, strategy=strategy, full=full, first=True)
+    assert saved["losses"] == whole["losses"], "bit for bit"
+    resumed, _ = fit(3, strategy=strategy, full=full, ckpt_path="first.ckpt")
+    assert resumed["from"][:2] == ["first.ckpt", 0]
+    assert resumed["losses"] == whole["losses"], "bit for bit"
+
+
+@pytest.mark.matrix
+def test_a_full_checkpoint_of_a_model_with_compiled_layers_goes_on(fit, tmp_path):
+    more = {"compiled": True, "full": True}
+    whole, _ = fit(8, **more, dirpath=tmp_path / "whole")
+    fit(4, **more)
+    first, _ = fit(8, **more)
+    assert first["from"][:2] == ["step=4.ckpt", 4]
+    assert first["losses"] == {index: whole["losses"][index] for index in range(4, 8)}, "bit for bit"
+
+
+@pytest.mark.matrix
+def test_numbers_of_parameters_are_not_taken_for_those_of_flat_ones(fit):
+    """Those of the outermost module come first there: each would get the state of another."""
+    fit(4, strategy="ddp")
+    for answer in fit(8, strategy="fsdp1", flat=True, fails=True):
+        assert "the checkpoint's optimizer states are by numbers" in answer["error"]
 
 
 @pytest.mark.matrix

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies import model_parallel
 from torch.distributed.checkpoint import state_dict as sharded_state
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, StateDictType
 
 from tiered_checkpoint_io.errors import RestoreError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+_COMPILED = "_orig_mod."
 _OTHERS = "configure the optimizers as in the run that saved it, or load its weights and fit without ckpt_path"
+
+
+def optimizer_state(
+    module: torch.nn.Module, optimizer: Optimizer, full: Callable[[Optimizer], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """An optimizer's state by names, or what ``full`` makes of it; the optimizer stays as it is.
+
+    For its own, torch has an optimizer without a state make a step. That changes no weight, but what the first step of
+    training does: Adam has counted one, and a momentum has taken the weight decay.
+    """
+    if _is_fsdp1(module):
+        # Neither FSDP's own nor Lightning's does that; and a rank may hold no part of what an optimizer has stepped.
+        return in_order(module, optimizer, full(optimizer)) if full else _fsdp1_state(module, optimizer)
+    has_begun = bool(optimizer.state)
+    if full is None:
+        state: dict[str, Any] = sharded_state.get_optimizer_state_dict(module, optimizer)
+    else:
+        state = in_order(module, optimizer, full(optimizer))
+    if not has_begun:
+        optimizer.state.clear()
+        state.update({"state": {}} if state else {})
+    return state
 
 
 def set_optimizer_state(
@@ -36,6 +63,9 @@ def set_optimizer_state(
         unchanged: The parameters of which there is no state: the optimizer had not changed them yet.
         options: As torch takes them.
     """
+    if _is_fsdp1(module):
+        _set_fsdp1(module, optimizer, state)
+        return
     groups, saved = optimizer.param_groups, state["param_groups"]
     given: dict[str, Any] = {
         "state": {**state["state"], **{name: {} for name in unchanged}},
@@ -56,6 +86,61 @@ def set_optimizer_state(
         del optimizer.state[parameter]
 
 
+def _set_fsdp1(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    # Torch's finds no state for an FSDP module that another one wraps, such as the one for activation checkpointing.
+    groups = _fsdp1_groups(module, optimizer)
+    names = {_plain(name): name for group in groups for name in group["params"]}
+    saved = {names[name]: group for group in state["param_groups"] for name in group["params"] if name in names}
+    empty = (group for group in state["param_groups"] if not group["params"])
+    for group in groups:
+        of_it = (saved[name] for name in group["params"] if name in saved)
+        group.update({**next(of_it if group["params"] else empty, {}), "params": group["params"]})
+    given = {names[name]: of_it for name, of_it in state["state"].items() if name in names}
+    with _fsdp1_shards(module):
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(
+            module, optimizer, {"state": given, "param_groups": groups}
+        )
+    optimizer.load_state_dict(loaded)
+
+
+def in_order(module: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A full state of Lightning's, with the numbers of each group in the order of its parameters.
+
+    It numbers the parameters as the model has them, and sorts each group's numbers: those who load it, such as torch's
+    optimizers, take the first for that of the group's first parameter.
+    """
+    numbers = {parameter: number for number, parameter in enumerate(module.parameters())}
+    for group, own in zip(state.get("param_groups", ()), optimizer.param_groups, strict=False):
+        ordered = [numbers[each] for each in own["params"] if each in numbers]
+        if sorted(ordered) == group["params"]:
+            group["params"] = ordered
+    return state
+
+
+def _fsdp1_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    with _fsdp1_shards(module):
+        state: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer)
+    named = {_plain(name): each for name, each in state["state"].items()}
+    return {"state": named, "param_groups": list(map(_plainly_named, state["param_groups"]))}
+
+
+def _fsdp1_groups(module: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """An optimizer's groups, with FSDP's names of their parameters; nothing of their state is gathered."""
+    with _fsdp1_shards(module):
+        groups: list[dict[str, Any]] = FullyShardedDataParallel.optim_state_dict(
+            module, optimizer, {**optimizer.state_dict(), "state": {}}
+        )["param_groups"]
+    return groups
+
+
+@contextlib.contextmanager
+def _fsdp1_shards(module: torch.nn.Module) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+            yield
+
+
 def by_name(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state by the names of its parameters, where it is by their numbers.
 
@@ -63,12 +148,19 @@ def by_name(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, A
     of the model's parameters: with groups, or with weights that are not trained, each would get the state of another.
 
     Raises:
-        RestoreError: The optimizer's groups are of other sizes.
+        RestoreError: The optimizer's groups are of other sizes, or hold the flat parameters of FSDP1.
     """
     groups = state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     if not all(isinstance(each, int) for each in numbers):
         return dict(state)
+    if any(isinstance(each, FlatParameter) for group in optimizer.param_groups for each in group["params"]):
+        # They begin with those of the outermost module, whose place among the numbers is another.
+        raise RestoreError(
+            "the checkpoint's optimizer states are by numbers, and FSDP with use_orig_params=False counts otherwise",
+            operation="load",
+            hint="give FSDPStrategy use_orig_params=True, which is its default, or fit without ckpt_path",
+        )
     own = _groups(module, optimizer)
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, own))
     if sizes != own_sizes:
@@ -85,7 +177,7 @@ def by_name(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, A
 
 
 def take_full(module: torch.nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any], *, strict: bool) -> None:
-    """Puts a full checkpoint into model and optimizers whose tensors are DTensors.
+    """Puts a full checkpoint into sharded model and optimizers.
 
     Lightning's own way fails for an optimizer that has no state, such as plain SGD, and for wrapped modules.
 
@@ -107,12 +199,19 @@ def take_full(module: torch.nn.Module, optimizers: Sequence[Optimizer], state: d
         )
     options = sharded_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
     devices = {each.device for each in chain(module.parameters(), module.buffers()) if each.dim()}
-    if len(devices) > 1:
-        # Torch's takes one alone.
-        model_parallel._load_raw_module_state(state.pop("state_dict"), module, strict=strict)
+    is_fsdp1 = _is_fsdp1(module)
+    if is_fsdp1 or len(devices) > 1:
+        # Torch's takes one device alone, and DTensors.
+        world_size = dist.get_world_size()
+        model_parallel._load_raw_module_state(state.pop("state_dict"), module, world_size, strict=strict)
     else:
-        sharded_state.set_model_state_dict(module, state.pop("state_dict"), options=options)
+        # All ranks have read it, and torch changes rank 0's names alone to those that compiled layers have.
+        read = state.pop("state_dict")
+        sharded_state.set_model_state_dict(module, read if dist.get_rank() == 0 else {}, options=options)
     for optimizer, each in zip(optimizers, states, strict=True):
+        if is_fsdp1:
+            _set_fsdp1(module, optimizer, each)
+            continue
         names = [name for group in _groups(module, optimizer) for name in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         unchanged = {name: of_it for name, of_it in zip(names, parameters, strict=True) if name not in each["state"]}
@@ -126,5 +225,20 @@ def take_full(module: torch.nn.Module, optimizers: Sequence[Optimizer], state: d
 
 def _groups(module: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
     """An optimizer's groups, with the names of their parameters."""
+    if _is_fsdp1(module):
+        return list(map(_plainly_named, _fsdp1_groups(module, optimizer)))
     groups: Any = sharded_state.get_optimizer_state_dict(module, optimizer)["param_groups"]
     return list(groups)
+
+
+def _plainly_named(group: Mapping[str, Any]) -> dict[str, Any]:
+    """One of FSDP1's groups, without what torch.compile puts into names: those of a checkpoint have nothing of it."""
+    return {**group, "params": [_plain(name) for name in group["params"]]}
+
+
+def _plain(name: str) -> str:
+    return name.replace(_COMPILED, "")
+
+
+def _is_fsdp1(module: torch.nn.Module) -> bool:
+    return bool(FullyShardedDataParallel.fsdp_modules(module))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +21,7 @@ from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.groups import save_planner
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
-from tiered_checkpoint_io.adapters.optimizers import by_name, set_optimizer_state, take_full
-from tiered_checkpoint_io.adapters.read_already import read_already
+from tiered_checkpoint_io.adapters.optimizers import by_name, optimizer_state, set_optimizer_state, take_full
 from tiered_checkpoint_io.adapters.rest import Rest
 from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
@@ -70,7 +68,6 @@ class TieredSharding(_Base):
     _saving: Future[None] | None = None
     #: The ranks that save, where this may be beside training: what they tell each other must not meet that.
     _save_group: Any = None
-    _local_file: Path | None = None
 
     @property
     def _saves_shards(self) -> bool:
@@ -125,10 +122,9 @@ class TieredSharding(_Base):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state: sharded tensors that refer to its own, or as upstream."""
-        if not self._saves_shards:
-            full: dict[str, Any] = super().optimizer_state(optimizer)
-            return full
-        return sharded_state.get_optimizer_state_dict(self._wrapped, getattr(optimizer, "_optimizer", optimizer))
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        full = None if self._saves_shards else super().optimizer_state
+        return optimizer_state(self._wrapped, optimizer, full)
 
     @property
     def _wrapped(self) -> torch.nn.Module:
@@ -327,6 +323,8 @@ class TieredSharding(_Base):
 
     def _load_full(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         trust = Trust.of(self._tiered_io.config, weights_only)
+        module = self.lightning_module
+        assert module is not None
 
         def read(found: Restored) -> Any:
             state = found.load(trust, map_location="cpu")
@@ -334,25 +332,15 @@ class TieredSharding(_Base):
             if optimizers and len(states) == len(optimizers):
                 pairs = zip(optimizers, states, strict=True)
                 state["optimizer_states"] = [by_name(self._wrapped, *each) for each in pairs]
-            return self._take_full(found.path, state)
+            take_full(self._wrapped, optimizers, state, strict=module.strict_loading)
+            return state
 
         loaded: dict[str, Any] = self._tiered_io.checkpointer.load_by(path, read)
         return loaded
 
-    def _take_full(self, file: Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Puts a full checkpoint into model and optimizers, and gives the rest."""
-        self._local_file = file
-        try:
-            with read_already(file, state):
-                rest: dict[str, Any] = super().load_checkpoint(file)
-                return rest
-        finally:
-            self._local_file = None
-
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As upstream."""
-        # Where a full checkpoint lies on this node; it may be another place on each.
-        if _is_alone() or (obj is not None and obj is self._local_file):
+        """As upstream, whose one rank alone would ask itself."""
+        if _is_alone():
             return obj
         return super().broadcast(obj, src)  # type: ignore[safe-super]
 
@@ -378,12 +366,6 @@ class TieredModelParallelStrategy(TieredSharding, ModelParallelStrategy):
     @property
     def _saves_shards(self) -> bool:
         return self._save_distributed_checkpoint
-
-    def _take_full(self, file: Path, state: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - it was read
-        module = self.lightning_module
-        assert module is not None
-        take_full(self._wrapped, self._trained_optimizers, state, strict=module.strict_loading)
-        return state
 
     def may_overlap(self) -> CoordinatedSaver | None:
         """See :meth:`TieredSharding.may_overlap`."""
