@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -68,6 +68,27 @@ def _others(trainer: Trainer) -> list[Callback]:
     return [each for each in trainer.callbacks if not isinstance(each, EndOfTraining)]  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def _epoch_as_it_ended(trainer: Trainer) -> Iterator[None]:
+    """A block in which an epoch that training left halfway is not counted as completed.
+
+    Lightning counts it so as training ends. A run that resumes from such a count goes on with the rest of that epoch
+    as the next one, so that less is trained than ``max_epochs`` says.
+    """
+    loop: Any = trainer.fit_loop
+    is_halfway = loop.epoch_progress.current.completed and not loop.epoch_loop.batch_progress.is_last_batch
+    counts = [loop.epoch_progress.current, loop.epoch_progress.total] if is_halfway else []
+    for each in counts:
+        each.processed -= 1
+        each.completed -= 1
+    try:
+        yield
+    finally:
+        for each in counts:
+            each.processed += 1
+            each.completed += 1
+
+
 class DurableEnd(SafeDeletes):
     """A ModelCheckpoint after whose training the newest step to resume from is durable.
 
@@ -119,7 +140,7 @@ class DurableEnd(SafeDeletes):
             # Rank 0 knows what became of the saves, and each rank what it has lost of them since.
             lost = trainer.strategy.reduce_boolean_decision(self._has_lost(), all=False)
             if trainer.strategy.broadcast(missing or lost):
-                with last_saves(self._engine.session):
+                with last_saves(self._engine.session), _epoch_as_it_ended(trainer):
                     made = self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
                     # A sharded save after one that failed in the background is not made, and the next one is.
                     if trainer.strategy.broadcast(lost and made is None):

@@ -39,7 +39,7 @@ def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each, asynchronous)
     runs.wipe()
     io = runs.io()
     assert io.load_checkpoint("tiered:latest")["global_step"] == 25
-    assert runs.durable() == ["end_of_training.ckpt", "epoch=1-step=20.ckpt"]
+    assert runs.durable() == ["end_of_training.ckpt", "epoch=0-step=20.ckpt"]
     io.teardown()
 
 
@@ -65,6 +65,36 @@ def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each, asynchronous)
 def test_what_ends_and_what_is_durable_then(callback, options, expected, runs):
     runs.fit(callback(), ckpt_path=None, **options)
     assert runs.durable() == expected
+
+
+class Batches(Model):
+    """Notes the step, epoch and number of each batch."""
+
+    def __init__(self, until=0):
+        super().__init__()
+        self.until, self.seen = until, []
+
+    def on_train_batch_start(self, batch, index):
+        self.seen.append((self.global_step, self.current_epoch, index))
+
+    def on_train_batch_end(self, *_):
+        # As max_time does.
+        self.trainer.should_stop = self.trainer.should_stop or self.global_step == self.until
+
+
+@pytest.mark.parametrize("how", ["max_steps", "should_stop"])
+@pytest.mark.parametrize("ended", [13, 30])
+def test_the_run_after_it_goes_on_with_the_epoch_where_training_ended(how, ended, runs):
+    """Without this the rest of the epoch counts as the next one, and one epoch less is trained."""
+    whole = Batches()
+    runs.fit(model=whole, ckpt_path=None, max_steps=-1, max_epochs=3, io=runs.io(namespace="whole"))
+    window = {"max_steps": ended} if how == "max_steps" else {"max_steps": -1, "max_epochs": 3}
+    runs.fit(memory_alone(), model=Batches(ended if how == "should_stop" else 0), ckpt_path=None, **window)
+    assert runs.durable()[0] == "end_of_training.ckpt"
+    for rest in ({"max_steps": -1, "max_epochs": 3}, {"max_steps": 60}):
+        after = Batches()
+        runs.fit(model=after, ckpt_path="end_of_training.ckpt", **rest)
+        assert after.seen == whole.seen[ended:], rest
 
 
 def test_the_configuration_may_say_no(runs):
