@@ -125,6 +125,24 @@ def test_an_upload_that_was_given_up_is_asked_for_again(memory_dir, tmp_path):
     assert flushed(node)[1] == {"a.ckpt": "durable"}
 
 
+def test_what_was_deleted_since_is_not_durable(memory_dir, tmp_path):
+    """As by save_top_k, while memory keeps it."""
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.save("old.ckpt", b"O")
+    node.save("new.ckpt", b"N")
+    node.delete("old.ckpt")
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    done, states = flushed(node, "--all")
+    assert (done.exit_code, states) == (0, {"new.ckpt": "durable", "old.ckpt": "not_durable"})
+    done, states = flushed(node, "old.ckpt")
+    assert (done.exit_code, states) == (1, {"old.ckpt": "not_durable"})
+    said = command("flush", "old.ckpt", "--root", str(node.root)).stdout
+    assert said == "not durable old.ckpt (step 1, 0.00 KiB): it was deleted from the durable tier\n"
+    # A later save of the same name is another one.
+    node.save("old.ckpt", b"A")
+    assert flushed(node, "old.ckpt")[1] == {"old.ckpt": "durable"}
+
+
 def test_which_saves_are_flushed(memory_dir):
     node = Node(memory_dir, "s3://bucket/run")
     for number, rank in ((1, 0), (1, 1), (2, 0)):

@@ -30,6 +30,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.inventory.flushing import HeldSave, to_flush
+from tiered_checkpoint_io.inventory.node import held_part
 from tiered_checkpoint_io.inventory.roots import existing, owned, tier_at
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import mark_durable
@@ -202,15 +203,19 @@ def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: H
     """What became of a save."""
     pending = {each.op_id for each in queue.look(tier)}
     outcomes = [queue.outcome(each.op_id) for each in save.parts]
+    known = queue.outcomes()
+    last = [held_part(tier, each, known).outcome for each in save.parts]
     error = next((each.error for each in outcomes if each is not None and each.state != "committed"), "")
     if any(each.op_id in pending for each in save.parts):
         state = "queued"
     elif any(each is not None and each.state != "committed" for each in outcomes):
         state = "not_durable"
+    elif any(each is not None and each.action == "delete" for each in last):
+        state, error = _asked(config, save, "it was deleted from the durable tier")
     elif save.commits and all(outcomes):
         state = "durable"
     else:
-        state, error = _asked(config, save)
+        state, error = _asked(config, save, "it is neither in memory nor on the durable tier any more")
     return {
         "name": save.name,
         "dirpath": save.place.dirpath,
@@ -223,8 +228,8 @@ def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: H
     }
 
 
-def _asked(config: TieredCheckpointConfig, save: HeldSave) -> tuple[str, str]:
-    """What the durable tier says of a save of which this node has sent all that it has."""
+def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[str, str]:
+    """What the durable tier says of a save of which this node has sent all that it has; ``why`` it may not have it."""
     try:
         manifest = ask(config_at(config, save.place), lambda store: read_manifest(store, save.name), save.place.dirpath)
     except TieredCheckpointError as error:
@@ -233,7 +238,7 @@ def _asked(config: TieredCheckpointConfig, save: HeldSave) -> tuple[str, str]:
         return "durable", ""
     if save.missing:
         return "uploaded", ""
-    return "not_durable", "it is neither in memory nor on the durable tier any more"
+    return "not_durable", why
 
 
 def _line(row: dict[str, Any]) -> str:

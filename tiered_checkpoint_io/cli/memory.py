@@ -19,10 +19,10 @@ from tiered_checkpoint_io.engine.drain.ending import told_to_end
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.inventory.node import HeldPart, held_part
 from tiered_checkpoint_io.inventory.roots import existing, owned, tier_at, undone
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.metrics.exports import Exports
 from tiered_checkpoint_io.model.place import Place
 
@@ -96,7 +96,8 @@ def _show_namespace(root: Path) -> None:
     # On a terminal there is little room, and it has just been said.
     shown = 7 if is_terminal() and len(places) == 1 else 8
     latest = latest_saves([*own, *kept])
-    rows = [_row(each, _state(tier, each), latest, named) for each in reversed(own)]
+    known = queue.outcomes()
+    rows = [_row(each, _state(held_part(tier, each, known)), latest, named) for each in reversed(own)]
     rows += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.damaged()]
     show("Checkpoints in memory", [row[:shown] for row in rows], *_COLUMNS[:shown])
     copies = [_row(each, "replica", latest, named) for each in reversed(kept)]
@@ -110,7 +111,7 @@ def _show_namespace(root: Path) -> None:
         show("", pending, "operation", "name", "target", "dirpath")
     outcomes = [
         (each.action, each.name, each.state, size_text(each.bytes) if each.bytes else "", each.error)
-        for each in reversed(queue.outcomes()[-_SHOWN_OUTCOMES:])
+        for each in reversed(known[-_SHOWN_OUTCOMES:])
     ]
     if outcomes:
         say("Last operations on the durable tier:")
@@ -137,6 +138,6 @@ def _row(stored: StoredPart, state: str, latest: set[str], named: Mapping[Place,
     return part.name, step, str(part.rank), size_text(content.size), state, safe, note, named[part.place]
 
 
-def _state(tier: MemoryTier, stored: StoredPart) -> str:
-    state = "waits for the durable tier" if stored.pending else "durable" if stored.part.durable else "memory only"
-    return f"{state} (on disk)" if tier.is_spilled(stored.folder) else state
+def _state(held: HeldPart) -> str:
+    state = "waits for the durable tier" if held.stored.pending else "durable" if held.is_uploaded else "memory only"
+    return f"{state} (on disk)" if held.tier == "spill" else state

@@ -139,13 +139,7 @@ def _memory_state(held: Sequence[HeldPart], node: NodeMemory, *, asked: bool) ->
     if asked:
         # The durable tier does not have it: it was never to, or it was removed there, or the upload was given up.
         return "memory_only"
-    is_there = all(each.stored.part.durable and _was_uploaded(each) for each in held)
-    return "durable" if is_there else "memory_only"
-
-
-def _was_uploaded(each: HeldPart) -> bool:
-    """Whether nothing tells otherwise of a part that no upload waits for."""
-    return each.outcome is None or (each.outcome.state == "committed" and each.outcome.action != "delete")
+    return "durable" if all(each.is_uploaded for each in held) else "memory_only"
 
 
 def _incomplete_row(

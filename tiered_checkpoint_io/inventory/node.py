@@ -38,6 +38,13 @@ class HeldPart:
     namespace: str
     outcome: Outcome | None = None
 
+    @property
+    def is_uploaded(self) -> bool:
+        """Whether it was to go to the durable tier, and nothing tells that it is not there."""
+        outcome, stored = self.outcome, self.stored
+        known = outcome is None or (outcome.state == "committed" and outcome.action != "delete")
+        return stored.part.durable and not stored.pending and known
+
 
 @dataclass(frozen=True, slots=True)
 class BrokenPart:
@@ -113,14 +120,17 @@ def look_at_node(memory_dir: str) -> NodeMemory:
         with contextlib.suppress(FileNotFoundError):
             tier, queue = tier_at(root), Queue(root)
             outcomes = queue.outcomes()
-            for stored in tier.held():
-                where = tier_of(tier, stored)
-                held.append(HeldPart(stored, where, root.name, _outcome(stored, outcomes, tier.place)))
+            held += [held_part(tier, stored, outcomes) for stored in tier.held()]
             broken += _broken(tier)
             waiting += queue.look(tier)
             if (root / LOCK_FILE).exists() and is_locked(root / LOCK_FILE):
                 working_on.add(queue.progress().name)
     return NodeMemory(tuple(held), tuple(broken), tuple(waiting), frozenset(working_on - {""}))
+
+
+def held_part(tier: MemoryTier, stored: StoredPart, outcomes: Iterable[Outcome]) -> HeldPart:
+    """A part of a tier, or of its replicas, with what became of it."""
+    return HeldPart(stored, tier_of(tier, stored), tier.root.name, _outcome(stored, outcomes, tier.place))
 
 
 def tier_of(tier: MemoryTier, stored: StoredPart) -> Tier:
