@@ -83,6 +83,29 @@ def test_an_object_is_refused_until_it_is_allowed_by_its_name(saved):
     assert NAME in refusal(saved, safe_globals=["collections.Counter"]), "another name does not do"
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda _: b"", lambda _: b"<html>Denied</html>"]
+)
+def test_what_no_manifest_verifies_is_not_called_intact(damage, tmp_path, memory_dir):
+    """A file that another tool wrote, and that a copy has cut off, or a server's page in its place."""
+    path = tmp_path / "other.ckpt"
+    torch.save({"w": torch.arange(4.0), "held": Schedule(3)}, path)
+    io = TieredCheckpointIO(dirpath=str(tmp_path / "durable"), memory_dir=memory_dir)
+    with pytest.raises(RestoreError) as refused:
+        io.load_checkpoint(str(path))
+    assert "other.ckpt, which has no manifest to verify it by: Unsupported global" in str(refused.value)
+    assert f"it holds {NAME}; to allow that, set safe_globals: [{NAME}]" in str(refused.value)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(RestoreError) as refused:
+        io.load_checkpoint(str(path))
+    io.teardown()
+    said = str(refused.value)
+    assert "intact" not in said
+    assert "step=" not in said
+    assert "by:  [" not in said, "why is told"
+    assert "it may be cut off, or no file of torch.save" in said
+
+
 def test_what_would_run_code_runs_none(saved, tmp_path):
     witness = tmp_path / "ran"
     saved.save(Intruder(witness))

@@ -77,13 +77,14 @@ class Trust:
             return _load(reader, place, module, overall_storage=mapped, encoding="utf-8")
         return torch.load(file, weights_only=False, pickle_module=module, **options)
 
-    def read(self, file: Any, what: str, where: Mapping[str, Any], **options: Any) -> Any:
-        """As :meth:`load`, for bytes that are intact.
+    def read(self, file: Any, what: str, where: Mapping[str, Any], *, verified: bool = True, **options: Any) -> Any:
+        """As :meth:`load`, with an error that says what to do.
 
         Args:
             file: A path, or an open file.
             what: What it is, for the error.
             where: Further fields of the error.
+            verified: Whether its bytes are known to be those that were saved.
             options: As ``torch.load`` takes them.
 
         Raises:
@@ -95,10 +96,13 @@ class Trust:
         except ConfigError:
             raise
         except Exception as error:
+            reason = self.reason(error) or type(error).__name__
             raise RestoreError(
-                f"torch.load refused {what}, whose bytes are intact: {self.reason(error)}",
+                f"torch.load refused {what}, whose bytes are intact: {reason}"
+                if verified
+                else f"torch.load refused {what}, which has no manifest to verify it by: {reason}",
                 operation="load",
-                hint=self.hint(file),
+                hint=self.hint(file, verified=verified),
                 **where,
             ) from error
 
@@ -127,11 +131,15 @@ class Trust:
         _, found, said = str(error).partition("WeightsUnpickler error: ")
         return " ".join((said.partition(" Please use ")[0] if found else str(error)).split())
 
-    def hint(self, file: Any) -> str:
+    def hint(self, file: Any, *, verified: bool = True) -> str:
         """What to do about a file that could not be loaded."""
         lacking: list[str] = []
-        with contextlib.suppress(Exception):
+        try:
             lacking = self.allowed().lacks(names_in(io.BytesIO(_pickled(file))))
+        except Exception:
+            # In torch's old format there is no such record, either.
+            if not verified:
+                return f"it may be cut off, or no file of torch.save; {self.advice(lacking)}"
         return self.advice(lacking)
 
     def lacking_in(self, content: Any) -> list[str]:

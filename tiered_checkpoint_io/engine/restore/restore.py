@@ -65,10 +65,12 @@ class Restored(Found):
 
     def load(self, trust: Trust, *, map_location: Any, rank: int | None = None) -> Any:
         """The state in the file, by ``torch.load``; raises as :meth:`Trust.read`, with ``rank`` in the error."""
-        where = {"tier": self.tier, "key": self.name, "rank": rank, "step": self.step}
+        step = self.step if self.step >= 0 else None
+        where = {"tier": self.tier, "key": self.name, "rank": rank, "step": step}
         # What others wrote may be in torch's old format, which can't be mapped.
-        mmap = self.content is not None
-        return trust.read(self.path, self.name, where, map_location=map_location, mmap=mmap, mapped=self.mapped)
+        ours = self.content is not None
+        options = {"map_location": map_location, "mmap": ours, "mapped": self.mapped}
+        return trust.read(self.path, self.name, where, verified=ours, **options)
 
     def release(self) -> None:
         """Lets the file go. What was mapped from it meanwhile lives on, unchanged."""
