@@ -24,7 +24,8 @@ def save(
 ) -> None:
     """As ``fabric.save``, to the tiers that a step is due for; every rank calls this after each step.
 
-    ``fabric.save`` itself has no word for tiers: it saves to both.
+    ``fabric.save`` itself has no word for tiers: it saves to both. From then on, what it saves without an entry that
+    ``state`` has, such as the model alone, is loaded by name only.
 
     Args:
         fabric: With a :class:`TieredCheckpointIO` in its plugins, or an :class:`AsyncCheckpointIO` around it.
@@ -40,6 +41,7 @@ def save(
     """
     strategy: Any = fabric.strategy
     io = require_tiered_io(strategy, "tiered_checkpoint_io.fabric.save")
+    io.resumes_with = frozenset(state)
     wanted = tiers_due(step, io.config) if tiers is None else tiers
     if tiers is None and not wanted:
         return

@@ -1,5 +1,6 @@
 """Trainings with Hugging Face's Trainer and Accelerate, killed without notice and resumed from node memory."""
 
+import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -69,6 +70,37 @@ def test_a_killed_trainer_resumes_bit_identically(train, tmp_path, args, die_aft
     # Readable without this package.
     state = torch.load(durable / f"step={last}.ckpt")
     assert (state["global_step"], len(state["rng"])) == (last, ranks)
+
+
+def test_jobs_with_one_output_dir_resume_each_from_its_own_checkpoint(train, tmp_path):
+    job = {"args": {"max_steps": 8}, "output_dir": str(tmp_path / "out")}
+    other = {"dirpath": str(tmp_path / "other" / "durable"), "namespace": "other"}
+    train("other", die_after=3, **job)
+    train("mine", die_after=6, **job)
+    (resumed,) = train("mine", beside=other, **job)
+    assert resumed["from"] == [6, "memory"]
+    assert resumed["began"] == [6]
+    (left,) = resumed["left"]
+    assert "-other-" in left, "the other job has not begun yet, and finds its own"
+
+
+def test_a_restored_folder_that_can_not_be_removed_does_not_end_the_training(train, tmp_path):
+    train("removed", die_after=6, args={"max_steps": 8})
+    (resumed,) = train("removed", args={"max_steps": 8}, cleans=True)
+    assert resumed["began"] == [6]
+    assert "could not be removed" in said(tmp_path, 0)
+
+
+def test_what_json_does_not_know_is_logged_and_the_training_goes_on_and_resumes(train, tmp_path):
+    assert train("logged", logs_tensors=True, args={"max_steps": 8}, die_after=6) == [None]
+    (resumed,) = train("logged", logs_tensors=True, args={"max_steps": 8})
+    assert resumed["from"] == [6, "memory"]
+    state = json.loads(torch.load(tmp_path / "logged" / "durable" / "step=8.ckpt")["trainer_state"])
+    terms = [entry for entry in state["log_history"] if "term" in entry]
+    assert len(terms) == 8, "those from before the kill, too"
+    for entry in terms:
+        assert entry["terms"] == [entry["term"] / 2] * 2
+        assert (entry["value"], entry["of"]) == (1.5, "<class 'object'>")
 
 
 def test_a_resumed_trainer_goes_on_with_its_own_saves(train):

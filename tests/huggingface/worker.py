@@ -4,10 +4,13 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -88,6 +91,25 @@ class Stop(TrainerCallback):
         control.should_training_stop |= state.epoch == told.get("stops")
 
 
+class Cleaner(TrainerCallback):
+    """Removes what lies about in output_dir, such as the folder that training has just resumed from."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if told.get("cleans"):
+            for folder in Path(args.output_dir).glob(".tiered-restored-*"):
+                shutil.rmtree(folder)
+
+
+class LoggingTrainer(Trainer):
+    """Logs a tensor of a graph and a NumPy value, as loss functions of several terms do."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        if told.get("logs_tensors") and not isinstance(loss, tuple):
+            self.log({"term": loss * 2, "terms": torch.stack([loss, loss]), "value": np.float32(1.5), "of": object})
+        return loss
+
+
 def by_trainer():
     tiered = TieredCheckpointCallback(**told["options"])
     args = TrainingArguments(
@@ -102,9 +124,13 @@ def by_trainer():
         **{"save_strategy": "no", **told.get("args", {})},
     )
     data = Examples()
-    callbacks = [tiered, Death(), Shortage(), Stop()]
-    trainer = Trainer(gpt2(), args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    callbacks = [tiered, Death(), Shortage(), Stop(), Cleaner()]
+    trainer = LoggingTrainer(gpt2(), args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
     folder = tiered.restore()
+    if "beside" in told:
+        other = TieredCheckpointCallback(**told["options"] | told["beside"])
+        Trainer(gpt2(), args, train_dataset=data, callbacks=[other])
+        other.restore()
     trainer.train(resume_from_checkpoint=folder)
     restored = tiered.checkpointer.restored
     return {

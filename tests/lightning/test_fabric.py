@@ -7,6 +7,7 @@ import torch
 from lightning.fabric import Fabric
 from support.launch import launch, said
 
+from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.fabric import save
 
@@ -38,3 +39,22 @@ def test_the_example_is_killed_and_resumes_bit_identically(tmp_path, memory_dir,
 def test_a_fabric_without_the_io_is_refused():
     with pytest.raises(UsageError, match=r"with a TorchCheckpointIO .*or Fabric, plugins="):
         save(Fabric(accelerator="cpu"), {"step": 10}, 10)
+
+
+def test_a_model_saved_alone_is_not_what_a_loop_resumes_from(tmp_path, memory_dir):
+    io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, memory_every_n_train_steps=2)
+    fabric = Fabric(accelerator="cpu", plugins=[AsyncCheckpointIO(io)])
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    for step in range(1, 4):
+        save(fabric, {**state, "step": step}, step)
+    fabric.save("best.ckpt", {"model": model})
+    fabric.load("tiered:latest", state)
+    assert state["step"] == 2
+    assert set(fabric.load("best.ckpt")) == {"model"}
+    # All that a loop resumes from, and more.
+    fabric.save("by-hand.ckpt", {**state, "step": 3, "note": "mine"})
+    fabric.load("tiered:latest", state)
+    assert state["step"] == 3
+    io.teardown()

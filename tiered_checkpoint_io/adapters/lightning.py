@@ -165,6 +165,8 @@ class TieredCheckpointIO(CheckpointIO):
         self.found_nothing = False
         #: What is saved beside each checkpoint, and has to be there to resume from it: see :class:`Selector`.
         self.companion = ""
+        #: What a checkpoint has to hold to resume from, where a loop of Fabric has said so.
+        self.resumes_with: frozenset[str] = frozenset()
         self._has_said_where = False
 
     @staticmethod
@@ -237,7 +239,7 @@ class TieredCheckpointIO(CheckpointIO):
             tiers=asked.tiers,
             wait=wait and asked.wait,
             metric=asked.metric,
-            resumable=is_resumable(checkpoint, path),
+            resumable=is_resumable(checkpoint, path, self.resumes_with),
         )
 
     def load_checkpoint(

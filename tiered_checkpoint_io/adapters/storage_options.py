@@ -16,17 +16,18 @@ _SCRATCH = (".lr_find_", ".scale_batch_size_")
 OPTIMIZERS = ("optimizer_states", "optimizer")
 
 
-def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
+def is_resumable(checkpoint: Any, path: str | os.PathLike[str], entries: Collection[str] = frozenset()) -> bool:
     """Whether training can resume from what Lightning saves: not from weights alone, nor from its tuner's scratch.
 
     Nor from what a Trainer saves that has not trained: one that evaluated, or whose launcher (``ddp_spawn``,
     ``ddp_notebook``) trained in processes of their own. It would begin at step 0, without optimizers' states.
+    Nor from what lacks one of the entries that a loop of Fabric resumes from.
     """
     if os.path.basename(os.fspath(path)).startswith(_SCRATCH):
         return False
     is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
     if not is_lightnings:
-        return True
+        return not isinstance(checkpoint, Mapping) or set(entries) <= set(checkpoint)
     return any(key in checkpoint for key in OPTIMIZERS) and not _has_not_trained(checkpoint)
 
 

@@ -8,7 +8,7 @@ import shutil
 import socket
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,9 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 operation="load",
                 hint="first trainer = Trainer(..., callbacks=[callback]), then callback.restore()",
             )
-        folder = Path(args.output_dir, f".tiered-restored-{socket.gethostname()}")
+        # Jobs that save nothing else there may have one output_dir.
+        job = ids.namespace_of(f"{self.config.dirpath}/{self.config.namespace}")
+        folder = Path(args.output_dir, f".tiered-restored-{socket.gethostname()}-{job}")
 
         def read(found: Restored) -> Path:
             if args.local_process_index == 0:
@@ -231,9 +233,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             "scheduler": kw["lr_scheduler"].state_dict(),
             **({} if scaler is None else {"scaler": scaler.state_dict()}),
             "rng": rng,
-            "trainer_state": json.dumps(
-                asdict(replace(state, stateful_callbacks=_without_states(state.stateful_callbacks)))
-            ),
+            "trainer_state": _as_json(state),
             "global_step": state.global_step,
             "epoch": int(state.epoch or 0),
         }
@@ -242,7 +242,10 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def _remove_folder(self, args: TrainingArguments) -> None:
         folder, self._folder = self._folder, None
         if folder is not None and args.local_process_index == 0:
-            shutil.rmtree(folder)
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                self._engine.session.log.warning("what training resumed from could not be removed: %s", error)
 
     def _warn(self, args: TrainingArguments, state: TrainerState) -> None:
         session = self._engine.session
@@ -273,6 +276,22 @@ def _ends(state: TrainerState, control: TrainerControl) -> bool:
 def _without_states(callbacks: Mapping[str, Any]) -> dict[str, Any]:
     """An entry for each callback that has a state; of several of one class, the Trainer makes a list."""
     return {name: [] if isinstance(state, list) else {} for name, state in callbacks.items()}
+
+
+def _as_json(state: TrainerState) -> str:
+    """The Trainer's state, without those of its callbacks, as its own checkpoints have it."""
+    # asdict copies what it finds, and torch copies no tensor that has a graph.
+    kept = {field.name: getattr(state, field.name) for field in fields(state)}
+    return json.dumps({**kept, "stateful_callbacks": _without_states(state.stateful_callbacks)}, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What is logged and is not of JSON: the numbers of a tensor or a NumPy value; the text of all else."""
+    try:
+        return value.tolist()
+    except Exception:
+        # Training must not end for a value in its log.
+        return str(value)
 
 
 def _write_folder(folder: Path, state: Any, name: str, callbacks: Mapping[str, Any]) -> None:
