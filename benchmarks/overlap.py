@@ -204,8 +204,8 @@ def copy_s(tensors: list[torch.Tensor]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=1448)
+    parser.add_argument("--layers", type=int, default=8, help="of eight tensors each, with AdamW's")
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--turns", type=int, default=64, help="of four steps each, beyond the first nine")
     parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:])

@@ -94,12 +94,20 @@ def make_folders(root: Path, names: Iterable[str]) -> None:
         private_folder(folder)
 
 
-def is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
-    """Whether a path leads to an open file: it may have been removed since, or its folder moved, or mounted over."""
+def inode_of(facts: os.stat_result) -> tuple[int, int]:
+    """The identity of a file: each tmpfs numbers its own from the start, and another may take a folder's place."""
+    return facts.st_dev, facts.st_ino
+
+
+def inode_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """The identity of the file that a path leads to; None for none.
+
+    An open file may have been removed since, or its folder moved, or mounted over.
+    """
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+        return inode_of(os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return None
 
 
 def sync_folder(folder: Path) -> None:

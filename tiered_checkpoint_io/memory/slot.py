@@ -7,12 +7,7 @@ from collections.abc import Callable
 
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.pages import HUGE, LEAST, Mapped, take_space
-from tiered_checkpoint_io.memory.private import is_at
-
-
-def inode_of(facts: os.stat_result) -> tuple[int, int]:
-    """The identity of a file: each tmpfs numbers its own from the start, and another may take a folder's place."""
-    return facts.st_dev, facts.st_ino
+from tiered_checkpoint_io.memory.private import inode_at, inode_of
 
 
 class Slot:
@@ -52,7 +47,7 @@ class Slot:
     @property
     def in_place(self) -> bool:
         """Whether its path still leads to the file: others may have moved its folder, or mounted over it."""
-        return is_at(self.descriptor, self.path)
+        return inode_at(self.path) == self.inode
 
     def reserve(self, size: int, *, patient: bool = False) -> None:
         """Takes the space of the first ``size`` bytes, a part of which may be taken; see :func:`pages.take_space`."""

@@ -21,7 +21,8 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.pages import are_worth_asking, make_huge
-from tiered_checkpoint_io.memory.slot import Slot, inode_of
+from tiered_checkpoint_io.memory.private import inode_of
+from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.space import needs_space
 
 _ROUND = 2 << 20

@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.memory.private import is_at
+from tiered_checkpoint_io.memory.private import inode_at, inode_of
 from tiered_checkpoint_io.memory.space import needs_space
 
-#: The paths of the locked files, by descriptor.
-_held: dict[int, Path] = {}
+#: By descriptor, the locked files' paths and identities.
+_held: dict[int, tuple[Path, tuple[int, int]]] = {}
 _guard = threading.Lock()
 
 
@@ -31,7 +31,7 @@ def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock
         os.close(descriptor)
         return None
     with _guard:
-        _held[descriptor] = path
+        _held[descriptor] = path, inode_of(os.fstat(descriptor))
     return descriptor
 
 
@@ -51,8 +51,8 @@ def flock(descriptor: int, patience_s: float, poll_s: float, clock: Clock, *, sh
 
 def is_lost(descriptor: int) -> bool:
     """Whether the locked file was removed, or moved: others then lock a new one, and this lock tells them nothing."""
-    path = _held.get(descriptor)
-    return path is not None and not is_at(descriptor, path)
+    held = _held.get(descriptor)
+    return held is not None and inode_at(held[0]) != held[1]
 
 
 def share(descriptor: int) -> None:

@@ -33,7 +33,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.locks import flock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory import forks
-from tiered_checkpoint_io.memory.private import is_at
+from tiered_checkpoint_io.memory.private import inode_at, inode_of
 from tiered_checkpoint_io.memory.space import needs_space
 
 #: Generation, length and checksum of the data; then the checksum of these.
@@ -60,6 +60,7 @@ class OperationLog:
         self._clock = clock
         self._guard = threading.RLock()
         self._file: int | None = None
+        self._inode = (0, 0)
         #: Both heads as they were when the state was read.
         self._heads = b""
         self._state: dict[str, Any] = {}
@@ -163,7 +164,7 @@ class OperationLog:
 
     # ------------------------------------------------------------------------------------ inside
     def _opened(self, *, make: bool = False) -> int | None:
-        if self._file is not None and not is_at(self._file, self._path):
+        if self._file is not None and inode_at(self._path) != self._inode:
             _log.warning("%s was removed: queued aliases and deletes, and outcomes, are lost", self._path)
             self.close()
             self._state, self._generation, self._heads = {}, 0, b""
@@ -174,6 +175,7 @@ class OperationLog:
             try:
                 with needs_space("no space for the operation log", operation="open", key=str(self._path)):
                     self._file = os.open(self._path, flags, 0o600)
+                    self._inode = inode_of(os.fstat(self._file))
             except FileNotFoundError:
                 if make:
                     raise
