@@ -11,7 +11,7 @@ import torch
 from support.bad_input import state
 from support.clocks import hurried, quick
 from support.counting_proxy import CountingProxy
-from support.fault_proxy import where
+from support.fault_proxy import refuse, where
 from support.launch import free_port
 from support.restoring import flip
 from support.training import Runs
@@ -137,6 +137,18 @@ def test_without_memory_it_is_an_error_after_the_longer_bound(io_of, proxy, book
     assert book.having("has not answered for")[0] == (
         "S3 has not answered for 1 s; node memory has no checkpoint that serves; giving up in 5 s at most"
     )
+
+
+def test_a_server_that_refuses_all_that_it_is_asked_is_told_as_that(io_of, proxy, book):
+    """As S3 does that is asked too much."""
+    first = io_of()
+    first.save_checkpoint(state(1), "1.ckpt", storage_options={"tiers": ["memory"]})
+    first.teardown()
+    proxy.plan = where(refuse(503, "SlowDown"))
+    io = io_of()
+    assert torch.equal(io.load_checkpoint("tiered:latest")["w"], state(1)["w"])
+    (said,) = book.having("restoring from node memory: S3 has not answered for 1 s")
+    assert "S3 list failed (SlowDown, HTTP 503)" in said
 
 
 def test_where_memory_is_damaged_the_answer_is_waited_for(io_of, proxy, book, memory_dir):

@@ -64,8 +64,11 @@ class Retry:
         def pause(state: tenacity.RetryCallState) -> None:
             assert state.outcome is not None
             assert state.next_action is not None
+            error = state.outcome.exception()
             self._metrics.add("retries")
-            self._metrics.retrying = str(state.outcome.exception())
+            self._metrics.retrying = str(error)
+            if question is not None and isinstance(error, StoreError):
+                question.failed(error)
             if state.attempt_number == 1:
                 _log.warning("retrying: %s", self._metrics.retrying)
             if self._clock.wait(event, state.next_action.sleep):

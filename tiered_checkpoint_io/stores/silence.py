@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError, StoreUnavailableError
 
 _T = TypeVar("_T")
 
@@ -29,6 +29,7 @@ class Question(Generic[_T]):
         """Begins; ``ask`` must do no more than ask stores, because it may still run when its caller has left."""
         self._clock = clock
         self._answered_at = clock.monotonic()
+        self._refusal: StoreError | None = None
         self._ended = threading.Event()
         self._answer: Future[_T] = Future()
         #: Once it is set, no request is repeated.
@@ -47,7 +48,11 @@ class Question(Generic[_T]):
 
     def answered(self) -> None:
         """Takes note that the store has answered a request."""
-        self._answered_at = self._clock.monotonic()
+        self._answered_at, self._refusal = self._clock.monotonic(), None
+
+    def failed(self, error: StoreError) -> None:
+        """Takes note of an error for which a request is repeated: a server that is busy says so, again and again."""
+        self._refusal = error
 
     def within(self, seconds: float, count_down: CountDown | None = None) -> bool:
         """Whether all is answered before the store has been silent for ``seconds``."""
@@ -62,6 +67,13 @@ class Question(Generic[_T]):
             if count_down is not None and line < seconds and self._clock.monotonic() - self._answered_at >= line:
                 count_down(line, seconds - line)
         return True
+
+    def silence(self, what: str, seconds: float) -> StoreUnavailableError:
+        """The error for a store, called ``what``, that has given no answer for so many seconds."""
+        text, hint = f"{what} has not answered for {seconds:.0f} s", "check endpoint_url and the network"
+        if self._refusal is not None:
+            text, hint = f"{text}: {self._refusal.message}", self._refusal.hint or f"where it lasts, {hint}"
+        return StoreUnavailableError(text, operation="ask", tier="durable", hint=hint)
 
     def result(self) -> _T:
         """What was asked for, waited for without a bound but the store's own; raises what ``ask`` raised."""
@@ -112,17 +124,7 @@ def answer_within(
     question = Question(ask, clock=clock)
     try:
         if not question.within(seconds, count_down):
-            raise silence(what, seconds)
+            raise question.silence(what, seconds)
         return question.result()
     finally:
         question.close()
-
-
-def silence(what: str, seconds: float) -> StoreUnavailableError:
-    """The error for a store that has not answered for so many seconds."""
-    return StoreUnavailableError(
-        f"{what} has not answered for {seconds:.0f} s",
-        operation="ask",
-        tier="durable",
-        hint="check endpoint_url and the network",
-    )

@@ -36,7 +36,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest
-from tiered_checkpoint_io.stores.silence import Question, silence
+from tiered_checkpoint_io.stores.silence import Question
 
 _T = TypeVar("_T")
 
@@ -342,11 +342,11 @@ class Search:
             ask = functools.partial(discover, tiers, self.selector, self._aliases, self._accepts, known)
             with contextlib.closing(Question(ask, clock=tiers.clock)) as question:
                 if self._untried() and not question.within(bound, self._said("resuming from node memory")):
-                    yield DurableCatalog(error=silence(where, bound))
+                    yield DurableCatalog(error=question.silence(where, bound))
                 # What a store says when it gives up tells more; a folder of a file server's that is gone never does.
                 longer = timing.retry_deadline_s + 2 * timing.s3_read_s
                 ends = question.within(longer, self._said("node memory has no checkpoint that serves; giving up"))
-                known = question.result() if ends else DurableCatalog(error=silence(where, longer))
+                known = question.result() if ends else DurableCatalog(error=question.silence(where, longer))
             yield known
             if self._has_changed:
                 known, self._has_changed = None, False

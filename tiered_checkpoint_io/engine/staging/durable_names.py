@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.stores.silence import Question, silence
+from tiered_checkpoint_io.stores.silence import Question
 
 
 class DurableNameCache:
@@ -79,6 +79,6 @@ class DurableNameCache:
         # One that was not answered in time is not asked again: the next caller has its answer, or no wait.
         question = self._question = self._question or Question(self._list_names, clock=self._clock)
         if not question.within(patience_s):
-            raise silence("the durable tier", patience_s)
+            raise question.silence("the durable tier", patience_s)
         self._question = None
         return question.result()
