@@ -69,6 +69,7 @@ def tensor_here() -> None:
 TENSOR = len(SEEDS)
 #: What begins a pickle.
 _BEGIN = pickle.PROTO + b"\x02"
+_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
 
 
 class _Pickler(pickle.Pickler):
@@ -133,7 +134,7 @@ def scan(state: Any, paths: Sequence[tuple[Any, ...]] | None = None) -> Skeleton
         if type(value) is plain:
             add(value)
             return mark
-        if isinstance(value, torch.storage.TypedStorage | torch.UntypedStorage):
+        if isinstance(value, _STORAGES):
             raise DoubtError("a storage stands for itself")
         return NotImplemented
 
