@@ -72,8 +72,8 @@ def _others(trainer: Trainer) -> list[Callback]:
 def _epoch_as_it_ended(trainer: Trainer) -> Iterator[None]:
     """A block in which an epoch that training left halfway is not counted as completed.
 
-    Lightning counts it so as training ends. A run that resumes from such a count goes on with the rest of that epoch
-    as the next one, so that less is trained than ``max_epochs`` says.
+    Lightning counts it when training ends. A run that resumed from that count would begin with the next epoch, and
+    train less than ``max_epochs`` says.
     """
     loop: Any = trainer.fit_loop
     is_halfway = loop.epoch_progress.current.completed and not loop.epoch_loop.batch_progress.is_last_batch

@@ -1,6 +1,5 @@
 """One rank of a job whose parts have copies on peers; steps as in ``tests/dcp/worker.py``, which it builds on."""
 
-import ctypes
 import errno
 import importlib
 import json
@@ -21,6 +20,7 @@ import worker as base
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from support.clocks import hurry as hurry_clock
+from support.networks import enter_network
 
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
@@ -30,8 +30,6 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 IO = []
 SETTLE_S = 30.0
-_CLONE_NEWNET = 0x40000000
-_CLONE_NEWUTS = 0x04000000
 #: Enough for a file of two chunks.
 ROWS = 260_000
 
@@ -250,23 +248,6 @@ def marks(job, name):
     return Path(job["answer"]).with_name(f"mark-{name}")
 
 
-def enter_namespace(job):
-    """Makes this process one of another network; no thread may have begun before."""
-    place = job["netns"]
-    descriptor = os.open(f"/run/netns/{place['name']}", os.O_RDONLY)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(descriptor, _CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "setns")
-    os.close(descriptor)
-    os.environ.update(GLOO_SOCKET_IFNAME=place["device"], MASTER_ADDR=place["master"])
-    if "hostname" in place:
-        # What torch's own groups listen on, where no interface is named.
-        del os.environ["GLOO_SOCKET_IFNAME"]
-        name = place["hostname"].encode()
-        if libc.unshare(_CLONE_NEWUTS) or libc.sethostname(name, len(name)):
-            raise OSError(ctypes.get_errno(), "unshare, sethostname")
-
-
 def meet_and_tell(job):
     """What the set-up logs of the network, or its error."""
     told = []
@@ -412,5 +393,5 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
     hurry_clock(offer_poll_s=0.05, local_poll_s=0.02)
     if "netns" in json.loads(sys.argv[1]):
-        enter_namespace(json.loads(sys.argv[1]))
+        enter_network(json.loads(sys.argv[1])["netns"])
     base.main()

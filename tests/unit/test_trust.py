@@ -102,7 +102,7 @@ def test_what_no_manifest_verifies_is_not_called_intact(damage, tmp_path, memory
     said = str(refused.value)
     assert "intact" not in said
     assert "step=" not in said
-    assert "by:  [" not in said, "why is told"
+    assert "by:  [" not in said, "the reason is named"
     assert "it may be cut off, or no file of torch.save" in said
 
 

@@ -125,7 +125,7 @@ def reshard_checkpoint(
             try:
                 return done.as_file() if parts is None else done.as_parts(parts)
             except (OSError, ExportError) as error:
-                # What is put together there as one file is told as an export to that.
+                # A file that is put together there raises an ExportError, which names that file.
                 cause = error.__cause__ if isinstance(error, ExportError) else error
                 if not isinstance(cause, OSError) or isinstance(cause, TieredCheckpointError):
                     raise

@@ -68,7 +68,7 @@ class Retry:
             self._metrics.add("retries")
             self._metrics.retrying = str(error)
             if question is not None and isinstance(error, StoreError):
-                question.failed(error)
+                question.failed(error.message, error.hint)
             if state.attempt_number == 1:
                 _log.warning("retrying: %s", self._metrics.retrying)
             if self._clock.wait(event, state.next_action.sleep):

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreUnavailableError
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,7 @@ class Question(Generic[_T]):
         """Begins; ``ask`` must do no more than ask stores, because it may still run when its caller has left."""
         self._clock = clock
         self._answered_at = clock.monotonic()
-        self._refusal: StoreError | None = None
+        self._trouble = ("", "")
         self._ended = threading.Event()
         self._answer: Future[_T] = Future()
         #: Once it is set, no request is repeated.
@@ -48,11 +48,12 @@ class Question(Generic[_T]):
 
     def answered(self) -> None:
         """Takes note that the store has answered a request."""
-        self._answered_at, self._refusal = self._clock.monotonic(), None
+        self._answered_at, self._trouble = self._clock.monotonic(), ("", "")
 
-    def failed(self, error: StoreError) -> None:
+    def failed(self, message: str, hint: str | None) -> None:
         """Takes note of an error for which a request is repeated: a server that is busy says so, again and again."""
-        self._refusal = error
+        # Not the error: its frames hold mapped files.
+        self._trouble = message, hint or ""
 
     def within(self, seconds: float, count_down: CountDown | None = None) -> bool:
         """Whether all is answered before the store has been silent for ``seconds``."""
@@ -70,10 +71,12 @@ class Question(Generic[_T]):
 
     def silence(self, what: str, seconds: float) -> StoreUnavailableError:
         """The error for a store, called ``what``, that has given no answer for so many seconds."""
-        text, hint = f"{what} has not answered for {seconds:.0f} s", "check endpoint_url and the network"
-        if self._refusal is not None:
-            text, hint = f"{text}: {self._refusal.message}", self._refusal.hint or f"where it lasts, {hint}"
-        return StoreUnavailableError(text, operation="ask", tier="durable", hint=hint)
+        text, advice = f"{what} has not answered for {seconds:.0f} s", "check endpoint_url and the network"
+        # Its thread may write to this meanwhile.
+        message, hint = self._trouble
+        if message:
+            text, advice = f"{text}: {message}", hint or f"where it lasts, {advice}"
+        return StoreUnavailableError(text, operation="ask", tier="durable", hint=advice)
 
     def result(self) -> _T:
         """What was asked for, waited for without a bound but the store's own; raises what ``ask`` raised."""
