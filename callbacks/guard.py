@@ -92,7 +92,7 @@ class StrategyGuard(Callback):
         why = "Lightning restores it only where an epoch was not finished"
         report_left_out(io.checkpointer.session, "the checkpoint", len(left), why, says=trainer.is_global_zero)
         self._recording.begin(trainer, io.checkpointer.session, self._targets)
-        self._first_save.begin(trainer, io)
+        self._first_save.begin(trainer)
         if not trainer.is_global_zero:
             return
         _warn_of_others(trainer, io)

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining
 from tiered_checkpoint_io.callbacks.passed_steps import save_passed_step
 from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
-from tiered_checkpoint_io.callbacks.sentinel import NOWHERE
+from tiered_checkpoint_io.callbacks.sentinel import SentinelFileSystem
 from tiered_checkpoint_io.callbacks.summary import say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import (
     check_strategy,
@@ -195,7 +195,7 @@ class TieredModelCheckpoint(DurableEnd):
         return cls(**own, **{key: value for key, value in overrides.items() if key not in keys})
 
     # ------------------------------------------------------------------------------------ hooks
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         """Takes the trainer's checkpoint IO.
 
         Raises:
@@ -220,12 +220,9 @@ class TieredModelCheckpoint(DurableEnd):
         self._ask_exists = True
         if stage == "fit" and ids.parse_best_url(self.best_model_path) is not None:
             self.best_model_path = ""
-        # Upstream looks into the folder here; ours holds many checkpoints by design, and is remote.
-        self.dirpath = NOWHERE
-        try:
-            super().setup(trainer, pl_module, stage)
-        finally:
-            self.dirpath = dirpath
+        # Upstream's looks whether that folder is empty: a remote one, with many checkpoints by design. A restart would
+        # also wait for the libraries that it imports.
+        self.dirpath = dirpath
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
@@ -320,7 +317,7 @@ class TieredModelCheckpoint(DurableEnd):
         return bool(trainer.strategy.broadcast(exists))
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:  # noqa: ARG002
-        return {ids.LAST_URL}
+        return {SentinelFileSystem.LAST}
 
     def to_yaml(self, filepath: Any = None) -> None:
         """As upstream: writes the paths and scores of the best to a YAML file."""

@@ -1,4 +1,4 @@
-"""Room for a training's first save, made while the first batches run: at the save itself it would take longer."""
+"""Room for a training's first save, made after its first step: at the save itself it would take longer."""
 
 from __future__ import annotations
 
@@ -12,29 +12,25 @@ from tiered_checkpoint_io.adapters.sizes import size_here
 
 
 class FirstSave:
-    """Prepares the first save of a training, once, as soon as it is known how large it will be."""
+    """Prepares the first save of a training, once."""
 
     def __init__(self) -> None:
         self._is_due = False
         self._began_at = 0
 
-    def begin(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
+    def begin(self, trainer: Trainer) -> None:
         """Takes note of a training that begins or resumes."""
         shards: bool | None = getattr(trainer.strategy, "_saves_shards", None)
         # Strategies that train shards, and save them as one file, do not show how large that is.
         writes = shards if shards is not None else trainer.is_global_zero
         self._began_at = trainer.global_step
         self._is_due = writes and saves_by(trainer.checkpoint_callbacks, trainer.global_step, _last_step(trainer))
-        self.reach(trainer, io)
 
     def reach(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
-        """Prepares, once the optimizers have their states."""
-        if not self._is_due:
-            return
-        if trainer.global_step == self._began_at and not any(each.state for each in trainer.optimizers):
-            return
-        self._is_due = False
-        io.checkpointer.prepare(size_here(trainer.lightning_module, trainer.optimizers))
+        """Prepares, once a step is done: the optimizers have their states, and what training needs is in memory."""
+        if self._is_due and trainer.global_step > self._began_at:
+            self._is_due = False
+            io.checkpointer.prepare(size_here(trainer.lightning_module, trainer.optimizers))
 
 
 def saves_by(callbacks: Iterable[Callback], step: int, last_step: float) -> bool:

@@ -15,25 +15,20 @@ from fsspec import AbstractFileSystem
 
 from tiered_checkpoint_io.model import ids
 
-#: A place for Lightning to look into: it is always empty, and costs no request.
-NOWHERE = "tiered://nowhere"
-
 
 class SentinelFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """Holds one file, which is new: the sentinel for the newest "last" checkpoint."""
 
+    LAST = ids.LAST_URL
     protocol = "tiered"
 
     def exists(self, path: str, **_: Any) -> bool:
-        return bool(self._strip_protocol(path) == self._strip_protocol(ids.LAST_URL))
+        return bool(self._strip_protocol(path) == self._strip_protocol(self.LAST))
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         if not self.exists(path):
             raise FileNotFoundError(path)
         return {"name": self._strip_protocol(path), "size": 0, "type": "file"}
-
-    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:  # noqa: ARG002
-        return []
 
     def modified(self, path: str) -> datetime:  # noqa: ARG002
         return datetime.now(timezone.utc)

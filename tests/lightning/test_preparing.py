@@ -20,7 +20,7 @@ BALLAST = 2 * MIB
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """The sizes that were prepared, with the number of saves before; nothing is too small for it."""
+    """The sizes that were prepared, and the number of saves before; nothing is too small for it."""
     sizes, prepare = [], Checkpointer.prepare
 
     def preparing_first(engine, size):
@@ -63,8 +63,17 @@ def test_the_first_save_takes_what_was_prepared_for_it(runs, prepared, monkeypat
 
 
 def test_lightnings_own_model_checkpoint_gains_too_and_so_does_a_training_that_resumes(runs, prepared):
-    for max_steps in (20, 40):
-        runs.fit(lightning_callbacks.ModelCheckpoint(every_n_train_steps=10), max_steps=max_steps)
+    class Steps(lightning_callbacks.Callback):
+        """How often something was prepared, as each batch begins."""
+
+        def on_train_batch_start(self, *_):
+            seen.append(len(prepared))
+
+    for trained in (0, 1):
+        seen: list[int] = []
+        saves = lightning_callbacks.ModelCheckpoint(every_n_train_steps=10)
+        runs.fit(Steps(), saves, max_steps=20 * (trained + 1))
+        assert seen == [trained] + [trained + 1] * 19, "after the first step: a restart has enough to do before"
     first, second = prepared
     assert first == second == (first[0], 0)
 
