@@ -27,7 +27,7 @@ from contenders import CONTENDERS
 from goals import DELTA, judged
 from page import console, write
 from peers import python_for
-from running import shm_folder
+from running import compile_ours, shm_folder
 from states import STATES
 
 HERE = Path(__file__).resolve().parent
@@ -147,6 +147,7 @@ def main() -> None:
     if options.resume:
         found = json.loads(Path(options.json).read_text())
         mebibytes, rounds = found["mebibytes"], found["rounds"]
+    compile_ours()
     pairs = [(name, COMMON) for name in options.only if name != DELTA]
     if not options.no_scripts:
         pairs += [(name, state) for name in OURS for state in STATES if state != COMMON] + [(DELTA, "LoRA")]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from parts import medians
-from running import shm_folder
+from running import compile_ours, shm_folder
 
 MEMORY, S3, LIGHTNING = "from node memory", "from S3", "Lightning's own IO, tmpfs"
 PHASES = ("start and imports", "setting up the training", "restore", "first step")
@@ -140,6 +140,7 @@ def main() -> None:
         return
     from s3_process import StoringServer
 
+    compile_ours()
     os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
     found: dict[str, list[dict[str, float]]] = {way: [] for way in (MEMORY, S3, LIGHTNING)}
     with contextlib.ExitStack() as stack:
