@@ -5,8 +5,10 @@ from collections import OrderedDict, UserDict
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
+from tiered_checkpoint_io.adapters.sizes import tensors_of_optimizers
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlap
 from tiered_checkpoint_io.engine.save.part import PartSave
@@ -163,6 +165,39 @@ def test_what_changes_right_after_a_save_is_not_in_it_however_it_is_planned(job)
         assert (loaded["noted"]["losses"], loaded["extra"].sum(), len(loaded["w"])) == (losses, total, length)
         assert (loaded["w"] == (0 if step == 6 else step - 1)).all(), step
     assert job.checkpointer.saver._layouts.reused > 3, "most are planned from what was kept"
+
+
+class Quantized(torch.optim.Optimizer):
+    """Its state is of tensors that are made of others, as that of an optimizer in 8 bits is."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        for each in self.param_groups[0]["params"]:
+            codes = self.state[each].setdefault("codes", TwoTensor(torch.zeros(4), torch.zeros(4)))
+            codes.a.add_(1)
+            each.data.add_(1)
+
+
+@pytest.mark.parametrize("check", ["", "1"])
+def test_an_optimizer_may_hold_tensors_without_memory_of_their_own(job, monkeypatch, check):
+    monkeypatch.setenv(CHECK, check)
+    made = job(memory_keep_last=100, weights_only=False)
+    made.may_copy.set()
+    freed, weights = torch.nn.Parameter(torch.zeros(8)), [torch.nn.Parameter(torch.zeros(64)) for _ in range(4)]
+    freed.untyped_storage().resize_(0)
+    optimizer = Quantized(weights)
+    made.overlap._tensors = lambda: [*tensors_of_optimizers([optimizer]), freed]
+    for step in range(1, 5):
+        made.more = {"weights": [each.detach() for each in weights], "optimizer": optimizer.state_dict()}
+        made.weight = weights[0].detach()
+        made.save(step, tiers=["memory"])
+        made.go_on()
+        optimizer.step()
+        loaded = made.checkpointer.load(f"step={step}.ckpt")
+        assert [each[0] for each in loaded["weights"]] == [step - 1] * 4
+        assert [each["codes"].a[0] for each in loaded["optimizer"]["state"].values()] == [step - 1] * (4 * (step > 1))
 
 
 def test_sharded_and_local_saves_are_eager_which_is_said_once(memory_dir, tmp_path, caplog):

@@ -200,7 +200,7 @@ class Overlap:
         Returns:
             What is left to do. None where all is to be captured before the save returns.
         """
-        tensors = self._tensors()
+        tensors = self._left_for_later()
         if not tensors:
             return None
         overlapped = Overlapped(tensors, is_checked=self._is_checked)
@@ -217,7 +217,7 @@ class Overlap:
 
     def begin_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], Overlapped] | None:
         """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of anything."""
-        tensors = self._tensors()
+        tensors = self._left_for_later()
         if not tensors:
             return None
         try:
@@ -232,6 +232,10 @@ class Overlap:
         overlapped = self._begin(tensors)
         overlapped.size = snapshot.size
         return snapshot.state, overlapped
+
+    def _left_for_later(self) -> list[torch.Tensor]:
+        # What is empty, freed, or made of other tensors, as one of 8 bits is, lies nowhere itself.
+        return [each for each in self._tensors() if each.data_ptr()]
 
     def _begin(self, tensors: Sequence[torch.Tensor]) -> Overlapped:
         overlapped = Overlapped(tensors, is_checked=self._is_checked)
