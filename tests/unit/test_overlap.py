@@ -167,6 +167,29 @@ def test_what_changes_right_after_a_save_is_not_in_it_however_it_is_planned(job)
     assert job.checkpointer.saver._layouts.reused > 3, "most are planned from what was kept"
 
 
+def test_what_is_replaced_or_resized_right_after_a_save_is_in_it_as_it_was(job):
+    """As a callback does it that keeps an average: ``average.data = ...``."""
+    job = job(memory_keep_last=100)
+    replaced, resized, cut = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    job.more = {"replaced": replaced, "resized": resized, "cut": cut, "trained": torch.zeros(2)}
+    for step in range(1, 7):
+        job.may_copy.clear()
+        wanted = {name: each.clone() for name, each in job.more.items()}
+        assert job.save(step, tiers=["memory"]).overlapped
+        replaced.data = replaced.data + 1
+        resized.set_(torch.zeros(9))
+        cut.data = cut.data[:3]
+        job.more["trained"].requires_grad_()
+        job.go_on()
+        loaded = job.checkpointer.load(f"step={step}.ckpt")
+        assert all(torch.equal(loaded[name], each) for name, each in wanted.items()), step
+        assert not loaded["trained"].requires_grad
+        resized.set_(torch.zeros(4))
+        cut.set_(torch.zeros(4))
+        job.more["trained"].requires_grad_(False)
+    assert job.checkpointer.saver._layouts.reused > 3, "most are planned from what was kept"
+
+
 class Quantized(torch.optim.Optimizer):
     """Its state is of tensors that are made of others, as that of an optimizer in 8 bits is."""
 

@@ -12,8 +12,8 @@ import io
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter, eq, getitem
 from typing import Any, Protocol, cast
@@ -185,6 +185,27 @@ def rebuilt(skeleton: Skeleton) -> Any:
     tensors = iter(skeleton.tensors)
     unpickler.persistent_load = lambda _: tensors.__next__
     return unpickler.load()
+
+
+def apart(skeleton: Skeleton, others: Sequence[torch.Tensor], copies: Mapping[int, torch.UntypedStorage]) -> Skeleton:
+    """The same with tensors of its own in place of some, which may be changed in any way then.
+
+    Args:
+        skeleton: A state's structure.
+        others: Some of its tensors.
+        copies: Copies of the storages that these lie in, by the storages' identity.
+
+    Raises:
+        DoubtError: One of them is pickled in another way than most.
+    """
+    facts = Tensors(tuple(others))
+    own: dict[int, torch.Tensor] = {}
+    for number, each in enumerate(others):
+        made = torch.empty(0, dtype=facts.dtypes[number], device=facts.devices[number])
+        copied: Any = copies[facts.identities[number]]
+        made.set_(copied, facts.offsets[number], facts.shapes[number], facts.strides[number])
+        own[id(each)] = made.requires_grad_(facts.grads[number])
+    return replace(skeleton, tensors=tuple([own.get(id(each), each) for each in skeleton.tensors]))
 
 
 def _units(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -79,8 +79,10 @@ class FullSaver:
                 else:
                     part.reserve(size=self._layouts.size)
                 # A stream needs the live state until the durable tier has it.
-                if overlap is not None and not part.streams and self._begin(part, taken, overlap):
-                    return self._leave(part, taken)
+                if overlap is not None and not part.streams:
+                    taken = self._begin(part, taken, overlap)
+                    if part.overlapped is not None:
+                        return self._leave(part, taken)
                 if part.image is None:
                     self._plan(part, state, taken)
                 part.fill()
@@ -135,11 +137,21 @@ class FullSaver:
             say_eager(self._session, self._why_eager)
         return self.overlap
 
-    def _begin(self, part: PartSave, taken: Skeleton | None, overlap: Overlap) -> bool:
-        """Begins an overlapped capture of a part that has its slot; False where the capture is to be eager."""
+    def _begin(self, part: PartSave, taken: Skeleton | None, overlap: Overlap) -> Skeleton | None:
+        """Begins an overlapped capture of a part that has its slot, unless the capture is to be eager.
+
+        Returns:
+            What was taken, as the plan is to be made of it.
+        """
         try:
             if taken is not None:
-                part.overlapped = overlap.begin(taken.tensors)
+                overlapped = overlap.begin(taken.tensors)
+                if overlapped is not None:
+                    try:
+                        taken, part.overlapped = overlapped.apart(taken), overlapped
+                    except Exception:
+                        # What is of an uncommon kind is captured at once.
+                        overlapped.copied.set()
             elif part.image is not None and part.image.planned:
                 part.overlapped = overlap.begin([region.storage for region in part.image.regions])
                 if part.overlapped is not None:
@@ -147,7 +159,7 @@ class FullSaver:
         except BaseException:
             part.give_back()
             raise
-        return part.overlapped is not None
+        return taken
 
     def _leave(self, part: PartSave, taken: Skeleton | None) -> SaveReport:
         overlapped, session = part.overlapped, self._session

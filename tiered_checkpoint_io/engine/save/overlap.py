@@ -26,6 +26,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.filling import StorageRegion, StorageRegions
 from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.skeleton import Skeleton, apart
 
 #: Of a save that never overlaps.
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
@@ -53,7 +54,8 @@ class Overlapped:
     Attributes:
         tensors: What only the optimizers change; all else is copied already.
         addresses: Where they begin.
-        copies: Of a full checkpoint, these copies, by what was copied: storages, by their identity.
+        others: Of a full checkpoint, all else that was found, until :meth:`apart`.
+        copies: Of a full checkpoint, copies of that, by what was copied: storages, by their identity.
         copied: Set once nothing of the live state is needed any more.
         wanted: Set once training waits for that.
         size: Bytes of the state, of a sharded one.
@@ -66,6 +68,7 @@ class Overlapped:
 
     tensors: Sequence[torch.Tensor]
     addresses: list[int] = field(default_factory=list)
+    others: Sequence[torch.Tensor | torch.UntypedStorage] = ()
     copies: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
     copied: threading.Event = field(default_factory=threading.Event)
     wanted: threading.Event = field(default_factory=threading.Event)
@@ -92,6 +95,15 @@ class Overlapped:
                     self._ready.append(torch.cuda.current_stream(device).record_event())
         if self.is_checked:
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
+
+    def apart(self, taken: Skeleton) -> Skeleton:
+        """A state that was taken, with tensors of its own in place of what may be replaced or resized from now on.
+
+        Raises:
+            DoubtError: One of these is of an uncommon kind.
+        """
+        others, self.others = self.others, ()
+        return apart(taken, cast("Sequence[torch.Tensor]", others), self.copies) if others else taken
 
     def with_copies(self, image: Image) -> Image:
         """A planned file, with :attr:`copies` in place of what they are copies of."""
@@ -205,12 +217,14 @@ class Overlap:
             return None
         overlapped = Overlapped(tensors, is_checked=self._is_checked)
         overlapped.begin()
-        storages = _apart(found, tensors, set(overlapped.addresses))
-        if storages:
+        others = _others(found, tensors, set(overlapped.addresses))
+        if others:
+            storages = {storage._cdata: storage for storage in map(_storage_of, others)}
             size = sum({storage._cdata: storage.nbytes() for storage in map(_storage_of, found)}.values())
             if sum(map(torch.UntypedStorage.nbytes, storages.values())) > size * _MOST_EAGER:
                 self._say_too_much()
                 return None
+            overlapped.others = others
             overlapped.copies = {key: cast("Any", storage).clone() for key, storage in storages.items()}
         self._current = self.newest = overlapped
         return overlapped
@@ -277,19 +291,18 @@ def say_eager(session: Session, why: str) -> None:
         session.log.info("staging is %s, but the state is captured before a save returns: %s", staging, why)
 
 
-def _apart(
+def _others(
     found: Iterable[torch.Tensor | torch.UntypedStorage], kept: Sequence[torch.Tensor], addresses: set[int]
-) -> dict[int, torch.UntypedStorage]:
-    """The storages that none of the ``kept`` tensors lies in, by their identity; these begin at the ``addresses``."""
+) -> list[torch.Tensor | torch.UntypedStorage]:
+    """Those in whose storages none of the ``kept`` tensors lies; these begin at the ``addresses``."""
     # A training waits for this, and nearly all are kept: what is the same, or begins at the same place, is not looked
     # at any closer.
     same = set(map(id, kept))
-    others = [each for each in found if id(each) not in same]
-    storages = [_storage_of(each) for each in others if each.data_ptr() not in addresses]
-    if not storages:
-        return {}
+    others = [each for each in found if id(each) not in same and each.data_ptr() not in addresses]
+    if not others:
+        return []
     identities = _storages(kept)
-    return {storage._cdata: storage for storage in storages if storage._cdata not in identities}
+    return [each for each in others if _storage_of(each)._cdata not in identities]
 
 
 def _storage_of(found: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
