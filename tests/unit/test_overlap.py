@@ -190,6 +190,22 @@ def test_what_is_replaced_or_resized_right_after_a_save_is_in_it_as_it_was(job):
     assert job.checkpointer.saver._layouts.reused > 3, "most are planned from what was kept"
 
 
+@pytest.mark.parametrize(
+    "uncommon",
+    [torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2).to(torch.float8_e4m3fn)],
+)
+def test_a_tensor_of_an_uncommon_kind_may_come_between_two_saves(job, uncommon):
+    job = job(memory_keep_last=100)
+    job.may_copy.set()
+    for step in range(1, 7):
+        assert job.save(step, tiers=["memory"]) is not None
+        job.go_on()
+        loaded = job.checkpointer.load(f"step={step}.ckpt")
+        assert loaded["global_step"] == step
+        assert step < 5 or loaded["more"].to_dense().tolist() == uncommon.to_dense().tolist()
+        job.more = {"more": uncommon} if step > 3 else {}
+
+
 class Quantized(torch.optim.Optimizer):
     """Its state is of tensors that are made of others, as that of an optimizer in 8 bits is."""
 

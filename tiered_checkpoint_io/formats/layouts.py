@@ -6,7 +6,7 @@ import contextlib
 import copyreg
 import functools
 from collections import OrderedDict
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,7 +62,9 @@ class Layouts:
         """
         if self._repeats:
             with contextlib.suppress(Exception), collecting_later():
-                return scan(state, self._paths)
+                taken = scan(state, self._paths)
+                # Others have no memory of their own that could be copied.
+                return taken if set(map(attrgetter("layout"), taken.tensors)) <= {torch.strided} else None
         return None
 
     def plan_taken(self, taken: Skeleton) -> Image:
