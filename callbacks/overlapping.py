@@ -45,6 +45,7 @@ class OverlappedCapture(Callback):
         self._choice = StagingChoice() if io.config.staging == "auto" else None
         self._between_batches = False
         self._handle: Any = None
+        self._validation: Any = trainer.fit_loop.epoch_loop.val_loop
         self._began = 0.0
         self._plain: deque[float] = deque(maxlen=_STEPS)
         self._report: SaveReport | None = self._session.last_save
@@ -71,17 +72,29 @@ class OverlappedCapture(Callback):
         held.callbacks = [callback, *held.callbacks]
         callback._saver.overlap = callback._overlap
         callback._handle = register_optimizer_step_pre_hook(callback._before_step)
+        callback._hold_validation()
         return callback
 
     def leave(self, trainer: Trainer) -> None:
         """Waits, and leaves the trainer."""
         self._saver.overlap = None
         self._handle.remove()
+        vars(self._validation).pop("run", None)
         held: Any = trainer
         held.callbacks = [each for each in held.callbacks if each is not self]
         self._overlap.wait()
 
     # -------------------------------------------------------------------------------- the waits
+    def _hold_validation(self) -> None:
+        # Its first hook is the module's on_validation_model_eval, in which some optimizers put other weights in place.
+        run = self._validation.run
+
+        def run_later() -> Any:
+            self._wait()
+            return run()
+
+        self._validation.run = run_later
+
     def _wait(self, *_: Any, **__: Any) -> None:
         self._between_batches = False
         self._overlap.wait()

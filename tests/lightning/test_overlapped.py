@@ -231,6 +231,33 @@ def test_a_cuda_training_resumes_from_an_overlapped_save_as_from_an_eager_one(op
     assert same(*ends)
 
 
+class Averaged(Normed):
+    """Validates with other weights, as optimizers without a schedule have it."""
+
+    def on_validation_model_eval(self):
+        super().on_validation_model_eval()
+        self.kept = self.net[0].weight.detach().clone()
+        self.net[0].weight.data.mul_(0.5)
+
+    def on_validation_model_train(self):
+        super().on_validation_model_train()
+        self.net[0].weight.data.copy_(self.kept)
+
+
+def test_other_weights_for_validation_are_not_in_the_save_before_it(runs, monkeypatch, caplog):
+    moments = Moments(monkeypatch)
+    model = Averaged(OPTIMIZERS["AdamW foreach"], "automatic")
+    io = runs.io(staging="overlapped", memory_keep_last=100)
+    callback = TieredModelCheckpoint(memory_every_n_train_steps=1, save_top_k=-1)
+    trainer, _ = runs.fit(callback, model=model, io=io, ckpt_path=None, max_steps=8, val_check_interval=2)
+    assert not [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert moments.overlapped >= 7
+    for name, state in moments.states.items():
+        assert same(trainer.io.load_checkpoint(name, weights_only=False), state), name
+    assert "run" not in vars(trainer.fit_loop.epoch_loop.val_loop)
+    trainer.io.teardown()
+
+
 class Careless(Normed):
     """Halves its weights now and then, in a way that no version counter shows."""
 
