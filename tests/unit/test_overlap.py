@@ -1,6 +1,8 @@
 """An overlapped capture, without a Trainer: what its save promises when training goes on before the copy is done."""
 
 import threading
+import time
+import weakref
 from collections import OrderedDict, UserDict
 
 import pytest
@@ -204,6 +206,24 @@ def test_a_tensor_of_an_uncommon_kind_may_come_between_two_saves(job, uncommon):
         assert loaded["global_step"] == step
         assert step < 5 or loaded["more"].to_dense().tolist() == uncommon.to_dense().tolist()
         job.more = {"more": uncommon} if step > 3 else {}
+
+
+def test_no_copy_is_kept_once_it_is_saved(job):
+    job = job(memory_keep_last=100)
+    job.may_copy.set()
+    job.more = {"average": torch.zeros(ROWS // 4)}
+    for step in range(1, 7):
+        job.may_copy.clear()
+        assert job.save(step, tiers=["memory"]).overlapped
+        copies = [weakref.ref(each) for each in job.overlap.newest.copies.values()]
+        assert copies
+        job.go_on()
+        job.checkpointer.saver.show()
+        # The thread that has saved it is about to forget it.
+        end = time.monotonic() + 10
+        while any(each() is not None for each in copies):
+            assert time.monotonic() < end, step
+            time.sleep(0.01)
 
 
 class Quantized(torch.optim.Optimizer):

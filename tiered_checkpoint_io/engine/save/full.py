@@ -200,6 +200,8 @@ class FullSaver:
             finally:
                 part.give_back()
         finally:
+            # They may be as large as a third of the state, and the next save makes its own.
+            overlapped.copies = {}
             overlapped.copied.set()
 
     def show(self) -> None:
