@@ -22,14 +22,26 @@ def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose,
     options = {"replication_factor": 2, "dirpath": s3_url}
     ranks("abc", *SAVES, **options)
     lose("a")
-    # A rank that has its own part does not wait: another one begins only once rank 2 is done.
-    first = [["load_local", {"late": [late, "done"]}], ["mark", 2, "done"]]
-    loaded, _, again, _ = ranks("abc", *first, ["load_local"], ["close"], **options)
+    loaded, again, _ = ranks("abc", ["load_local", {"late": [late, 1]}], ["load_local"], ["close"], **options)
     assert [answer.get("value") for answer in loaded] == [[200.0], [201.0], [202.0]], loaded
     assert all(gets(answer) == {} for answer in loaded)
     assert [2, 0] in [each[:2] for each in loaded[0]["own"]], "the part is the node's own again"
     assert [answer.get("value") for answer in again] == [[200.0], [201.0], [202.0]], again
     assert max(answer["seconds"] for answer in again) < 6
+
+
+@pytest.mark.parametrize(
+    ("back", "rest"), [("ab", "cb"), pytest.param("abc", "dbc", marks=pytest.mark.matrix)], ids=["2 nodes", "3 nodes"]
+)
+def test_a_node_that_comes_back_with_an_old_memory_does_not_take_all_back(ranks, back, rest):
+    """As where a queue gives a job the same node again, after it ran on another one for a while."""
+    options = {"replication_factor": 2}
+    ranks(back, *SAVES, **options)
+    ranks(rest, ["load_local"], ["save_local", 3], ["save_local", 4], ["close"], **options)
+    # It comes first; nothing else keeps it from its own memory.
+    (loaded, _) = ranks(back, ["load_local", {"late": [1, 1]}], ["close"], **options)
+    assert [answer.get("value") for answer in loaded] == [[400.0 + rank] for rank in range(len(back))], loaded
+    assert max(answer["seconds"] for answer in loaded) < 6
 
 
 @pytest.mark.matrix

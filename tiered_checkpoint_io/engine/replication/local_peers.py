@@ -1,12 +1,13 @@
-"""What ranks have for each other when they load local checkpoints: no collective, and no wait but for what is lost.
+"""What ranks have for each other when they load local checkpoints: no collective, and waits with bounds.
 
 A node that has lost its memory can't load from it, but a peer keeps replicas of its parts. Ranks that load write to the
 key-value store of torch.distributed what their node's memory holds. A rank whose shard is not there asks one whose node
-has it; a thread of that one answers, and sends the part over a link of the two. No other rank takes part, and a rank
-that has its own shard waits for none. The waits of those that lack theirs are bounded:
+has it; a thread of that one answers, and sends the part over a link of the two. No other rank takes part. The waits are
+bounded:
 
 - for ranks that have not begun to load, until all have, or ``local_patience_s`` is over;
-- where the whole node holds nothing: for another rank's choice of what to load, while some rank may still choose.
+- where the node holds nothing of the newest save that all nodes together hold, since it has lost its memory or was not
+  part of the job when that was made: for another rank's choice of what to load, while some rank may still choose.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 from tiered_checkpoint_io.engine.ranks.transfer import (
     SlotDestination,
@@ -53,14 +54,38 @@ class LocalPeers:
         self._thread: threading.Thread | None = None
 
     # ---------------------------------------------------------------------------------- of a load
-    def begin(self, load: str, held: Iterable[tuple[str, int]]) -> None:
-        """Tells what this node's memory holds: save ids and shards; from now on, others may ask for it."""
+    def begin(self, load: str, held: Mapping[tuple[str, int], int]) -> None:
+        """Tells what this node's memory holds; from now on, others may ask for it.
+
+        ``held`` are save ids and shards, with how many shards make each save.
+        """
         self._store.set(f"{load}/held/{self._rank}", json.dumps(sorted(held)))
+        mine = str(self._rank)
+        for (save_id, shard), shards in held.items():
+            # A few requests of each rank, where asking for what each has would be as many as there are ranks, of each.
+            is_first = self._store.swap(f"{load}/shard/{save_id}/{shard}", "", mine) == mine
+            if is_first and self._store.add(f"{load}/shards/{save_id}") == shards:
+                newest = ""
+                while newest < save_id:
+                    newest = self._store.swap(f"{load}/newest", newest, save_id)
+        self._store.add(f"{load}/began")
         with self._changed:
             self._load = load
             self._changed.notify_all()
         if self._thread is None:
             self._thread = self._clock.start(self._serve, "tiered-give-replicas")
+
+    def newest(self, load: str, chosen: Callable[[], str | None]) -> str | None:
+        """The newest save of which the memory of all nodes together has every shard.
+
+        Waits until all ranks have begun the load, or one has chosen, for ``local_patience_s`` at most.
+        """
+        deadline = self._clock.monotonic() + min(self._timeout_s, self._timing.local_patience_s)
+        while self._store.add(f"{load}/began", 0) < self._world and chosen() is None:
+            if self._clock.monotonic() > deadline:
+                break
+            self._clock.sleep(self._timing.local_poll_s)
+        return self._store.get(f"{load}/newest")
 
     def end(self, load: str) -> None:
         """Tells that this rank's load is over, however it ended."""

@@ -1,19 +1,21 @@
-"""Loading a local checkpoint: each rank the file of its shard, without waiting for any other rank.
+"""Loading a local checkpoint: each rank the file of its shard, without any collective.
 
 A checkpoint is taken if it is known to be complete: it is committed on the durable tier, or this node's memory holds
 the parts of all its shards, or knows that all of them were replicated. The first rank that has an intact file of one
 publishes which save that is, see ``local_run``; all others take theirs of that save: from their node's memory, else
-from a peer's, see ``local_peers``, else from the durable tier. Where no peer can be asked, a checkpoint of memory alone
-is passed over if some rank's node lacks that rank's file: the ranks of one node may have saved it for replicas on
-others, or ranks may be on other nodes than they were. A checkpoint that several nodes hold in memory alone, without
-replicas, is loaded by its name: no node can see that it is complete, but a rank that lacks its part says so. The
-replicas that a node keeps for others count as what it holds.
+from a peer's, see ``local_peers``, else from the durable tier. Where peers can be asked, a node that was not part of
+the job for a while may hold an old one: only ranks whose node has a part of the newest that all nodes together hold
+choose. Where no peer can be asked, a checkpoint of memory alone is passed over if some rank's node lacks that rank's
+file: the ranks of one node may have saved it for replicas on others, or ranks may be on other nodes than they were. A
+checkpoint that several nodes hold in memory alone, without replicas, is loaded by its name: no node can see that it is
+complete, but a rank that lacks its part says so. The replicas that a node keeps for others count as what it holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
 from tiered_checkpoint_io.engine.ranks.coordination import Group
@@ -21,7 +23,7 @@ from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Held, Selector, Tier
 from tiered_checkpoint_io.engine.restore.restore import FetchedPart, NodeFetcher, Restored, fetched_from
 from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.save.uncoordinated import ShardRole
@@ -56,17 +58,19 @@ class LocalRestorer:
         """
         what = f"{self._tiers.config.namespace}/{self._tiers.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
         self._load = current_run().begin_load(what)
-        # No collective, and no wait for other ranks.
+        # No collective.
         group, has_peers = Group("here"), self._peers is not None
         search = Search(self._tiers, selector, "local", group, self._role.shard, replicas=has_peers)
-        held = [(part.content.save_id, part.rank) for part in search.look() if selector.wants(part.name)]
+        listed = search.look()
+        meant = [each for each in listed if each.content.kind == "local" and selector.wants(each.name)]
+        held = {(each.content.save_id, each.rank): each.content.parts for each in meant}
         if self._must_ask(search):
             current_run().report_held(self._load, {save_id for save_id, rank in held if rank == self._role.shard})
         if self._peers is not None:
             self._peers.begin(self._load, held)
         try:
             search.check()
-            fetched = self._choose(search, has_some=bool(held))
+            fetched = self._choose(search, listed, has_some=bool(held))
         finally:
             if self._peers is not None:
                 self._peers.end(self._load)
@@ -75,13 +79,19 @@ class LocalRestorer:
         return restored
 
     # ------------------------------------------------------------------------------------ choosing
-    def _choose(self, search: Search, *, has_some: bool) -> FetchedPart:
+    def _choose(self, search: Search, listed: list[Held], *, has_some: bool) -> FetchedPart:
         """The first rank to have found an intact file of its own chooses; all others take theirs of the same save."""
         run, load = current_run(), self._load
         chosen = run.chosen(load)
-        if chosen is None and self._peers is not None and not has_some:
-            # This node may have lost what others still have.
-            chosen = self._peers.await_choice(load, lambda: run.chosen(load))
+        if chosen is None and self._peers is not None:
+            if search.selector.kind != "name":
+                newest = self._peers.newest(load, lambda: run.chosen(load))
+                # It is complete, whether this node has learnt that or not.
+                listed[:] = [replace(each, replicated=each.replicated or _is(each, newest)) for each in listed]
+                has_some = has_some and (newest is None or any(_is(each, newest) for each in listed))
+            if not has_some:
+                # This node may have lost what others still have, or be back with what it had long ago.
+                chosen = self._peers.await_choice(load, lambda: run.chosen(load))
         if chosen is None:
             mine = search.run(lambda candidate: self._try(candidate, search))
             if mine is None:
@@ -176,3 +186,7 @@ class LocalRestorer:
             rank=self._role.shard,
             hint="have all ranks load an older one by its checkpoint_id",
         )
+
+
+def _is(held: Held, save_id: str | None) -> bool:
+    return held.content.save_id == save_id
