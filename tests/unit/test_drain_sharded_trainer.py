@@ -3,6 +3,8 @@
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 from support.draining import Node
@@ -38,6 +40,34 @@ def test_max_pending_counts_saves_and_a_cancel_takes_all_their_parts(memory_dir,
     cancelled = [op_id(1), *(part_op(1, rank) for rank in (1, 2, 3))]
     assert {node.states()[op] for op in cancelled} == {"skipped"}
     assert pending(node) == [op_id(2)]
+    handle.close(timeout_s=10)
+
+
+def test_what_waits_for_the_parts_of_a_lost_node_does_not_hold_up_the_next_start(memory_dir, tmp_path):
+    """As long as they may come is 30 minutes by default; the queue is full, as it is where uploads are what takes long."""
+    node = Node(memory_dir, str(tmp_path / "durable"), max_pending=2, pending_timeout_s=1, wait_timeout_s=60)
+    for number in (1, 2):
+        node.part(f"{number}.ckpt", number, 0, world_size=2)
+    drain(node).run(once=True)
+    assert pending(node) == [op_id(1), op_id(2)]
+    lock, began = try_lock(node.root / LOCK_FILE), time.monotonic()
+    with pytest.raises(DrainError, match="1.ckpt: an earlier start left it, and parts of other nodes do not come"):
+        DrainHandle(node.tier, node.config, LOG).flush(60)
+    assert 1 <= time.monotonic() - began < 20
+    handle, began = DrainHandle(node.tier, node.config, LOG), time.monotonic()
+    assert handle.has_room(op_id(90))
+    assert 1 <= time.monotonic() - began < 20
+    assert [request.target for request in node.queue.requests()] == [op_id(1)] == [handle.given_up]
+    # Its own are waited for: the other node may be slow.
+    node.part("3.ckpt", 3, 0, world_size=2)
+    release(lock)
+    drain(node).run(once=True)
+    assert pending(node) == [op_id(2), op_id(3)]
+    with_bound = replace(node.config, wait_timeout_s=3)
+    handle._config, lock = with_bound, try_lock(node.root / LOCK_FILE)
+    assert not handle.has_room(op_id(91))
+    assert handle.given_up == ""
+    release(lock)
     handle.close(timeout_s=10)
 
 

@@ -20,11 +20,15 @@ from tiered_checkpoint_io.engine.drain.progress import tier_label
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.running import DrainRunner
 from tiered_checkpoint_io.engine.drain.standstill import Standstill, StandstillError
+from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.parts import PART_FILE
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+_ORPHANED = "an earlier start left it, and parts of other nodes do not come: they may be lost"
 
 
 class DrainHandle:
@@ -45,6 +49,8 @@ class DrainHandle:
         self.start = self.runner.start
         #: The save that the last :meth:`has_room` gave up.
         self.given_up = ""
+        #: The saves that an earlier start left here, and since when they alone are left, for parts of other nodes.
+        self._left_over, self._orphaned_since = frozenset(self.pending_saves()), math.inf
         #: Nothing is waited for beyond this, by the monotonic clock: the process has to end.
         self.leave_by: float | None = None
         self._news = NewOutcomes(self.queue)
@@ -111,10 +117,11 @@ class DrainHandle:
             if len(waiting) < max_pending and len(cancelled) <= max_pending:
                 return True
             lost = {ids.save_id_of_op(op_id) for op_id in self.pending() if self._failure(op_id) is not None}
-            failed = [save_id for save_id in waiting if save_id in lost]
+            orphans = self._orphans(waiting)
+            failed = [save_id for save_id in waiting if save_id in lost | orphans]
             # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
             if failed and len(cancelled) < max_pending:
-                why = self.progress().last_error
+                why = _ORPHANED if failed[0] in orphans else self.progress().last_error
                 self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", why)
                 self.given_up = failed[0]
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
@@ -128,6 +135,20 @@ class DrainHandle:
                 self._log.warning("max_pending is reached: waiting until one of %d uploads has ended", len(waiting))
                 warned = True
         return False
+
+    def _orphans(self, waiting: Collection[str]) -> set[str]:
+        """These saves, where they wait for parts of other nodes alone, and an earlier start left them; or none.
+
+        Those nodes may be lost, and the parts with them. Only after ``pending_timeout_s``: they may just be slower.
+        """
+        queued = [each for each in self.queue.look(self._tier) if ids.save_id_of_op(each.op_id) in waiting]
+        sent = [PART_FILE in commit.sent(self.queue.journal(each.op_id)) for each in queued if each.action == "save"]
+        if not waiting or not self._left_over.issuperset(waiting) or sent != [True] * len(queued):
+            self._orphaned_since = math.inf
+            return set()
+        self._orphaned_since = min(self._orphaned_since, self._clock.monotonic())
+        is_late = self._clock.monotonic() - self._orphaned_since >= self._config.pending_timeout_s
+        return set(waiting) if is_late else set()
 
     def wait(self, op_id: str, timeout_s: float, *, moving_s: float = math.inf) -> Outcome:
         """The outcome of an operation: its commit, or its first failure.
@@ -180,6 +201,13 @@ class DrainHandle:
             first = self._stuck_by(left)
             if first is not None:
                 raise self._fails(f"{first.name} did not reach the durable tier: {first.error}", first.name)
+            # Who names operations means to wait for them.
+            saves = {ids.save_id_of_op(each.op_id) for each in left if each.action in SAVES and only is None}
+            orphans = self._orphans(saves)
+            if orphans and {each.op_id for each in left} <= orphans | blocked_by_failures(left, orphans):
+                # Not said by any outcome.
+                url = ids.join_url(self._config.dirpath, left[0].name)
+                raise self._error(f"{left[0].name}: {_ORPHANED}", url, "the drain goes on to look for them")
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
     def make_way(self, name: str, save_id: str, timeout_s: float, next_id: Callable[[], str]) -> None:

@@ -92,7 +92,7 @@ def put_part(
         return "committed"
     if gone_past(old, part, clock):
         return "replaced"
-    if _DESCRIPTION not in _sent(journal):
+    if _DESCRIPTION not in sent(journal):
         _put_files(store, part, files, old, journal, progress)
         store.put(ids.description_key(part.save_id, part.rank), part.to_json())
         _note_sent(journal, _DESCRIPTION)
@@ -106,11 +106,16 @@ def _was_replaced(old: Manifest | None, part: Part, journal: UploadJournal | Non
     return old.content.save_id > part.save_id and all(each.save_id != part.save_id for each in contents_of([old]))
 
 
+def sent(journal: UploadJournal | None) -> dict[str, object]:
+    """What has arrived, by its basename; the part's description last."""
+    return Section(journal, _SENT).read() or {}
+
+
 def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
     """Ends the upload of a part that will not be needed. Files that have arrived stay where they are."""
-    sent = _sent(journal)
+    arrived = sent(journal)
     for entry in sorted(part.content.files, key=lambda entry: entry.basename == part.content.switch):
-        if entry.basename not in sent:
+        if entry.basename not in arrived:
             store.abandon(entry.path, Section(journal, _UPLOAD))
 
 
@@ -163,7 +168,7 @@ def commit(
         return "replaced"
     else:
         index = _index_of(part, rows or {part.rank: IndexRow.of(part)})
-        described = part.content.parts > 1 or _DESCRIPTION in _sent(journal)
+        described = part.content.parts > 1 or _DESCRIPTION in sent(journal)
         if not described:
             _put_files(store, part, files, old, journal, progress)
         elif switch is not None:
@@ -249,13 +254,8 @@ def _put_index(store: Store, part: Part, index: Index, old: Manifest | None) -> 
 
 
 # ------------------------------------------------------------------------------------------ inside
-def _sent(journal: UploadJournal | None) -> dict[str, object]:
-    """What has arrived, by its basename."""
-    return Section(journal, _SENT).read() or {}
-
-
 def _note_sent(journal: UploadJournal | None, name: str) -> None:
-    Section(journal, _SENT).write({**_sent(journal), name: True})
+    Section(journal, _SENT).write({**sent(journal), name: True})
 
 
 def _switch(part: Part) -> FileEntry | None:
@@ -292,7 +292,7 @@ def _put_files(
     _check_names(store, part, old)
     _verify(part, part.content.files, files)
     for entry in _uploaded(part):
-        if entry.basename not in _sent(journal):
+        if entry.basename not in sent(journal):
             _put_file(store, entry, files, journal, progress)
             _note_sent(journal, entry.basename)
 
