@@ -51,6 +51,13 @@ def test_memory_stays_bounded_over_many_saves(ranks):
         assert [step for step, *_ in answer["copies"]] == [5, 6]
 
 
+@pytest.mark.matrix
+def test_memory_stays_bounded_where_names_tell_a_metric(ranks):
+    saves = [["save_full", step, {"name": f"best-epoch={step}-val_loss=0.{step}.ckpt"}] for step in range(1, 7)]
+    *_, (one, other) = ranks("ab", *saves, replication_factor=2, memory_keep_last=2)
+    assert [step for step, *_ in one["own"]] == [step for step, *_ in other["copies"]] == [5, 6]
+
+
 @pytest.mark.parametrize(("nodes", "factor"), [("aa", 2), pytest.param("aabb", 3, marks=pytest.mark.matrix)])
 def test_copies_on_the_same_machine_are_refused_on_all_ranks(ranks, nodes, factor):
     (answers,) = ranks(nodes, ["save", 1], replication_factor=factor)

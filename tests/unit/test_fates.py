@@ -31,9 +31,9 @@ class Rank:
         self.store = StoreClient(origin, "test", timeout_s=10.0)
         self.fates = Fates(self.store, self.tier, dict(replicated))
 
-    def save(self, number):
+    def save(self, number, name="step_{}"):
         part, files = make_part(
-            f"step_{number}", number, self.rank, world_size=2, kind="local", run=RUN, size=1_500_000
+            name.format(number), number, self.rank, world_size=2, kind="local", run=RUN, size=1_500_000
         )
         slots = {name: self.tier.acquire(len(data)) for name, data in files.items()}
         for name, data in files.items():
@@ -68,6 +68,18 @@ def test_a_save_is_kept_until_both_know_that_it_is_replicated(ranks):
     assert ranks[1].marked() == [1]
     # It stays also for what was listed before it was marked, until a newer one is replicated.
     assert ranks[0].fates.awaited() == ranks[1].fates.awaited() == {parts[0].save_id}
+
+
+def test_a_metric_in_its_name_keeps_no_save_for_ever(ranks):
+    """Each would be the only one of its name: a job's memory would fill up."""
+    for number in (1, 2, 3):
+        parts = [each.save(number, "best-step={0}-val_loss=0.3{0}").part for each in ranks]
+        for each, part in zip(ranks, parts, strict=True):
+            each.fates.begin(part)
+            each.fates.count(part)
+        for each in ranks:
+            each.fates.look()
+            assert each.fates.awaited() == {parts[0].save_id}
 
 
 def test_what_one_rank_gives_up_is_replicated_for_none(ranks):

@@ -192,6 +192,8 @@ def test_names_that_differ_by_step_and_epoch_are_one_series():
     assert ids.series_of("tp0/step_5") == ids.series_of("tp0/step_12") != ids.series_of("tp1/step_5")
     assert ids.series_of("epoch=0-step=12.ckpt") == ids.series_of("epoch=3-step=99.ckpt")
     assert ids.series_of("tp0_ep0") != ids.series_of("tp1_ep0")
+    assert ids.series_of("step=1-loss=0.3.ckpt") == ids.series_of("step=2-loss=-1.2e-05.ckpt")
+    assert ids.series_of("lr=0.1/step_5") != ids.series_of("lr=0.2/step_5")
 
 
 # -------------------------------------------------------------------------------------------- replicas
@@ -223,6 +225,17 @@ def test_of_each_ranks_copies_the_newest_stay_and_the_newest_that_is_safe():
 def test_copies_for_ranks_that_send_here_no_longer_go_once_a_newer_save_is_safe():
     assert outdated(copies("1r0+", "2r1", "3r1"), 2) == []
     assert outdated(copies("1r0+", "2r1", "3r1+"), 2) == ["1r0"]
+
+
+def test_numbers_in_names_do_not_keep_copies_for_ever():
+    """Such as metrics, by which each checkpoint would be the only one of its name, and as such the newest."""
+    names = {"full": "best-{n}-acc=0.{n}-{n}e-0{n}.ckpt", "sharded": "best-step={n}-loss=-0.{n}.ckpt"}
+    for payload, name in names.items():
+        held = [part(n, payload=payload, name=name.format(n=n), replicated=True) for n in range(1, 6)]
+        assert outdated(held, 2) == ["1r0", "2r0", "3r0"], payload
+        # What belongs to each of them stays beside it.
+        beside = [part(n, payload=payload, name=f"x-{name}".format(n=n), replicated=True) for n in range(6, 9)]
+        assert outdated(held + beside, 2) == ["1r0", "2r0", "3r0", "6r0"], payload
 
 
 def test_process_groups_that_save_side_by_side_keep_their_own_copies():

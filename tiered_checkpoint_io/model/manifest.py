@@ -6,6 +6,7 @@ what its bytes are. Both are versioned JSON, sealed by a digest: see ``documents
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -316,6 +317,14 @@ class Part(AtPlace):
     @property
     def save_id(self) -> str:
         return self.content.save_id
+
+    @property
+    def series(self) -> str:
+        """Equal for saves of which a later one takes the place of an earlier one with peers; any number may differ.
+
+        Those of shards may be names of process groups that save side by side: see :func:`ids.series_of`.
+        """
+        return re.sub(r"\d+", "#", self.name) if self.content.kind == "full" else ids.series_of(self.name)
 
     @property
     def commits(self) -> bool:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
 
@@ -33,7 +32,7 @@ SeriesKey = tuple[Place, str]
 
 def series_key(part: Part) -> SeriesKey:
     """Which saves a part's save is one of."""
-    return part.place, ids.series_of(part.name)
+    return part.place, part.series
 
 
 def newest_replicated(held: Iterable[StoredPart]) -> dict[SeriesKey, str]:

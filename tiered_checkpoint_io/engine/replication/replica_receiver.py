@@ -136,9 +136,9 @@ class ReplicaReceiver:
 
     def _prune(self, part: Part, *, keep: int) -> None:
         """Removes what is outdated of the replicas that this rank keeps, and of those of earlier runs."""
-        kept, series, run = self._tier.replicas, ids.series_of(part.name), ids.line_of(part.save_id)
+        kept, series, run = self._tier.replicas, part.series, ids.line_of(part.save_id)
         held = [stored for stored in kept.parts() if stored.part.place == part.place]
         for stored in outdated_replicas(held, keep=keep):
-            own = stored.part.rank in self._sources and ids.series_of(stored.part.name) == series
+            own = stored.part.rank in self._sources and stored.part.series == series
             if own or ids.line_of(stored.save_id) != run:
                 kept.remove(stored)

@@ -202,18 +202,16 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
     """
     held = list(held)
     outdated: list[StoredPart] = []
-    for series, payload, rank in {
-        (ids.series_of(each.part.name), each.part.content.kind, each.part.rank) for each in held
-    }:
+    for series, payload, rank in {(each.part.series, each.part.content.kind, each.part.rank) for each in held}:
         of_payload = [each for each in held if each.part.content.kind == payload]
-        of_series = [each for each in of_payload if ids.series_of(each.part.name) == series]
+        of_series = [each for each in of_payload if each.part.series == series]
         replicas = [each for each in of_series if each.part.rank == rank]
         newest = max(each.save_id for each in replicas)
         if newest < max(_newest_safe(of_series), default=""):
             outdated += replicas
             continue
         place = replicas[0].part.place
-        scope = Scope(newest, rank, payload, place.dirpath, series, server=place.server)
+        scope = Scope(newest, rank, payload, place.dirpath, server=place.server)
         outdated += removable(replicas, scope, keep, all_complete(replicas, scope))
     return sorted(outdated, key=lambda each: (each.save_id, each.part.rank))
 

@@ -14,6 +14,8 @@ from tiered_checkpoint_io.model.ids.urls import SENTINELS, StrPath, at_home, nor
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
 _COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
+#: As ModelCheckpoint writes a metric into the name of a file.
+_MEASURED = re.compile(r"(?<==)-?\d+\.\d+(?:e[+-]?\d+)?(?=[^/]*\Z)")
 _STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
 #: Control characters, and the backslash.
 _UNPRINTED = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -121,11 +123,11 @@ def is_companion(name: str, suffix: str) -> bool:
 
 
 def series_of(name: str) -> str:
-    """What the names of one job's checkpoints have in common: all but the numbers of step and epoch.
+    """What the names of one job's checkpoints have in common: all but the numbers of step and epoch, and metrics.
 
     Process groups that save side by side (``tp0/step_5``, ``tp1/step_5``) are series of their own.
     """
-    return _COUNTED.sub(r"\g<what>#", name)
+    return _MEASURED.sub("#", _COUNTED.sub(r"\g<what>#", name))
 
 
 class Located(NamedTuple):
