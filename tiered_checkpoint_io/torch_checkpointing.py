@@ -334,4 +334,4 @@ class _Read(io.RawIOBase):
 
 def _tensor(data: bytearray) -> torch.Tensor:
     # torch makes no tensor of an empty buffer.
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import mmap
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +121,35 @@ def test_torchs_reader_reads_what_we_lay_out_as_it_reads_its_own_writers(tmp_pat
             assert same(ours, value), key
         else:
             assert ours == theirs == value
+
+
+def test_the_default_device_does_not_matter(monkeypatch):
+    items = list(tensors().values())
+    before, _ = file_of(items)
+    monkeypatch.setattr(shard_image, "_skeletons", {})
+    with torch.device("meta"):
+        image, _ = plan_shard(items)
+        buffer = bytearray(image.size)
+        image.fill(memoryview(buffer))
+    assert buffer == before
+
+
+def test_a_stand_in_takes_no_memory_where_algorithms_are_deterministic(monkeypatch):
+    taken = []
+    monkeypatch.setattr(shard_image, "_skeletons", {})
+    monkeypatch.setattr(shard_image, "plan", lambda tensor: taken.append(resident()) or plan(tensor))
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        begin = resident()
+        skeleton_of(torch.float32, (64 << 20,))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert taken[0] - begin < 64 << 20
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_only_the_elements_of_a_view_are_written():

@@ -257,13 +257,13 @@ def _copy(view: memoryview, item: ReadItem, info: Any, layout: _Layout, planner:
     dtype, shape = layout.dtype, layout.shape
     count = math.prod(shape)
     if not count:
-        _into(planner, item, torch.empty(shape, dtype=dtype))
+        _into(planner, item, torch.empty(shape, dtype=dtype, device="cpu"))
         return
     start, nbytes = info.offset + layout.skeleton.data_offset, layout.skeleton.data_nbytes
     if (address_of(view) + start) % dtype.itemsize:
         # Others do not align what they write. Bytes that were not asked for may not even be there.
         offset, length = layout.span(item.storage_offsets, item.lengths)
-        aligned = torch.empty(nbytes, dtype=torch.uint8)
+        aligned = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         inside = offset - layout.skeleton.data_offset
         ctypes.memmove(aligned.data_ptr() + inside, address_of(view) + start + inside, length)
         source = aligned.view(dtype)

@@ -95,7 +95,7 @@ def to_torch_file(
             if source is not None:
                 targets[source] = [TargetBlock(whole(items.tensors[source].size), mapping, region.offset)]
             else:
-                other: Any = torch.empty(0, dtype=torch.uint8)
+                other: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
                 mapping[region.offset : region.offset + region.nbytes] = other.set_(region.storage).numpy()
         items.fill(targets, progress=progress)
 
@@ -168,7 +168,7 @@ def _placeholder(items: Items, name: str) -> torch.Tensor:
     """A tensor of this shape that takes no memory until it is touched, and may be larger than what there is."""
     entry, nbytes = items.tensors[name], items.nbytes(name)
     if not nbytes:
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     nothing = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return torch.frombuffer(nothing, dtype=torch.uint8).view(entry.properties.dtype).view(entry.size)
 

@@ -42,7 +42,8 @@ def _trusted() -> Callable[..., Any] | None:
         from torch._C._dynamo.guards import TensorGuards
 
         kind: Callable[..., Any] = TensorGuards
-        return kind if _tells_apart(kind) else None
+        with torch.device("cpu"):
+            return kind if _tells_apart(kind) else None
     except Exception:
         # Whatever another release of torch makes of it.
         return None

@@ -77,7 +77,7 @@ class TensorRegion:
     def gathered(self) -> StorageRegion:
         """The same bytes, copied to a storage of their own."""
         with torch.no_grad():
-            target = torch.empty(self.nbytes // self.tensor.element_size(), dtype=self.tensor.dtype)
+            target = torch.empty(self.nbytes // self.tensor.element_size(), dtype=self.tensor.dtype, device="cpu")
             target.as_strided(self.tensor.shape, self.stride).copy_(self.tensor)
         return StorageRegion(self.offset, self.nbytes, target.untyped_storage())
 

@@ -11,9 +11,10 @@ memory can be used in place. What lies between items is zero, and no reader look
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -142,8 +143,11 @@ def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, .
     if known is None:
         if len(_skeletons) >= _MAX_SKELETONS:
             _skeletons.clear()
-        # The pages of the stand-in are never touched, so that its size costs nothing.
-        plain = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
+        # The pages of the stand-in are never touched, so that its size costs nothing. By torch.empty alone it would lie
+        # on the default device, whatever that is, and be filled where algorithms have to be deterministic.
+        make: Any = torch.UntypedStorage
+        storage = make(math.prod(shape) * dtype.itemsize, device="cpu")
+        plain = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, stride or ())
         known = _skeletons[key] = _skeleton(plan(plain))
     return known
 

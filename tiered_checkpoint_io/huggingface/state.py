@@ -56,7 +56,7 @@ def random_states() -> list[dict[str, Any]]:
     kind, keys, position, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state())  # noqa: NPY002 - what is used
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (kind, torch.tensor(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
         "cpu": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
