@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_async_calls, register
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.groups import rank_in_group, save_planner, shard_role_of, world
+from tiered_checkpoint_io.adapters.groups import first_failure, rank_in_group, save_planner, shard_role_of, world
 from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
 from tiered_checkpoint_io.adapters.state import as_save_error, gathered, prepared, with_state_dicts
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
@@ -142,9 +142,9 @@ def _save_sharded(
         )
         return metadata
     except CheckpointException as error:
+        _, first = first_failure(error)
         if writer.settings.config.on_save_error == "raise":
             # DCP's exception is not one that `except Exception` handles.
-            _, first = first_failure(error)
             if isinstance(first, TieredCheckpointError):
                 raise first from error
             raise
@@ -366,12 +366,6 @@ def save_full(
             failed = SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)
     coordination.agree(group, failed)
     return report
-
-
-def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]:
-    """The ranks that failed, and the failure of the lowest one; all ranks have the same."""
-    ranks = sorted(error.failures)
-    return ranks, error.failures[ranks[0]][0] if ranks else error
 
 
 def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:

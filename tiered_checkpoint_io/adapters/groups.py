@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner
@@ -61,6 +62,21 @@ def _is_in_background(frame: Any) -> bool:
         frame = frame.f_back
     # Earlier releases hand `save` itself to a pool of threads.
     return module.startswith("torch.") or module == "concurrent.futures.thread"
+
+
+def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]:
+    """The ranks that failed, and the failure of the lowest one; all ranks have the same.
+
+    Raises:
+        BaseException: Some rank was told to end (Ctrl-C, a signal handler that exits), which DCP takes for a failure as
+            any other. All ranks end by it, as they would by what it interrupts.
+    """
+    ranks = sorted(error.failures)
+    failures = [error.failures[rank][0] for rank in ranks]
+    for failure in failures:
+        if not isinstance(failure, Exception | CheckpointException):
+            raise failure from error
+    return ranks, failures[0] if failures else error
 
 
 def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -> DefaultSavePlanner:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tiered_checkpoint_io.adapters import dcp
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.fresh_start import FreshStart
-from tiered_checkpoint_io.adapters.groups import save_planner
+from tiered_checkpoint_io.adapters.groups import first_failure, save_planner
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.adapters.optimizers import by_name, optimizer_state, set_optimizer_state, take_full
@@ -204,7 +204,7 @@ class TieredSharding(_Base):
             state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=self._save_group)
             writer.saver.seal_in_background()
         except CheckpointException as error:
-            ranks, first = dcp.first_failure(error)
+            ranks, first = first_failure(error)
             text = f"saving {located.name} failed on ranks {ranks}: {first}"
             if writer.overlapped is not None:
                 # On all ranks alike.
@@ -300,7 +300,7 @@ class TieredSharding(_Base):
             dcp.load({}, storage_reader=reader, planner=planner)
         except CheckpointException as error:
             # DCP's exception is not one that Trainer handles.
-            ranks, first = dcp.first_failure(error)
+            ranks, first = first_failure(error)
             if isinstance(first, TieredCheckpointError):
                 raise first from error
             raise RestoreError(
