@@ -1,5 +1,6 @@
 """What the users of the SageMaker library write works here, and what it refuses is refused in its words."""
 
+import asyncio
 import logging
 import os
 import pickle
@@ -141,6 +142,27 @@ def test_our_async_save_holds_what_was_there_and_tells_when_it_is_durable(memory
     reader = ours.load(state, **options)
     assert state["t"].sum() == 1000
     reader.close()
+
+
+def test_who_stops_waiting_for_a_save_neither_stops_it_nor_harms_later_ones(memory_dir, tmp_path):
+    options = {
+        "dirpath": str(tmp_path / "durable"),
+        "memory_dir": memory_dir,
+        "drain": "thread",
+        "on_save_error": "raise",
+    }
+
+    async def give_up_waiting():
+        waiting = asyncio.wrap_future(ours.async_save({"t": torch.ones(10)}, checkpoint_id="step_1", **options))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(waiting, 0)
+
+    asyncio.run(give_up_waiting())
+    ours.save({"t": torch.zeros(10)}, checkpoint_id="step_2", **options)
+    assert [save.exception(60) for save in ours.maybe_finalize_async_calls(blocking=True)] == [None]
+    state = {"t": torch.zeros(10)}
+    ours.load(state, checkpoint_id="step_1", **options).close()
+    assert state["t"].sum() == 10
 
 
 class Gate:

@@ -39,6 +39,8 @@ class AsyncSave(Future[Any]):
         self.groups = groups
         self.shown = False
         self._session = session
+        # The save is under way, whatever becomes of who waits for it: asyncio cancels what it gives up.
+        self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Any:
         """What the save gives, once it has ended.
