@@ -117,6 +117,17 @@ def test_an_object_that_refuses_its_state_on_a_rank_fails_the_save_on_all(ranks,
     assert plain(gathered(memory_dir, "step_6", tmp_path / "read"), 6)
 
 
+def test_an_object_that_refuses_its_state_on_a_rank_fails_the_load_on_all(ranks):
+    """And the next load of that rank does not meet this one of the others."""
+    loads = {"loads": True}
+    steps = [["save_stateful", 1], ["save_stateful", 1, {"refuses": 1, **loads}], ["save_stateful", 1, loads]]
+    for saved, refused, loaded in ranks(2, *steps):
+        assert saved["got"]
+        assert refused["error"] == "RestoreError"
+        assert "this rank's loader has ended" in refused["message"]
+        assert loaded.get("got"), loaded
+
+
 @pytest.mark.parametrize("durable", [pytest.param(False, marks=pytest.mark.matrix), True], ids=["memory", "durable"])
 def test_a_rank_that_dies_before_the_commit_leaves_the_checkpoint_before_the_newest(ranks, durable):
     options = {"save_to_s3": durable, "wait": durable}

@@ -358,14 +358,14 @@ def load_grown(job, seed, grown=0):
     return {"name": reader.opened.name, "same": same}
 
 
-def save_stateful(job, seed, refuses=None, background=False, **more):
-    """Our ``save`` or ``async_save`` of an object that refuses on a rank; whether it saved."""
+def save_stateful(job, seed, refuses=None, background=False, loads=False, **more):
+    """Our ``save``, ``async_save`` or ``load`` of an object that refuses on a rank; whether it did so."""
     from tiered_checkpoint_io import dcp as ours
 
     state = {"weight": torch.full((4,), float(seed)), "loader": Refusing(refuses)}
     how = {"checkpoint_id": f"step_{seed}", **job["options"], **more}
-    saved = ours.async_save(state, **how).result(60) if background else ours.save(state, **how)
-    return saved is not None
+    done = (ours.load if loads else ours.async_save if background else ours.save)(state, **how)
+    return (done.result(60) if background else done) is not None
 
 
 def main():

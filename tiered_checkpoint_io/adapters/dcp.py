@@ -276,7 +276,11 @@ def load(
     coordinator = 0 if alone else rank_in_group(process_group, coordinator_rank)
     for _ in range(_MAX_ATTEMPTS):
         reader.reset(checkpoint_id)
-        loaded = _plain(state_dict)
+        try:
+            loaded = _plain(state_dict)
+        except Exception as error:
+            # The other ranks would wait for one that does not come.
+            loaded, reader.failed = {}, error
         try:
             # DCP's own load has the first rank coordinate.
             state_dict_loader._load_state_dict(

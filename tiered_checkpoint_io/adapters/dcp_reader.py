@@ -101,6 +101,8 @@ class TieredStorageReader(OverTiers, StorageReader):
         self.tier: Tier = "durable"
         #: Why the last load failed on this rank, where it did.
         self.error: TieredCheckpointError | None = None
+        #: What went wrong on this rank before the load began, raised on all ranks.
+        self.failed: Exception | None = None
         self.reset()
 
     # ------------------------------------------------------------------------------------ DCP's
@@ -245,7 +247,7 @@ class TieredStorageReader(OverTiers, StorageReader):
 
     def _open(self) -> Metadata:
         session, config = self.session, self.settings.config
-        tier, failed = None, None
+        tier, failed, self.failed = None, self.failed, None
         try:
             tier = session.open().tier
         except Exception as error:
