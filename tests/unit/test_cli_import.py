@@ -21,7 +21,7 @@ from support.launch import free_port
 from torch.distributed.checkpoint.metadata import Metadata
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io import TieredCheckpointIO, dcp
+from tiered_checkpoint_io import TieredCheckpointIO, dcp, find_latest
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from tiered_checkpoint_io.imports import importing
@@ -125,6 +125,23 @@ def files_in(folder):
     for step in (1, 2, 3):
         torch.save({"global_step": step, "optimizer_states": []}, folder / f"step={step}.ckpt")
     return folder
+
+
+def test_the_latest_is_that_of_the_highest_step_whatever_its_name(tmp_path):
+    """As Lightning's ModelCheckpoint leaves them with save_last, beside weights, and what is no checkpoint."""
+    source = tmp_path / "old"
+    source.mkdir()
+    names = {"last.ckpt": 9, "epoch=0-step=5.ckpt": 5, "epoch=1-step=7.ckpt": 7, "best.ckpt": 6}
+    for age, (name, step) in enumerate(names.items()):
+        torch.save({"global_step": step, "optimizer_states": [], "state_dict": {}}, source / name)
+        os.utime(source / name, (1e9 - age, 1e9 - age))
+    torch.save({"weight": torch.ones(2)}, source / "weights.pt")
+    (source / "damaged.ckpt").write_bytes(b"nothing")
+    status, rows = imported(source, tmp_path / "run")
+    assert (status, rows.pop("damaged.ckpt")["state"]) == (1, "failed")
+    assert list(rows) == ["weights.pt", "epoch=0-step=5.ckpt", "best.ckpt", "epoch=1-step=7.ckpt", "last.ckpt"]
+    latest = find_latest(tmp_path / "run")
+    assert (latest.name, latest.step) == ("last.ckpt", 9)
 
 
 def test_a_pipe_that_nothing_reads_does_not_stop_it(tmp_path):

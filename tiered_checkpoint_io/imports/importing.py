@@ -70,7 +70,7 @@ def import_checkpoints(
     progress: Callable[[int], None] = lambda _: None,
     done: Callable[[Imported], None] = lambda _: None,
 ) -> list[Imported]:
-    """Commits checkpoints that others wrote, in their order; the last one is then the newest of the tier.
+    """Commits checkpoints that others wrote, in the order of their steps; the last one is then the newest of the tier.
 
     Those that an earlier import of the same files made are left as they are: an import that was interrupted can be
     repeated.
@@ -90,7 +90,7 @@ def import_checkpoints(
     """
     run = ids.new_run_id(after=newest_save_id(target))
     made: list[Imported] = []
-    for number, each in enumerate(found, 1):
+    for number, each in enumerate(_in_order(source, found), 1):
         kind: Literal["full", "sharded"] = "full" if each.layout in ("torch", "nemo") else "sharded"
         try:
             imported = _import(source, each, target, place, ids.save_id(run, number), force=force, progress=progress)
@@ -108,6 +108,26 @@ def import_checkpoints(
         done(imported)
         made.append(imported)
     return made
+
+
+def _in_order(source: Store, found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
+    """The same by their steps: also of files whose names tell none, such as last.ckpt, which mostly is the newest."""
+    return sorted(found, key=lambda each: (_step_of(source, each), each.modified, each.name))
+
+
+def _step_of(source: Store, found: ForeignCheckpoint) -> int:
+    if found.step is not None or found.layout != "torch":
+        return -1 if found.step is None else found.step
+    (key,) = found.files.values()
+    try:
+        return _facts(Source(source, key, source.size(key)), found.name)[0]
+    except StoreError as error:
+        if not isinstance(error, StoreNotFoundError):
+            raise
+    except TieredCheckpointError:
+        # Told when it is to be imported.
+        pass
+    return -1
 
 
 def _import(

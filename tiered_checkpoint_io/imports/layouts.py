@@ -49,7 +49,7 @@ class ForeignCheckpoint:
 
 
 def find(listed: Iterable[tuple[str, float]], *, base: str) -> list[ForeignCheckpoint]:
-    """The checkpoints among files, in the order of their steps, and of their times where they tell none.
+    """The checkpoints among files, in the order of the steps in their names, and of their times where they tell none.
 
     Args:
         listed: Each file's key and time.
