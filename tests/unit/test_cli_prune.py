@@ -82,6 +82,31 @@ def test_a_bucket_is_cleared_up_after_a_look_at_what_would_go(s3, tmp_path):
     assert json.loads(command("prune", s3.url, *keep, "--yes", "--json").stdout)["removed"] == ["c1"]
 
 
+@pytest.mark.parametrize(
+    ("text", "gone"),
+    [
+        ("s3_checkpointing:\n  retention: {latest: 1, best: {best: 1, metric: '${monitor}'}}\nmonitor: loss\n", ["c2"]),
+        ("run: '${oc.env:NOT_THERE}'\nretention: {latest: 1, best: 1, metric: '${monitor}'}\nmonitor: loss\n", ["c2"]),
+        ("retention: {latest: 1, best: 1, metric: '${monitor}'}\n", "Interpolation key 'monitor' not found"),
+        ("retention: {latest: 1, best: 1, metric: '???'}\n", "retention.metric is '???'"),
+        ("retention: {latest: 1}\nname: \xe9\n", "can't be read: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_configuration_file_means_what_its_run_means_by_it(text, gone, tmp_path):
+    store = DirectoryStore(str(tmp_path / "run"))
+    for number in range(1, 4):
+        save(store, f"c{number}", number)
+    assert command("metric", store.url, "c1", "loss=0.1").exit_code == 0
+    config = tmp_path / "run.yaml"
+    config.write_bytes(text.encode("latin-1"))
+    done = command("prune", store.url, "--config", str(config), "--yes", "--json")
+    if isinstance(gone, str):
+        assert (done.exit_code, gone in " ".join(done.stderr.split())) == (2, True), done.output
+        assert names(store) == ["c1", "c2", "c3"]
+    else:
+        assert json.loads(done.stdout)["removed"] == gone, done.output
+
+
 def test_while_a_run_is_there_nothing_is_removed(s3, memory_dir):
     io = TieredCheckpointIO(s3.url, memory_dir=memory_dir, drain="thread")
     io.save_checkpoint({"global_step": 7, "epoch": 0}, f"{s3.url}/c7")

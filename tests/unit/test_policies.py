@@ -169,6 +169,8 @@ def test_policies_may_be_written_in_code_and_yaml_and_survive_the_way_to_the_dra
         ({"every_hours": float("nan")}, "every_hours is nan — allowed: a number of hours above 0"),
         ({"best": 3}, "retention.best is 3 — allowed: {best: 3, metric: val_loss, mode: min}"),
         ({"best": 3, "metric": "loss", "mode": "low"}, "mode is 'low' — allowed: min or max"),
+        ({"best": 3, "metric": "${monitor}"}, "retention.metric is '${monitor}' — allowed: the name of a metric"),
+        ({"best": 3, "metric": "???"}, "retention.metric is '???' — allowed: the name of a metric"),
         ({"latest": 3, "metric": "loss"}, "metric and mode beside best alone"),
         ([[]], "retention is [] — allowed"),
         ([{}], "retention is {} — allowed"),

@@ -135,17 +135,20 @@ def _policies(given: Mapping[str, object], config_file: Path | None) -> tuple[Po
 
 def _retention_in(file: Path) -> object:
     """The value of ``retention`` in a YAML file: at its top, or in the block ``s3_checkpointing``."""
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(file))
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
+        loaded = OmegaConf.load(file)
+        block = loaded.get(BLOCK, loaded) if isinstance(loaded, DictConfig) else None
+        retention = block.get("retention") if isinstance(block, DictConfig) else None
+        # Else a metric ${monitor} would be a name that no checkpoint has, and the best would go. The rest is not ours.
+        return OmegaConf.to_container(retention, resolve=True) if OmegaConf.is_config(retention) else retention
+    except (OmegaConfBaseException, YAMLError, OSError, UnicodeError) as error:
         why = str(error).partition("\n")[0]
-        raise ConfigError(f"--config {file} can't be read: {why}", hint="a YAML file is expected") from error
-    block = loaded.get(BLOCK, loaded) if isinstance(loaded, dict) else {}
-    return block.get("retention") if isinstance(block, dict) else None
+        hint = "a YAML file is expected, with what its retention refers to"
+        raise ConfigError(f"--config {file} can't be read: {why}", hint=hint) from error
 
 
 def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Plan:
