@@ -87,6 +87,22 @@ def test_waiting_for_a_step_is_bounded_and_tells_what_there_is(node):
         wait_for(f"{node.dirpath}/none", step=2, timeout_s=0)
 
 
+def test_what_would_never_come_is_refused_in_place_of_waited_for(node):
+    node.save("a.ckpt", b"A")
+    drain(node)
+    # As of sys.argv, where step 1 is there.
+    for step in ("1", None, 1.0):
+        with pytest.raises(ConfigError, match="step is .* allowed: a whole number"):
+            wait_for(node.dirpath, step=step, timeout_s=0)
+    for after in ("a.ckpt", "step 1", 1, 0):
+        with pytest.raises(ConfigError, match="after is .* allowed: the save_id of a checkpoint"):
+            new_checkpoints(node.dirpath, after=after, idle_timeout_s=0)
+    bookmark = f"{list_checkpoints(node.dirpath)[0].save_id}\n"
+    assert list(new_checkpoints(node.dirpath, after=bookmark, idle_timeout_s=0)) == []
+    with pytest.raises(ConfigError, match="dirpath is missing"):
+        find_latest(None)
+
+
 def test_wrong_use_is_an_error_at_once(node):
     assert find_latest(node.dirpath) is None
     with pytest.raises(CheckpointNotFoundError):

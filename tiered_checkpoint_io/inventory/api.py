@@ -16,12 +16,14 @@ from typing import Any
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     FormatVersionError,
     WaitTimeoutError,
 )
 from tiered_checkpoint_io.inventory.look import Look, Looker, RepeatedLook
 from tiered_checkpoint_io.inventory.news import NewCheckpoints
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 from tiered_checkpoint_io.stores.silence import answer_within
@@ -101,9 +103,11 @@ def wait_for(
 
     Raises:
         WaitTimeoutError: None has become durable in time; says which was the latest.
-        ConfigError: As :func:`list_checkpoints`.
+        ConfigError: As :func:`list_checkpoints`; or ``step`` is no whole number, which no checkpoint would ever have.
         StoreError: The durable tier refuses, or is unreachable at the first look; later it is asked again.
     """
+    if not hasattr(step, "__index__"):
+        raise ConfigError(f"step is {step!r}", hint="allowed: a whole number")
     end = clock.monotonic() + timeout_s
     with contextlib.closing(_Tiers(dirpath, None, options, clock)) as tiers:
         look = RepeatedLook(tiers.look, _log.warning)
@@ -151,11 +155,13 @@ def new_checkpoints(
         options: Of the durable tier, as for :func:`list_checkpoints`.
 
     Raises:
-        ConfigError: As :func:`list_checkpoints`.
+        ConfigError: As :func:`list_checkpoints`; or ``after`` is no save id, after which nothing would ever come.
         StoreError: The durable tier refuses, or is unreachable at the first look; later, one line is logged, and it is
             asked again.
     """
     # Here, and not at the first step of the iterator: wrong use shows where it is.
+    if after not in (None, "") and not (isinstance(after, str) and ids.is_save_id(after.strip())):
+        raise ConfigError(f"after is {after!r}", hint="allowed: the save_id of a checkpoint, '' for all, or None")
     tiers = _Tiers(dirpath, None, options, clock)
     return _news(tiers, NewCheckpoints(after), idle_timeout_s, stop or threading.Event(), every_s, clock)
 
@@ -194,7 +200,7 @@ class _Tiers:
         *,
         metrics: bool = False,
     ) -> None:
-        self._config = TieredCheckpointConfig.from_any(dirpath=os.fspath(dirpath), **options)
+        self._config = TieredCheckpointConfig.from_any(dirpath=dirpath, **options)
         self.place = place_of(self._config)
         self._clock = clock
         self._looker = Looker(self.place, memory_dir, metrics=metrics, clock=clock)
