@@ -11,6 +11,7 @@ import sys
 import pytest
 import typer
 from support import processes
+from support.committing import save
 from support.draining import Node
 from support.processes import PATIENCE_S, end
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io import __version__
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.ending import GRACE_S
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
 start = functools.partial(processes.start, env=KEYS)
@@ -112,6 +114,29 @@ def test_errors_are_one_line_and_have_a_status(dirpath, tmp_path):
     assert err.startswith("error: there is nothing at this dirpath")
     assert end(start("ls", dirpath, "--timeout", "0"))[0] == 2
     assert end(start("verify", dirpath))[:2] == (0, "intact   durable  c[/b].ckpt\n")
+
+
+def test_names_that_the_locale_has_no_letters_for_are_escaped(tmp_path):
+    """As of a terminal or a pipe whose locale is another than UTF-8."""
+    save(DirectoryStore(str(tmp_path / "run")), "\u2603.ckpt", 1)
+    said = b"\\u2603.ckpt"
+    assert b"intact   durable  " + said + b"\n" == _said_in_latin_1("verify", str(tmp_path / "run"))
+    assert said in _said_in_latin_1("ls", str(tmp_path / "run"))
+    assert b"no such checkpoint: " + said in _said_in_latin_1("pull", str(tmp_path), "\u2603.ckpt", status=1)
+
+
+def _said_in_latin_1(*arguments, status=0):
+    env = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1:strict"}
+    line = [sys.executable, "-m", "tiered_checkpoint_io", *arguments]
+    done = subprocess.run(line, capture_output=True, env=env, timeout=PATIENCE_S, check=False)
+    assert done.returncode == status and b"Traceback" not in done.stderr, done.stderr
+    return done.stderr if status else done.stdout
+
+
+def test_an_s3_url_that_is_no_unicode_is_wrong_use():
+    """As of a terminal in Latin-1, where the command's locale is UTF-8."""
+    status, out, err = end(start("ls", b"s3://bucket/\xe9"))
+    assert (status, out, "it is not valid Unicode" in " ".join(err.split())) == (2, "", True), err
 
 
 def test_on_a_terminal_it_is_a_table(dirpath):

@@ -6,6 +6,7 @@ what reads the output has ended, as for other commands in a pipe.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -100,10 +101,16 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Opens what the caller has closed: else its place would go to the next file, and what is said there into that."""
+    """Opens what the caller has closed: else its place would go to the next file, and what is said there into that.
+
+    What a locale other than UTF-8 has no letter for is written as an escape: names of checkpoints may hold any.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _interrupt(*_: object) -> None:

@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 from tiered_checkpoint_io.errors import InvalidNameError
 from tiered_checkpoint_io.model.ids.keys import MANIFEST_SUFFIX, META_PREFIX
-from tiered_checkpoint_io.model.ids.urls import SENTINELS, StrPath, at_home, normalize_dirpath, text_of, url_scheme
+from tiered_checkpoint_io.model.ids.urls import (
+    SENTINELS,
+    SURROGATE,
+    StrPath,
+    at_home,
+    normalize_dirpath,
+    text_of,
+    url_scheme,
+)
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
@@ -19,7 +27,6 @@ _MEASURED = re.compile(r"(?<==)-?\d+\.\d+(?:e[+-]?\d+)?(?=[^/]*\Z)")
 _STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
 #: Control characters, and the backslash.
 _UNPRINTED = re.compile(r"[\x00-\x1f\x7f\\]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _NO_COMPONENTS = {"", ".", ".."}
 _LAST = re.compile(r"(?:^|[/_-])last(?:-v\d+)?(?:\.[^/.]*)?\Z")
 #: A file system allows 255 bytes for one component; the manifest's key adds its suffix.
@@ -54,7 +61,7 @@ def validate_name(name: str) -> str:
         problem = "has an empty, '.' or '..' component"
     elif parts[0] == META_PREFIX.rstrip("/"):
         problem = f"lies in the reserved folder {META_PREFIX!r}"
-    elif _SURROGATE.search(name):
+    elif SURROGATE.search(name):
         problem = "is not valid Unicode"
     elif len(name.encode()) > _MAX_NAME_BYTES:
         problem = f"is longer than {_MAX_NAME_BYTES} bytes"

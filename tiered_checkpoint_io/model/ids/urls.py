@@ -38,6 +38,8 @@ _MISSPELT = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)\Z
 _AWS_HOST = re.compile(
     r"(?:(?P<bucket>.+)\.)?s3[.-](?:dualstack\.)?(?:(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(?:\.cn)?\Z"
 )
+#: What Python makes of bytes that are not valid in the locale's encoding; only folders may have such names.
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 StrPath = str | os.PathLike[str]
 
@@ -140,6 +142,9 @@ def refuse_misspelt(dirpath: str) -> None:
         InvalidNameError: ``dirpath`` is such; the hint has the right spelling.
     """
     text = text_of(dirpath)
+    if url_scheme(text) not in (None, "file", "local") and SURROGATE.search(text):
+        # As of a terminal whose locale is another than UTF-8.
+        raise InvalidNameError("it is not valid Unicode", hint="write it as UTF-8, where the locale is UTF-8 as well")
     if text != text.strip():
         raise InvalidNameError("it begins or ends with white space", hint=f"write {text.strip()}")
     if "${" in text:
