@@ -87,7 +87,8 @@ def get_logger(
         target = target.logger
     made = CheckpointLogger(target, {"namespace": namespace, "rank": rank, "step": None})
     if log_dir is not None:
-        _add_file(made, namespace, os.path.abspath(log_dir))
+        # YAML has no home folder: "~/logs" would be a folder "~" of the working directory.
+        _add_file(made, namespace, os.path.abspath(os.path.expanduser(log_dir)))
     return made
 
 

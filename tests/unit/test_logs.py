@@ -154,6 +154,14 @@ def test_the_rank_and_the_step_are_those_given(tmp_path):
     assert second["step"] is None
 
 
+def test_a_log_dir_may_be_in_the_home_folder_as_dirpath_may(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    get_logger("ns", log_dir="~/logs").warning("text")
+    assert [each["text"] for each in lines(tmp_path / "home" / "logs" / "ns_checkpointing.log")] == ["text"]
+    assert not (tmp_path / "~").exists()
+
+
 @pytest.mark.parametrize("taken", ["folder", "file"])
 def test_a_log_dir_that_can_not_be_written_is_an_error_that_names_it(taken, tmp_path):
     folder = tmp_path / "logs"
