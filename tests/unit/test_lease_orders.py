@@ -11,7 +11,7 @@ from support.clocks import VirtualClock
 
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.leases import Lease
-from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
+from tiered_checkpoint_io.errors import StoreAccessError, StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.stores.base import ObjectInfo
 
 
@@ -111,6 +111,41 @@ def test_the_whole_story_of_a_lease_takes_no_time():
         first.check()
     heir.close(5.0)
     assert not world.objects
+
+
+def test_where_deletes_are_refused_a_run_is_as_safe_and_as_quiet_as_elsewhere(caplog):
+    """The lease of each run that was there stays, as in a bucket whose policy lets nobody delete."""
+    world, threads = World(0), []
+
+    class Denied(_Requests):
+        def delete(self, key):
+            raise StoreAccessError("denied", operation="delete", key=key)
+
+    def keeper_of(name):
+        store = Denied(world, SimpleNamespace(pause=lambda: None))
+        made = LeaseKeeper(lambda: store, "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock)
+        made._lease = replace(made._lease, boot_id=name)
+        made.start()
+        threads.append(made._thread)
+        made.check(world.clock.timing.lease_first_look_s)
+        return made
+
+    keeper_of("earlier").close(5.0)
+    threads.clear()
+    # Of two that only look, the one whose owner sorts last yields: this one holds its lease.
+    running = keeper_of("z-running")
+    world.clock.advance(2 * world.clock.timing.lease_ttl_s, *threads)
+    assert running.is_held
+    before = world.puts
+    world.clock.advance(3000, *threads)
+    assert world.puts == before, "each is a version in a bucket that keeps versions"
+    newcomer = keeper_of("a-newcomer")
+    world.clock.advance(40, *threads)
+    with pytest.raises(UsageError, match="z-running.* is running"):
+        newcomer.check()
+    running.check()
+    assert not [each.message for each in caplog.records if each.levelno == logging.WARNING]
+    running.close(5.0)
 
 
 class Player:
