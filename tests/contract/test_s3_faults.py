@@ -4,7 +4,7 @@ import os
 
 import pytest
 from support.clocks import quick
-from support.fault_proxy import object_lock, refuse, reset, short_pages, truncate, whole_object
+from support.fault_proxy import answered_by_another, object_lock, refuse, reset, short_pages, truncate, whole_object
 
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
@@ -74,6 +74,23 @@ def test_each_request_survives_a_fault_that_passes(open_store, proxy):
     # Where a part or the last request of an upload got no answer, its upload is asked after as well.
     assert proxy.counts.pop("list_parts") == 2
     assert sum(proxy.counts.values()) == 8 + 8 + 3
+
+
+@pytest.mark.parametrize("page", [b"", b"<!DOCTYPE html><html><body><p>Sign in</p></body></html>"])
+def test_a_success_that_is_not_of_s3_is_asked_for_again(page, open_store, proxy):
+    """Else a list would be an empty one, and an object one that is there."""
+    store, data = open_store(), os.urandom(20 * MIB)
+    proxy.plan = lambda operation, number: answered_by_another(page) if number == 1 and operation != "delete" else None
+    store.put("small", b"12345")
+    assert store.get("small") == b"12345"
+    assert store.size("small") == 5
+    assert [entry.key for entry in store.list("")] == ["small"]
+    store.upload("large", memoryview(data))
+    proxy.plan = always("get", answered_by_another(page))
+    with pytest.raises(StoreUnavailableError, match="ForeignAnswer.*check endpoint_url"):
+        open_store(deadline_s=0.1).get("small")
+    proxy.plan = lambda *_: None
+    assert store.get("large") == data
 
 
 @pytest.mark.parametrize("count", [0, 1, 1 * MIB, 3 * MIB])

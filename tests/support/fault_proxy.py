@@ -35,6 +35,11 @@ def lose_answer(exchange):
     exchange.cut()
 
 
+def answered_by_another(body):
+    """Something before the server takes the request, and answers with a success: a sign-in page, or nothing at all."""
+    return lambda exchange: exchange.answer(200, body, [("Content-Type", "text/html")])
+
+
 def odd_etag(exchange):
     """The object's ETag is no digest of its content, as with SSE-KMS, in S3 Express, and on some servers."""
     status, headers, body = exchange.forward()
@@ -190,7 +195,8 @@ def whole_object(client, bucket):
 
     def act(exchange):
         key = urlsplit(exchange.path).path.removeprefix(f"/{bucket}/")
-        exchange.answer(200, client.get_object(Bucket=bucket, Key=key)["Body"].read())
+        found = client.get_object(Bucket=bucket, Key=key)
+        exchange.answer(200, found["Body"].read(), [("ETag", found["ETag"])])
 
     return act
 

@@ -30,6 +30,7 @@ from tiered_checkpoint_io.stores.s3_errors import (
     may_be_credentials,
     may_refuse_conditions,
     may_want_checksum,
+    of_s3,
     refusal,
     translated,
 )
@@ -291,7 +292,7 @@ class S3Client:
             request["Body"] = stream = Body(body, sent)
         try:
             self._connection.refresh(client)
-            answer = getattr(client, method)(**request)
+            answer = of_s3(method, getattr(client, method)(**request))
             return answer if receive is None else receive(answer)
         except CLIENT_ERRORS as error:
             raise translated(error, _name_of(method), self.url, key) from error

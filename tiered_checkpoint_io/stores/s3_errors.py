@@ -29,6 +29,12 @@ _NO_CREDENTIALS = (
     botocore.exceptions.TokenRetrievalError,
     botocore.exceptions.SSOError,
 )
+
+
+class ForeignAnswerError(Exception):
+    """A success of which S3 would have said more: a proxy, or another server, has answered in its place."""
+
+
 _CONNECTION = (
     botocore.exceptions.ConnectionError,
     botocore.exceptions.HTTPClientError,
@@ -40,7 +46,12 @@ _CONNECTION = (
     TimeoutError,
 )
 #: What boto3's client, or reading its answers, raises.
-CLIENT_ERRORS = (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, *_CONNECTION)
+CLIENT_ERRORS = (
+    botocore.exceptions.BotoCoreError,
+    botocore.exceptions.ClientError,
+    ForeignAnswerError,
+    *_CONNECTION,
+)
 
 _CREDENTIALS_HINT = "give credentials by environment, profile or role, as boto3 takes them"
 #: Error codes whose HTTP status, mostly 400, does not tell what they mean.
@@ -72,10 +83,34 @@ _CHANGED = {"PreconditionFailed"}
 #: How they say that they know no conditions of writes. AWS says some of it of many other things as well.
 _NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "UnsupportedHeader"}
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
+#: What S3 says of a success, by boto3's methods: one of these at least. Without any, a list would be an empty one.
+_SAID = {
+    "list_objects_v2": {"Name", "IsTruncated", "KeyCount", "MaxKeys", "Contents", "CommonPrefixes"},
+    "get_object": {"ETag", "LastModified"},
+    "head_object": {"ETag"},
+    "put_object": {"ETag"},
+    "create_multipart_upload": {"UploadId"},
+    "upload_part": {"ETag"},
+    "list_parts": {"UploadId", "IsTruncated", "MaxParts", "Parts"},
+    "complete_multipart_upload": {"ETag", "Key", "Location"},
+}
 
 
 #: Our error for a failure, and a hint.
 _Meaning = tuple[type[StoreError], str | None]
+
+
+def of_s3(method: str, answer: Any) -> Any:
+    """Gives boto3's answer back, which has what S3 says in it.
+
+    Raises:
+        ForeignAnswerError: It has not.
+    """
+    if method in _SAID and not _SAID[method] & answer.keys():
+        if "Body" in answer:
+            answer["Body"].close()
+        raise ForeignAnswerError(method)
+    return answer
 
 
 def translated(error: Exception, request: str, url: str, key: str | None) -> StoreError | CorruptCheckpointError:
@@ -201,6 +236,8 @@ def _failure(error: Exception) -> _Meaning:
         return StoreConfigError, "set region to that of the access point"
     if isinstance(error, botocore.exceptions.SSLError) and _is_bad_certificate(error):
         return StoreConfigError, "the server's certificate is not trusted; check endpoint_url and AWS_CA_BUNDLE"
+    if isinstance(error, ForeignAnswerError):
+        return StoreUnavailableError, "no S3 server answers so; check endpoint_url, and the proxies in HTTPS_PROXY"
     if isinstance(error, _CONNECTION):
         return StoreUnavailableError, "check endpoint_url and the network"
     return StoreError, None
