@@ -11,6 +11,7 @@ from support.fault_proxy import (
     answered_by_another,
     late,
     lose_answer,
+    lost_by_another,
     refuse,
     reset,
     slow_body,
@@ -186,6 +187,7 @@ READ_FAULTS = {
     "a truncated body": (where(truncate(1000), key="2.ckpt", operation="get", calls={2}), 1),
     "a stalled answer": (where(stall, key="2.ckpt", operation="get", calls={2}), 1),
     "a slow answer": (where(slow_body(40 << 20), key="2.ckpt", operation="get"), 1),
+    "a manifest that a gateway lost": (where(lost_by_another, key="manifests/2.ckpt", operation="get", calls={1}), 1),
     "a list that something else answers": (where(answered_by_another(b""), operation="list", calls={1, 2}), 1),
     "wrong bytes": (where(wrong_bytes, key="run/2.ckpt", operation="get"), 2),
     "wrong bytes in the manifest": (where(wrong_bytes, key="manifests/2.ckpt", operation="get"), 2),
@@ -193,7 +195,9 @@ READ_FAULTS = {
 
 
 @pytest.mark.timeout(45)
-@pytest.mark.parametrize("fault", once(READ_FAULTS, "wrong bytes", "a list that something else answers"))
+@pytest.mark.parametrize(
+    "fault", once(READ_FAULTS, "wrong bytes", "a list that something else answers", "a manifest that a gateway lost")
+)
 def test_a_restore_gets_the_newest_or_the_one_before(fault, io_of, proxy):
     plan, back = READ_FAULTS[fault]
     io = io_of(on_save_error="raise")

@@ -40,6 +40,11 @@ def answered_by_another(body):
     return lambda exchange: exchange.answer(200, body, [("Content-Type", "text/html")])
 
 
+def lost_by_another(exchange):
+    """What a gateway that has lost its way to the server says of anything."""
+    exchange.answer(404, b"default backend - 404", [("Content-Type", "text/plain; charset=utf-8")])
+
+
 def odd_etag(exchange):
     """The object's ETag is no digest of its content, as with SSE-KMS, in S3 Express, and on some servers."""
     status, headers, body = exchange.forward()

@@ -32,7 +32,7 @@ _NO_CREDENTIALS = (
 
 
 class ForeignAnswerError(Exception):
-    """A success of which S3 would have said more: a proxy, or another server, has answered in its place."""
+    """An answer of which S3 would have said more: a proxy, or another server, has answered in its place."""
 
 
 _CONNECTION = (
@@ -83,6 +83,8 @@ _CHANGED = {"PreconditionFailed"}
 #: How they say that they know no conditions of writes. AWS says some of it of many other things as well.
 _NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "UnsupportedHeader"}
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
+#: As what no S3 server sends what it says of an error: that is XML.
+_PAGES = {"text/html", "text/plain"}
 #: What S3 says of a success, by boto3's methods: one of these at least. Without any, a list would be an empty one.
 _SAID = {
     "list_objects_v2": {"Name", "IsTruncated", "KeyCount", "MaxKeys", "Contents", "CommonPrefixes"},
@@ -125,6 +127,10 @@ def translated(error: Exception, request: str, url: str, key: str | None) -> Sto
             )
         region = facts.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
         code = str(facts.get("Code") or status)
+        kind = str(meta.get("HTTPHeaders", {}).get("content-type", "")).partition(";")[0]
+        if status == 404 and code == "404" and request != "head" and kind in _PAGES:
+            # Of S3 it would say that there is no such object: a gateway that has lost its way to the server.
+            return _error(_failure(ForeignAnswerError()), request, f"a page, HTTP {status}", url, key)
         return refusal(request, code=code, status=status, url=url, key=key, region=region)
     return _error(_failure(error), request, type(error).__name__, url, key)
 
