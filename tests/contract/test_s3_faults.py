@@ -251,6 +251,7 @@ def test_a_failure_keeps_no_reference_to_the_buffer(open_store, proxy):
         (404, "404", StoreNotFoundError, False),
         (403, "AccessDenied", StoreAccessError, False),
         (403, "403", StoreAccessError, False),
+        (403, "InvalidObjectState", StoreError, False),
         (403, "InvalidAccessKeyId", StoreAccessError, False),
         (403, "SignatureDoesNotMatch", StoreAccessError, False),
         (400, "ExpiredToken", StoreAccessError, False),

@@ -65,6 +65,8 @@ _BAD_KEYS = {
 }
 #: The time of a request is too far from the server's: 15 minutes on AWS.
 _CLOCK = "RequestTimeTooSkewed"
+#: What Glacier holds is to be restored there before it can be read, which takes hours.
+_ARCHIVED = "InvalidObjectState"
 _NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 #: AWS says the last where another write on a condition is under way: only later it is known which of them holds.
@@ -217,6 +219,8 @@ def _meaning(request: str, code: str, status: int, bucket: str, region: str | No
         return StoreUnavailableError, None
     if code == _CLOCK:
         return StoreAccessError, "this machine's clock is wrong by more than the server allows"
+    if code == _ARCHIVED:
+        return StoreError, "it was archived, by a lifecycle rule for one: have S3 restore it (aws s3api restore-object)"
     if code in _BAD_KEYS or code.startswith("ExpiredToken"):
         return StoreAccessError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
     if status in (401, 403):
