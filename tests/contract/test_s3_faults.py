@@ -283,6 +283,24 @@ def test_what_a_refusal_means(status, code, kind, retryable):
         assert "eu-x-1" in error.hint
 
 
+@pytest.mark.parametrize(
+    ("status", "kind", "hint"),
+    [(403, StoreAccessError, "check endpoint_url, and the proxies"), (407, StoreConfigError, "its user and password")],
+)
+def test_a_proxy_that_refuses_is_named(status, kind, hint, open_store, proxy, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", proxy.endpoint_url.replace("//", "//user:secret@"))
+    proxy.plan = lambda *_: lambda exchange: exchange.answer(status, b"no", [("Content-Type", "text/html")])
+    with pytest.raises(kind, match=hint) as caught:
+        open_store(endpoint_url="http://s3.example.invalid").get("x")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_proxy_that_is_away_is_named(open_store, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    with pytest.raises(StoreUnavailableError, match="check HTTPS_PROXY"):
+        open_store(endpoint_url="https://s3.example.invalid", deadline_s=0.1).get("x")
+
+
 def test_a_wrong_region_is_named(open_store, proxy):
     proxy.plan = lambda *_: refuse(400, "AuthorizationHeaderMalformed", Region="eu-central-1")
     with pytest.raises(StoreConfigError, match="eu-central-1"):

@@ -54,6 +54,8 @@ CLIENT_ERRORS = (
 )
 
 _CREDENTIALS_HINT = "give credentials by environment, profile or role, as boto3 takes them"
+_FOREIGN_HINT = "no S3 server answers so; check endpoint_url, and the proxies in HTTPS_PROXY"
+_PROXY_HINT = "the proxy did not pass it on; check HTTPS_PROXY, HTTP_PROXY and NO_PROXY, and its user and password"
 #: Error codes whose HTTP status, mostly 400, does not tell what they mean.
 _BAD_KEYS = {
     "InvalidAccessKeyId",
@@ -87,6 +89,8 @@ _NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "Unsupp
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
 #: As what no S3 server sends what it says of an error: that is XML.
 _PAGES = {"text/html", "text/plain"}
+#: What such a page means. By 404 S3 would say that there is no such object, a gateway that it has lost its way there.
+_FOREIGN: dict[int, type[StoreError]] = {401: StoreAccessError, 403: StoreAccessError, 404: StoreUnavailableError}
 #: What S3 says of a success, by boto3's methods: one of these at least. Without any, a list would be an empty one.
 _SAID = {
     "list_objects_v2": {"Name", "IsTruncated", "KeyCount", "MaxKeys", "Contents", "CommonPrefixes"},
@@ -130,9 +134,8 @@ def translated(error: Exception, request: str, url: str, key: str | None) -> Sto
         region = facts.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
         code = str(facts.get("Code") or status)
         kind = str(meta.get("HTTPHeaders", {}).get("content-type", "")).partition(";")[0]
-        if status == 404 and code == "404" and request != "head" and kind in _PAGES:
-            # Of S3 it would say that there is no such object: a gateway that has lost its way to the server.
-            return _error(_failure(ForeignAnswerError()), request, f"a page, HTTP {status}", url, key)
+        if status in _FOREIGN and code == str(status) and request != "head" and kind in _PAGES:
+            return _error((_FOREIGN[status], _FOREIGN_HINT), request, f"a page, HTTP {status}", url, key)
         return refusal(request, code=code, status=status, url=url, key=key, region=region)
     return _error(_failure(error), request, type(error).__name__, url, key)
 
@@ -223,6 +226,8 @@ def _meaning(request: str, code: str, status: int, bucket: str, region: str | No
         return StoreError, "it was archived, by a lifecycle rule for one: have S3 restore it (aws s3api restore-object)"
     if code in _BAD_KEYS or code.startswith("ExpiredToken"):
         return StoreAccessError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
+    if status == 407:
+        return StoreConfigError, _PROXY_HINT
     if status in (401, 403):
         # Of what is not there, AWS says so only to who may list the bucket.
         actions = NEEDS["absent" if request in ("get", "head") else request] if request in NEEDS else ()
@@ -247,7 +252,9 @@ def _failure(error: Exception) -> _Meaning:
     if isinstance(error, botocore.exceptions.SSLError) and _is_bad_certificate(error):
         return StoreConfigError, "the server's certificate is not trusted; check endpoint_url and AWS_CA_BUNDLE"
     if isinstance(error, ForeignAnswerError):
-        return StoreUnavailableError, "no S3 server answers so; check endpoint_url, and the proxies in HTTPS_PROXY"
+        return StoreUnavailableError, _FOREIGN_HINT
+    if isinstance(error, botocore.exceptions.ProxyConnectionError):
+        return StoreUnavailableError, _PROXY_HINT
     if isinstance(error, _CONNECTION):
         return StoreUnavailableError, "check endpoint_url and the network"
     return StoreError, None
