@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -48,8 +49,16 @@ class Toy(LightningModule):
                 part[0] = checkpoint_wrapper(part[0])
             if told.get("compiled"):
                 part[0] = torch.compile(part[0], backend="eager")
+            if told.get("grid") == "tensor parallel":
+                plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                parallelize_module(part, self.device_mesh["tensor_parallel"], plan)
             if told["strategy"] == "fsdp2":
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+                fully_shard(part, mesh=self.grid())
+
+    def grid(self):
+        if told.get("grid") == "the module's":
+            return init_device_mesh("cpu", (1, told["ranks"]), mesh_dim_names=("replicas", "shards"))
+        return self.device_mesh["data_parallel"]
 
     def training_step(self, *_):
         if self.global_step == told.get("careless"):
@@ -227,7 +236,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
     if told["strategy"] == "fsdp2":
-        strategy = FSDP2(told["ranks"], 1, save_distributed_checkpoint=not told.get("full"))
+        across = told["ranks"] if told.get("grid") == "tensor parallel" else 1
+        strategy = FSDP2(told["ranks"] // across, across, save_distributed_checkpoint=not told.get("full"))
     elif told["strategy"] == "ddp":
         strategy = "ddp"
     else:

@@ -123,6 +123,19 @@ def test_a_callbacks_sharded_tensor_that_cannot_be_described_fails_the_save_and_
     assert (tmp_path / "durable" / "step=8.ckpt" / ".metadata").exists()
 
 
+@pytest.mark.parametrize("grid", ["tensor parallel", pytest.param("the module's", marks=pytest.mark.matrix)])
+def test_a_callbacks_average_goes_on_where_two_dimensions_of_a_mesh_cut_the_weights(grid, fit, memory_dir, tmp_path):
+    """FSDP2 on top of tensor parallel cuts one dimension twice; a module may shard over a mesh that it has made itself."""
+    more = {"grid": grid, "average": True}
+    whole, _ = fit(8, dirpath=tmp_path / "whole", **more)
+    wipe(memory_dir)
+    fit(5, **more)
+    last, _ = fit(8, **more)
+    assert last["from"] is not None
+    assert last["mean"] == whole["mean"]
+    assert last["losses"] == {index: whole["losses"][index] for index in last["losses"]}, "bit for bit"
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("staging", ["eager", "overlapped"])
 def test_what_rank_0_cannot_pickle_fails_the_save_on_all_ranks_and_training_goes_on(fit, tmp_path, staging):

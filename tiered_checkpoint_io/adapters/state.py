@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tiered_checkpoint_io.errors import RestoreError, SaveError, TieredCheckpointError, UsageError
 
@@ -242,14 +243,18 @@ def _holds_sharded(value: Any) -> bool:
     return any(map(_holds_sharded, value)) if type(value) in _LISTS else isinstance(value, _SHARDED)
 
 
-def make_again(state: Any, mesh: DeviceMesh | None) -> dict[str, DTensor]:
+def make_again(state: Any, meshes: Sequence[DeviceMesh]) -> dict[str, DTensor]:
     """Tensors to load into, for each note of :func:`part_off` that a state holds.
 
+    Args:
+        state: What was saved.
+        meshes: Those that this run has.
+
     Raises:
-        UsageError: The mesh has no such dimension.
+        UsageError: None of them has such dimensions.
     """
     made: dict[str, DTensor] = {}
-    _with_notes(state, lambda note: made.setdefault(note[SHARDED], _like(note, mesh)))
+    _with_notes(state, lambda note: made.setdefault(note[SHARDED], _like(note, meshes)))
     return made
 
 
@@ -267,7 +272,7 @@ def _with_notes(state: Any, replace: Callable[[Any], Any]) -> Any:
 
 def _note(tensor: DTensor | ShardedTensor, tensors: dict[str, DTensor]) -> dict[str, Any]:
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    known = all(type(placement) in (Shard, Replicate) for placement in placements)
+    known = all(type(placement) in (Shard, Replicate, _StridedShard) for placement in placements)
     if not isinstance(tensor, DTensor) or not known or not tensor.device_mesh.mesh_dim_names:
         raise UsageError(
             "a callback's state holds a sharded tensor that can't be described, such as FSDP1's ShardedTensor",
@@ -282,18 +287,33 @@ def _note(tensor: DTensor | ShardedTensor, tensors: dict[str, DTensor]) -> dict[
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "mesh": list(tensor.device_mesh.mesh_dim_names),
         # None: a copy on each rank of that dimension of the mesh.
-        "dims": [placement.dim if isinstance(placement, Shard) else None for placement in placements],
+        "dims": [getattr(placement, "dim", None) for placement in placements],
+        # Of FSDP2 on top of tensor parallel: into how many pieces that has cut the same dimension before.
+        "cut": [getattr(placement, "split_factor", None) for placement in placements],
     }
 
 
-def _like(note: Mapping[str, Any], mesh: DeviceMesh | None) -> DTensor:
+def _like(note: Mapping[str, Any], meshes: Sequence[DeviceMesh]) -> DTensor:
     names = tuple(note["mesh"])
-    if mesh is None or not set(names) <= set(mesh.mesh_dim_names or ()):
-        raise UsageError(
-            f"a callback's state is sharded over {names}, which this strategy's mesh does not have", operation="load"
-        )
-    part = mesh if names == mesh.mesh_dim_names else mesh[names]
-    placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in note["dims"]]
+    part = next((mesh for mesh in meshes if mesh.mesh_dim_names == names), None)
+    if part is None:
+        whole = next((mesh for mesh in meshes if set(names) <= set(mesh.mesh_dim_names or ())), None)
+        if whole is None:
+            raise UsageError(
+                f"a callback's state is sharded over {names}, which no mesh of this strategy and model has",
+                operation="load",
+            )
+        part = whole[names]
+    # Earlier releases noted no cuts.
+    cuts = note.get("cut") or [None] * len(names)
+    placements = [_placement(dim, cut) for dim, cut in zip(note["dims"], cuts, strict=True)]
     shape, dtype = torch.Size(note["shape"]), getattr(torch, note["dtype"])
     made: DTensor = torch.distributed.tensor.zeros(shape, dtype=dtype, device_mesh=part, placements=placements)
     return made
+
+
+def _placement(dim: int | None, cut: int | None) -> Placement:
+    if dim is None:
+        return Replicate()
+    strided: Placement = _StridedShard(dim, split_factor=cut) if cut is not None else Shard(dim)
+    return strided

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.tensor import DTensor
 
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
@@ -134,7 +135,9 @@ class StrategyPlanner(DefaultLoadPlanner):
                 else "it was not saved by a strategy of Lightning's",
             )
         self.rest = self._read_rest(opened.small)
-        self.sharded = make_again(self.rest, self._mesh)
+        # The module may have made meshes of its own, which its parameters alone know.
+        own = [each.device_mesh for each in self.model.values() if isinstance(each, DTensor)]
+        self.sharded = make_again(self.rest, [*([self._mesh] if self._mesh is not None else []), *own])
         self._leave_out_unchanged(metadata)
         state_dict[key] = self.model
         state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
