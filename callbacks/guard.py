@@ -79,7 +79,7 @@ class StrategyGuard(Callback):
             io.checkpointer.session.meet_peers()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Warns on rank 0: of what a resume leaves out, and of checkpoints that ``fit`` was not to resume from.
+        """Warns on rank 0: of what a resume leaves out or loses, and of checkpoints that ``fit`` did not resume from.
 
         Raises:
             RestoreError: It leaves out a data loader's state, and ``on_unrestored_loader`` is ``raise``; on all ranks.
@@ -96,6 +96,7 @@ class StrategyGuard(Callback):
         if not trainer.is_global_zero:
             return
         _warn_of_others(trainer, io)
+        _warn_of_undone(trainer, io)
         # In setup, Lightning does not show ckpt_path yet. Where tiered:latest finds nothing, there is nothing to name.
         looked_for_last = trainer.ckpt_path in (ids.LAST, ids.LAST_URL) and io.found_nothing
         if trainer.ckpt_path is not None and not looked_for_last:
@@ -213,6 +214,25 @@ def _warn_of_others(trainer: Trainer, io: TieredCheckpointIO) -> None:
                 io.config.dirpath,
                 ids.LATEST,
             )
+
+
+def _warn_of_undone(trainer: Trainer, io: TieredCheckpointIO) -> None:
+    """Warns where training begins before the step of the checkpoint that it was told to resume from.
+
+    Lightning restores the weights, calls ``on_fit_start``, and restores the rest. In between, its tuner comes back to a
+    state of its own, by which Lightning forgets what it had still to restore.
+    """
+    restored = io.checkpointer.restored
+    if trainer.ckpt_path is None or io.found_nothing or restored is None or trainer.global_step >= restored.step:
+        return
+    io.checkpointer.session.log.warning(
+        "training begins at step %d, though %s is of step %d: its weights are loaded, its optimizers' states and its"
+        " progress are not. LearningRateFinder and BatchSizeFinder have Lightning forget them: leave these out where a"
+        " training resumes",
+        trainer.global_step,
+        restored.name,
+        restored.step,
+    )
 
 
 def _need(trainer: Trainer, module: LightningModule) -> Need:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from support.clocks import quick
 from support.tenants import descriptors_to_spare
 from support.training import LogBook, Model, Stop
@@ -110,6 +110,21 @@ def test_a_resume_that_leaves_out_a_data_loader_is_refused_where_configured(runs
         # Releases of Lightning differ.
         assert vars(again).get("is_restored", False)
     io.teardown()
+
+
+def test_a_resume_that_lightnings_tuner_undoes_is_told(runs, caplog):
+    def told():
+        return [record.getMessage() for record in caplog.records if "training begins at step" in record.getMessage()]
+
+    def finder():
+        return LearningRateFinder(num_training_steps=5, update_attr=False)
+
+    runs.fit(every(), finder(), stop_at=7)
+    runs.fit(every(), stop_at=9)
+    assert told() == []
+    runs.fit(every(), finder(), stop_at=7)
+    (said,) = told()
+    assert said.startswith("training begins at step 0, though memory/epoch=0-step=8.ckpt is of step 8: its weights")
 
 
 def test_top_k_is_kept_over_a_resume(runs_on_each):
