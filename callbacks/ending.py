@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
+from tiered_checkpoint_io.callbacks.trainer import trained_weights
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.room import last_saves
 from tiered_checkpoint_io.errors import DrainError
@@ -60,6 +62,11 @@ class EndOfTraining(Callback):
             if isinstance(each, DurableEnd):
                 each._save_end(trainer, pl_module)
 
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        for each in trainer.checkpoint_callbacks:
+            if isinstance(each, DurableEnd):
+                each._is_amid_validation = False
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         trainer.callbacks = _others(trainer)  # type: ignore[attr-defined]
 
@@ -102,11 +109,26 @@ class DurableEnd(SafeDeletes):
     _resumable: Resumable
     #: The step that this training began with.
     _began_at: int
+    #: Whether training validates just now, with averaged weights where a callback has put those in their place.
+    _is_amid_validation: bool
 
     def _begin(self) -> None:
         super()._begin()
         self._resumable = Resumable()
         self._began_at = 0
+        self._is_amid_validation = False
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_epoch_start(trainer, pl_module)
+        self._is_amid_validation = trainer.state.fn == TrainerFn.FITTING
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """As upstream, of the weights that are trained."""
+        # Without it nothing is saved.
+        saves = getattr(self, "save_on_exception", False)
+        amid_validation, self._is_amid_validation = self._is_amid_validation, False
+        with trained_weights(trainer) if saves and amid_validation else contextlib.nullcontext():
+            super().on_exception(trainer, pl_module, exception)
 
     def _begin_training(self, trainer: Trainer) -> None:
         """Begins with what was restored: it may be in memory alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.notice import Agreement, Notice
+from tiered_checkpoint_io.callbacks.trainer import trained_weights
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.session import Session
@@ -152,9 +154,8 @@ class PreemptionCheckpoint(Callback):
         session.is_preempted = True
         session.log.at_step(step).warning("%s; %.0f s are left for a last checkpoint", why, notice.left_s(session))
         if step > 0 and not trainer.sanity_checking:
-            if trainer.validating:
-                _put_weights_back(trainer)
-            self._save(trainer, step)
+            with trained_weights(trainer) if trainer.validating else contextlib.nullcontext():
+                self._save(trainer, step)
         environment = trainer._accelerator_connector.cluster_environment
         requeues = isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
         if trainer.is_global_zero and (requeues if self.requeue is None else self.requeue):
@@ -254,14 +255,6 @@ def requeue(log: Logger, timeout_s: float) -> None:
         log.error("can't requeue job %s: %s %s", job or "(SLURM_JOB_ID is not set)", error, said.strip())
     else:
         log.info("requeued job %s", job)
-
-
-def _put_weights_back(trainer: Trainer) -> None:
-    """Has callbacks that validate averaged weights put those that are trained in their place again, as at its end."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # By its name: Lightning has it since 2.6.
-        if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
-            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
 
 
 def _leave_it_to_us(*_: Any) -> None:

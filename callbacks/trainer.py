@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -88,6 +89,24 @@ def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, w
             # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
             trainer.strategy.barrier("Trainer.save_checkpoint")
     fail_together(trainer, error)
+
+
+@contextlib.contextmanager
+def trained_weights(trainer: Trainer) -> Iterator[None]:
+    """A block amid a validation, in which the weights are those that are trained.
+
+    Callbacks that validate averaged weights have exchanged them; what is saved so would name each for the other.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    # By its name: Lightning has it since 2.6.
+    averaging = [each for each in callbacks if any(kind.__name__ == "WeightAveraging" for kind in type(each).__mro__)]
+    for each in reversed(averaging):
+        each.on_validation_epoch_end(trainer, trainer.lightning_module)
+    try:
+        yield
+    finally:
+        for each in averaging:
+            each.on_validation_epoch_start(trainer, trainer.lightning_module)
 
 
 def if_known(**arguments: Any) -> dict[str, Any]:

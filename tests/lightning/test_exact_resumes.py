@@ -28,15 +28,27 @@ class Accumulating(Model):
 
 
 class Validating(Model):
-    """Gets SIGTERM during the validation that follows a step."""
+    """Gets SIGTERM, or fails, during the validation that follows a step."""
 
-    def __init__(self, told_after=None):
+    def __init__(self, told_after=None, fails_after=None, hook="validation_step"):
         super().__init__()
         self.told_after = told_after
+        self.fails_after = (hook, fails_after)
 
     def validation_step(self, _, index):
         if (self.global_step, index) == (self.told_after, 1):
             os.kill(os.getpid(), signal.SIGTERM)
+        self.may_fail("validation_step")
+
+    def on_validation_start(self):
+        self.may_fail("on_validation_start")
+
+    def on_validation_end(self):
+        self.may_fail("on_validation_end")
+
+    def may_fail(self, hook):
+        if self.fails_after == (hook, self.global_step):
+            raise Stop
 
     val_dataloader = Model.train_dataloader
 
@@ -94,4 +106,26 @@ def test_a_last_checkpoint_amid_a_validation_of_averaged_weights_has_those_that_
     trainer, model = runs.fit(average(), model=Validating(), **training)
     restored = trainer.io.checkpointer.restored
     assert (restored.name, restored.step) == ("preempted.ckpt", 5)
+    assert model.layer.weight.equal(expected)
+
+
+@averaged
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "validation_step",
+        pytest.param("on_validation_start", marks=pytest.mark.matrix),
+        pytest.param("on_validation_end", marks=pytest.mark.matrix),
+    ],
+)
+def test_what_an_exception_saves_amid_a_validation_of_averaged_weights_has_those_that_are_trained(hook, runs):
+    def both():
+        saving = TieredModelCheckpoint(save_on_exception=True, save_top_k=0)
+        return callbacks.EMAWeightAveraging(decay=0.9), saving
+
+    training = {"val_check_interval": 5, "num_sanity_val_steps": 0}
+    expected = undisturbed(runs, Validating(), both()[0], **training)
+    runs.fit(*both(), model=Validating(fails_after=10, hook=hook), **training)
+    trainer, model = runs.fit(*both(), model=Validating(), **training)
+    assert trainer.io.checkpointer.restored.step == 10
     assert model.layer.weight.equal(expected)
