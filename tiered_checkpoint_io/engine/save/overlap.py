@@ -8,6 +8,7 @@ shows a change fails this save, and later ones are eager: a checkpoint never mix
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import dataclasses
@@ -67,7 +68,7 @@ class Overlapped:
     """
 
     tensors: Sequence[torch.Tensor]
-    addresses: list[int] = field(default_factory=list)
+    addresses: Sequence[int]
     others: Sequence[torch.Tensor | torch.UntypedStorage] = ()
     copies: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
     copied: threading.Event = field(default_factory=threading.Event)
@@ -86,7 +87,7 @@ class Overlapped:
 
     def begin(self) -> None:
         """Notes the witnesses; the copy may begin on another thread."""
-        self._versions, self.addresses = _versions(self.tensors), _addresses(self.tensors)
+        self._versions = _versions(self.tensors)
         self._samples = list(_samples(self.tensors, self.addresses))
         if not all(map(attrgetter("is_cpu"), self.tensors)):
             for device in set(map(attrgetter("device"), self.tensors)):
@@ -212,16 +213,16 @@ class Overlap:
         Returns:
             What is left to do. None where all is to be captured before the save returns.
         """
-        tensors = self._left_for_later()
-        if not tensors:
+        overlapped = self._left_for_later()
+        if overlapped is None:
             return None
-        overlapped = Overlapped(tensors, is_checked=self._is_checked)
         overlapped.begin()
-        others = _others(found, tensors, set(overlapped.addresses))
+        others = _others(found, overlapped.tensors, overlapped.addresses)
         if others:
             storages = {storage._cdata: storage for storage in map(_storage_of, others)}
-            size = sum({storage._cdata: storage.nbytes() for storage in map(_storage_of, found)}.values())
-            if sum(map(torch.UntypedStorage.nbytes, storages.values())) > size * _MOST_EAGER:
+            copied = sum(map(torch.UntypedStorage.nbytes, storages.values()))
+            # What shares a storage counts twice: this is about time alone.
+            if copied > sum(map(_nbytes_of, found)) * _MOST_EAGER:
                 self._say_too_much()
                 return None
             overlapped.others = others
@@ -231,11 +232,11 @@ class Overlap:
 
     def begin_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], Overlapped] | None:
         """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of anything."""
-        tensors = self._left_for_later()
-        if not tensors:
+        overlapped = self._left_for_later()
+        if overlapped is None:
             return None
         try:
-            snapshot = Snapshot(state, tensors)
+            snapshot = Snapshot(state, overlapped.tensors, overlapped.addresses)
         except UncopiedError as error:
             say_eager(self._session, str(error))
             return None
@@ -243,19 +244,19 @@ class Overlap:
             self._say_too_much()
             return None
         snapshot.copy()
-        overlapped = self._begin(tensors)
+        overlapped.begin()
         overlapped.size = snapshot.size
+        self._current = self.newest = overlapped
         return snapshot.state, overlapped
 
-    def _left_for_later(self) -> list[torch.Tensor]:
-        # What is empty, freed, or made of other tensors, as one of 8 bits is, lies nowhere itself.
-        return [each for each in self._tensors() if each.data_ptr()]
-
-    def _begin(self, tensors: Sequence[torch.Tensor]) -> Overlapped:
-        overlapped = Overlapped(tensors, is_checked=self._is_checked)
-        overlapped.begin()
-        self._current = self.newest = overlapped
-        return overlapped
+    def _left_for_later(self) -> Overlapped | None:
+        tensors = self._tensors()
+        addresses = _addresses(tensors)
+        if not all(addresses):
+            # What is empty, freed, or made of other tensors, as one of 8 bits is, lies nowhere itself.
+            tensors = [each for each, address in zip(tensors, addresses, strict=True) if address]
+            addresses = list(filter(None, addresses))
+        return Overlapped(tensors, addresses, is_checked=self._is_checked) if tensors else None
 
     def _say_too_much(self) -> None:
         say_eager(self._session, "much of the state is changed by others than the optimizers")
@@ -292,21 +293,29 @@ def say_eager(session: Session, why: str) -> None:
 
 
 def _others(
-    found: Iterable[torch.Tensor | torch.UntypedStorage], kept: Sequence[torch.Tensor], addresses: set[int]
+    found: Iterable[torch.Tensor | torch.UntypedStorage], kept: Sequence[torch.Tensor], addresses: Sequence[int]
 ) -> list[torch.Tensor | torch.UntypedStorage]:
     """Those in whose storages none of the ``kept`` tensors lies; these begin at the ``addresses``."""
     # A training waits for this, and nearly all are kept: what is the same, or begins at the same place, is not looked
     # at any closer.
-    same = set(map(id, kept))
-    others = [each for each in found if id(each) not in same and each.data_ptr() not in addresses]
-    if not others:
-        return []
-    identities = _storages(kept)
-    return [each for each in others if _storage_of(each)._cdata not in identities]
+    same, begins = set(map(id, kept)), set(addresses)
+    others = [each for each in found if id(each) not in same and each.data_ptr() not in begins]
+    ordered = sorted(addresses) if others else []
+    return [each for each in others if not _holds_any(_storage_of(each), ordered)]
+
+
+def _holds_any(storage: torch.UntypedStorage, ordered: list[int]) -> bool:
+    start = storage.data_ptr()
+    at = bisect.bisect_left(ordered, start)
+    return at < len(ordered) and ordered[at] < start + storage.nbytes()
 
 
 def _storage_of(found: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
     return found.untyped_storage() if isinstance(found, torch.Tensor) else found
+
+
+def _nbytes_of(found: torch.Tensor | torch.UntypedStorage) -> int:
+    return found.nbytes if isinstance(found, torch.Tensor) else found.nbytes()
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -329,10 +338,6 @@ def _samples(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Itera
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(cast("Any", tensor.untyped_storage()))
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {storage._cdata for storage in map(torch.Tensor.untyped_storage, tensors)}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,19 +31,20 @@ class Snapshot:
         copied_size: Of those, bytes of the tensors that :meth:`copy` copies.
     """
 
-    def __init__(self, state: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, state: dict[str, Any], tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
         """Finds what is to be copied; copies all but tensors.
 
         Args:
             state: Dictionaries and lists of anything.
             tensors: What only the optimizers change, as this rank has it.
+            addresses: Where these begin.
 
         Raises:
             UncopiedError: An object can't be copied.
         """
         self._live = set(map(id, tensors))
         # A state dict's tensors are new objects, which begin where the optimizers' do.
-        self._addresses = set(map(torch.Tensor.data_ptr, tensors)) - {0}
+        self._addresses = set(addresses)
         self._others: list[tuple[Any, Any, torch.Tensor]] = []
         self._memo: dict[int, Any] = {}
         self.size = self.copied_size = 0
