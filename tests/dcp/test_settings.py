@@ -1,6 +1,7 @@
 """What the users of the SageMaker library write works here, and what it refuses is refused in its words."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -154,7 +155,8 @@ def test_who_stops_waiting_for_a_save_neither_stops_it_nor_harms_later_ones(memo
 
     async def give_up_waiting():
         waiting = asyncio.wrap_future(ours.async_save({"t": torch.ones(10)}, checkpoint_id="step_1", **options))
-        with pytest.raises(asyncio.TimeoutError):
+        with contextlib.suppress(asyncio.TimeoutError):
+            # Unless it has ended by then.
             await asyncio.wait_for(waiting, 0)
 
     asyncio.run(give_up_waiting())

@@ -129,7 +129,7 @@ class Rank:
         self.judge.chosen(self, chosen)
         if chosen is None:
             return
-        peers.begin(load, held)
+        peers.begin(load, dict.fromkeys(held, self.job.size))
         try:
             if (chosen, self.rank) in held:
                 return
