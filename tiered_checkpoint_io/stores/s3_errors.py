@@ -87,8 +87,10 @@ _CHANGED = {"PreconditionFailed"}
 #: How they say that they know no conditions of writes. AWS says some of it of many other things as well.
 _NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "UnsupportedHeader"}
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
-#: As what no S3 server sends what it says of an error: that is XML.
+#: As what no S3 server sends what it says of an error, but for some requests: that is XML.
 _PAGES = {"text/html", "text/plain"}
+#: Requests of which S3 servers say so in plain text: rclone of a copy, that there is nothing to copy.
+_PLAIN = {"head", "copy"}
 #: What such a page means. By 404 S3 would say that there is no such object, a gateway that it has lost its way there.
 _FOREIGN: dict[int, type[StoreError]] = {401: StoreAccessError, 403: StoreAccessError, 404: StoreUnavailableError}
 #: What S3 says of a success, by boto3's methods: one of these at least. Without any, a list would be an empty one.
@@ -134,7 +136,7 @@ def translated(error: Exception, request: str, url: str, key: str | None) -> Sto
         region = facts.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
         code = str(facts.get("Code") or status)
         kind = str(meta.get("HTTPHeaders", {}).get("content-type", "")).partition(";")[0]
-        if status in _FOREIGN and code == str(status) and request != "head" and kind in _PAGES:
+        if status in _FOREIGN and code == str(status) and request not in _PLAIN and kind in _PAGES:
             return _error((_FOREIGN[status], _FOREIGN_HINT), request, f"a page, HTTP {status}", url, key)
         return refusal(request, code=code, status=status, url=url, key=key, region=region)
     return _error(_failure(error), request, type(error).__name__, url, key)
