@@ -149,18 +149,18 @@ def test_who_stops_waiting_for_a_save_neither_stops_it_nor_harms_later_ones(memo
     options = {
         "dirpath": str(tmp_path / "durable"),
         "memory_dir": memory_dir,
-        "drain": "thread",
         "on_save_error": "raise",
     }
 
     async def give_up_waiting():
-        waiting = asyncio.wrap_future(ours.async_save({"t": torch.ones(10)}, checkpoint_id="step_1", **options))
+        save = ours.async_save({"t": torch.ones(10)}, checkpoint_id="step_1", save_to_s3=False, **options)
+        waiting = asyncio.wrap_future(save)
         with contextlib.suppress(asyncio.TimeoutError):
             # Unless it has ended by then.
             await asyncio.wait_for(waiting, 0)
 
     asyncio.run(give_up_waiting())
-    ours.save({"t": torch.zeros(10)}, checkpoint_id="step_2", **options)
+    ours.save({"t": torch.zeros(10)}, checkpoint_id="step_2", save_to_s3=False, **options)
     assert [save.exception(60) for save in ours.maybe_finalize_async_calls(blocking=True)] == [None]
     state = {"t": torch.zeros(10)}
     ours.load(state, checkpoint_id="step_1", **options).close()
