@@ -189,7 +189,7 @@ SECTIONS = (
         "The first saves",
         "first",
         "Eager ones, beside a copy of the same state into memory that was never touched. A Lightning fit makes room for"
-        " its first save while the first batches run; saves without a Trainer, one right after another, find none.",
+        " its first save after its first step; saves without a Trainer, one right after another, find none.",
         ("saves", "first", "second", "third", "the slowest of a round"),
         first_saves,
     ),

@@ -63,6 +63,7 @@ class EndOfTraining(Callback):
                 each._save_end(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Ahead of the callbacks that put trained weights back: what one of these raises comes after that."""
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, DurableEnd):
                 each._is_amid_validation = False

@@ -1,11 +1,13 @@
 """Credentials as jobs have them: named by relative paths, and renewed while a drain lives, or for the next trainer."""
 
+import contextlib
 import json
 import logging
 import os
 import time
 
 import pytest
+from botocore.loaders import JSONFileLoader
 from support.clocks import quick
 from support.draining import Node
 from support.fault_proxy import refuse
@@ -287,3 +289,13 @@ def test_a_drain_that_was_asked_to_leave_and_hangs_is_not_waited_for_for_ever(no
         while worker.follows():
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+def test_a_second_client_reads_nothing_anew_of_what_botocore_knows(s3_url, monkeypatch):
+    """That takes most of the time of a client, and a restart makes several."""
+    with contextlib.closing(S3Store(s3_url)):
+        read, load = [], JSONFileLoader.load_file
+        monkeypatch.setattr(JSONFileLoader, "load_file", lambda *found: read.append(found) or load(*found))
+        with contextlib.closing(S3Store(s3_url)) as store:
+            assert list(store.list("")) == []
+    assert read == []

@@ -67,6 +67,16 @@ class _Dead(Exception):
     pass
 
 
+def _keeper(world, store, name, threads):
+    """One that has had its first look, with its thread among the ``threads`` by which the clock moves."""
+    made = LeaseKeeper(lambda: store, "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock)
+    made._lease = replace(made._lease, boot_id=name)
+    made.start()
+    threads.append(made._thread)
+    made.check(world.clock.timing.lease_first_look_s)
+    return made
+
+
 def test_the_whole_story_of_a_lease_takes_no_time():
     """Claimed, kept for a day, a newcomer refused, expired, taken over, given back: by a clock that only this moves."""
     world, silent, threads = World(0), set(), []
@@ -76,13 +86,7 @@ def test_the_whole_story_of_a_lease_takes_no_time():
             if name in silent:
                 raise StoreUnavailableError("no answer", operation="test")
 
-        store = _Requests(world, SimpleNamespace(pause=pause))
-        made = LeaseKeeper(lambda: store, "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock)
-        made._lease = replace(made._lease, boot_id=name)
-        made.start()
-        threads.append(made._thread)
-        made.check(world.clock.timing.lease_first_look_s)
-        return made
+        return _keeper(world, _Requests(world, SimpleNamespace(pause=pause)), name, threads)
 
     def held():
         return [lease.owner for data, _ in world.objects.values() if (lease := Lease.from_json(data)).held]
@@ -114,7 +118,7 @@ def test_the_whole_story_of_a_lease_takes_no_time():
 
 
 def test_where_deletes_are_refused_a_run_is_as_safe_and_as_quiet_as_elsewhere(caplog):
-    """The lease of each run that was there stays, as in a bucket whose policy lets nobody delete."""
+    """The leases of ended runs stay in a bucket whose policy allows no deletes."""
     world, threads = World(0), []
 
     class Denied(_Requests):
@@ -122,13 +126,7 @@ def test_where_deletes_are_refused_a_run_is_as_safe_and_as_quiet_as_elsewhere(ca
             raise StoreAccessError("denied", operation="delete", key=key)
 
     def keeper_of(name):
-        store = Denied(world, SimpleNamespace(pause=lambda: None))
-        made = LeaseKeeper(lambda: store, "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock)
-        made._lease = replace(made._lease, boot_id=name)
-        made.start()
-        threads.append(made._thread)
-        made.check(world.clock.timing.lease_first_look_s)
-        return made
+        return _keeper(world, Denied(world, SimpleNamespace(pause=lambda: None)), name, threads)
 
     keeper_of("earlier").close(5.0)
     threads.clear()

@@ -200,7 +200,11 @@ def test_a_tensor_of_an_uncommon_kind_may_come_between_two_saves(job, uncommon):
     job = job(memory_keep_last=100)
     job.may_copy.set()
     for step in range(1, 7):
-        assert job.save(step, tiers=["memory"]) is not None
+        before = job.overlap.newest
+        report = job.save(step, tiers=["memory"])
+        assert report.overlapped == (job.overlap.newest is not before), (
+            "an eager save does not count as one beside training"
+        )
         job.go_on()
         loaded = job.checkpointer.load(f"step={step}.ckpt")
         assert loaded["global_step"] == step

@@ -122,12 +122,12 @@ def _step_of(source: Store, found: ForeignCheckpoint) -> int:
     try:
         return _facts(Source(source, key, source.size(key)), found.name)[0]
     except StoreError as error:
-        if not isinstance(error, StoreNotFoundError):
-            raise
+        if isinstance(error, StoreNotFoundError):
+            return -1
+        raise
     except TieredCheckpointError:
         # Told when it is to be imported.
-        pass
-    return -1
+        return -1
 
 
 def _import(

@@ -50,7 +50,7 @@ class DrainHandle:
         #: The save that the last :meth:`has_room` gave up.
         self.given_up = ""
         #: The saves that an earlier start left here, and since when they alone are left, for parts of other nodes.
-        self._left_over, self._orphaned_since = frozenset(self.pending_saves()), math.inf
+        self._inherited, self._stuck_since = frozenset(self.pending_saves()), math.inf
         #: Nothing is waited for beyond this, by the monotonic clock: the process has to end.
         self.leave_by: float | None = None
         self._news = NewOutcomes(self.queue)
@@ -143,11 +143,11 @@ class DrainHandle:
         """
         queued = [each for each in self.queue.look(self._tier) if ids.save_id_of_op(each.op_id) in waiting]
         sent = [PART_FILE in commit.sent(self.queue.journal(each.op_id)) for each in queued if each.action == "save"]
-        if not waiting or not self._left_over.issuperset(waiting) or sent != [True] * len(queued):
-            self._orphaned_since = math.inf
+        if not waiting or not self._inherited.issuperset(waiting) or sent != [True] * len(queued):
+            self._stuck_since = math.inf
             return set()
-        self._orphaned_since = min(self._orphaned_since, self._clock.monotonic())
-        is_late = self._clock.monotonic() - self._orphaned_since >= self._config.pending_timeout_s
+        self._stuck_since = min(self._stuck_since, self._clock.monotonic())
+        is_late = self._clock.monotonic() - self._stuck_since >= self._config.pending_timeout_s
         return set(waiting) if is_late else set()
 
     def wait(self, op_id: str, timeout_s: float, *, moving_s: float = math.inf) -> Outcome:
@@ -207,7 +207,7 @@ class DrainHandle:
             if orphans and {each.op_id for each in left} <= orphans | blocked_by_failures(left, orphans):
                 # Not said by any outcome.
                 url = ids.join_url(self._config.dirpath, left[0].name)
-                raise self._error(f"{left[0].name}: {_ORPHANED}", url, "the drain goes on to look for them")
+                raise self._error(f"{left[0].name}: {_ORPHANED}", url, "the drain keeps looking for them")
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
     def make_way(self, name: str, save_id: str, timeout_s: float, next_id: Callable[[], str]) -> None:

@@ -145,13 +145,9 @@ class FullSaver:
         """
         try:
             if taken is not None:
-                overlapped = overlap.begin(taken.tensors)
-                if overlapped is not None:
-                    try:
-                        taken, part.overlapped = overlapped.apart(taken), overlapped
-                    except Exception:
-                        # What is of an uncommon kind is captured at once.
-                        overlapped.copied.set()
+                begun = overlap.begin_taken(taken)
+                if begun is not None:
+                    taken, part.overlapped = begun
             elif part.image is not None and part.image.planned:
                 part.overlapped = overlap.begin([region.storage for region in part.image.regions])
                 if part.overlapped is not None:

@@ -29,6 +29,7 @@ from tiered_checkpoint_io.formats.filling import StorageRegion, StorageRegions
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.skeleton import Skeleton, apart
 
+_Found = torch.Tensor | torch.UntypedStorage
 #: Of a save that never overlaps.
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
 #: Of the saves after one that failed for it.
@@ -55,8 +56,7 @@ class Overlapped:
     Attributes:
         tensors: What only the optimizers change; all else is copied already.
         addresses: Where they begin.
-        others: Of a full checkpoint, all else that was found, until :meth:`apart`.
-        copies: Of a full checkpoint, copies of that, by what was copied: storages, by their identity.
+        copies: Of a full checkpoint, copies of all else, by what was copied: storages, by their identity.
         copied: Set once nothing of the live state is needed any more.
         wanted: Set once training waits for that.
         size: Bytes of the state, of a sharded one.
@@ -69,7 +69,6 @@ class Overlapped:
 
     tensors: Sequence[torch.Tensor]
     addresses: Sequence[int]
-    others: Sequence[torch.Tensor | torch.UntypedStorage] = ()
     copies: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
     copied: threading.Event = field(default_factory=threading.Event)
     wanted: threading.Event = field(default_factory=threading.Event)
@@ -96,15 +95,6 @@ class Overlapped:
                     self._ready.append(torch.cuda.current_stream(device).record_event())
         if self.is_checked:
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
-
-    def apart(self, taken: Skeleton) -> Skeleton:
-        """A state that was taken, with tensors of its own in place of what may be replaced or resized from now on.
-
-        Raises:
-            DoubtError: One of these is of an uncommon kind.
-        """
-        others, self.others = self.others, ()
-        return apart(taken, cast("Sequence[torch.Tensor]", others), self.copies) if others else taken
 
     def with_copies(self, image: Image) -> Image:
         """A planned file, with :attr:`copies` in place of what they are copies of."""
@@ -204,31 +194,52 @@ class Overlap:
         self._current: Overlapped | None = None
         self.newest: Overlapped | None = None
 
-    def begin(self, found: Sequence[torch.Tensor | torch.UntypedStorage]) -> Overlapped | None:
-        """Copies what others than the optimizers may change.
-
-        Args:
-            found: All tensors of the state, or all storages.
+    def begin(self, storages: Sequence[torch.UntypedStorage]) -> Overlapped | None:
+        """Copies what others than the optimizers may change, of all storages of a state that is planned.
 
         Returns:
             What is left to do. None where all is to be captured before the save returns.
         """
+        begun = self._copy_others(storages)
+        if begun is None:
+            return None
+        self._current = self.newest = begun[0]
+        return begun[0]
+
+    def begin_taken(self, taken: Skeleton) -> tuple[Skeleton, Overlapped] | None:
+        """As :meth:`begin`, of a state that is planned in the background, from what was taken of it.
+
+        Returns:
+            It has tensors of its own then, in place of what may be replaced or resized from now on.
+        """
+        begun = self._copy_others(taken.tensors)
+        if begun is None:
+            return None
+        overlapped, others = begun
+        if others:
+            try:
+                taken = apart(taken, cast("Sequence[torch.Tensor]", others), overlapped.copies)
+            except Exception as error:
+                say_eager(self._session, f"it holds what can't be copied as it is: {error}")
+                return None
+        self._current = self.newest = overlapped
+        return taken, overlapped
+
+    def _copy_others(self, found: Sequence[_Found]) -> tuple[Overlapped, list[_Found]] | None:
+        """Notes the witnesses and copies all else, which comes with it; None where the save is to be eager."""
         overlapped = self._left_for_later()
         if overlapped is None:
             return None
         overlapped.begin()
         others = _others(found, overlapped.tensors, overlapped.addresses)
-        if others:
-            storages = {storage._cdata: storage for storage in map(_storage_of, others)}
-            copied = sum(map(torch.UntypedStorage.nbytes, storages.values()))
-            # What shares a storage counts twice: this is about time alone.
-            if copied > sum(map(_nbytes_of, found)) * _MOST_EAGER:
-                self._say_too_much()
-                return None
-            overlapped.others = others
-            overlapped.copies = {key: cast("Any", storage).clone() for key, storage in storages.items()}
-        self._current = self.newest = overlapped
-        return overlapped
+        storages = {storage._cdata: storage for storage in map(_storage_of, others)}
+        copied = sum(map(torch.UntypedStorage.nbytes, storages.values()))
+        # What shares a storage counts twice: this is about time alone.
+        if copied and copied > sum(map(_nbytes_of, found)) * _MOST_EAGER:
+            self._say_too_much()
+            return None
+        overlapped.copies = {key: cast("Any", storage).clone() for key, storage in storages.items()}
+        return overlapped, others
 
     def begin_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], Overlapped] | None:
         """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of anything."""
@@ -292,9 +303,7 @@ def say_eager(session: Session, why: str) -> None:
         session.log.info("staging is %s, but the state is captured before a save returns: %s", staging, why)
 
 
-def _others(
-    found: Iterable[torch.Tensor | torch.UntypedStorage], kept: Sequence[torch.Tensor], addresses: Sequence[int]
-) -> list[torch.Tensor | torch.UntypedStorage]:
+def _others(found: Iterable[_Found], kept: Sequence[torch.Tensor], addresses: Sequence[int]) -> list[_Found]:
     """Those in whose storages none of the ``kept`` tensors lies; these begin at the ``addresses``."""
     # A training waits for this, and nearly all are kept: what is the same, or begins at the same place, is not looked
     # at any closer.
@@ -310,11 +319,11 @@ def _holds_any(storage: torch.UntypedStorage, ordered: list[int]) -> bool:
     return at < len(ordered) and ordered[at] < start + storage.nbytes()
 
 
-def _storage_of(found: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
+def _storage_of(found: _Found) -> torch.UntypedStorage:
     return found.untyped_storage() if isinstance(found, torch.Tensor) else found
 
 
-def _nbytes_of(found: torch.Tensor | torch.UntypedStorage) -> int:
+def _nbytes_of(found: _Found) -> int:
     return found.nbytes if isinstance(found, torch.Tensor) else found.nbytes()
 
 
