@@ -126,6 +126,10 @@ class StoreNotFoundError(StoreError, FileNotFoundError):
     """The durable tier has no object under this key."""
 
 
+class StoreArchivedError(StoreError):
+    """An object is there, and can't be read before the durable tier has been told to restore it."""
+
+
 class StoreAccessError(StoreError, PermissionError):
     """The durable tier refuses: missing credentials or rights. Retrying does not help."""
 

@@ -100,14 +100,15 @@ def test_two_ranks_of_a_node_are_one_checkpoint(nodes, store):
 
 def test_a_manifest_of_a_newer_release_beside_it_does_not_fail_a_commit(nodes, store, caplog):
     node, _ = nodes
-    for number in (1, 2):
+    earlier, now = drain(node), drain(node)
+    for number, worker in ((1, earlier), (2, now), (3, now)):
         for rank in (1, 0):
             node.part(f"{number}.ckpt", number, rank)
-        assert drain(node).run(once=True)
+        assert worker.run(once=True)
         assert node.states()[op_id(number)] == "committed"
         key = ids.manifest_key("1.ckpt")
         store.put(key, of_a_newer_release(store.get(key)))
-    assert "could not remove what is left of incomplete saves" in caplog.text
+    assert caplog.text.count("could not remove what is left of incomplete saves") == 1
     assert readable(store, "2.ckpt") == 2
 
 

@@ -18,6 +18,7 @@ from tiered_checkpoint_io.errors import (
     FormatVersionError,
     InvalidNameError,
     ManifestError,
+    StoreArchivedError,
     StoreChangedError,
     StoreNotFoundError,
 )
@@ -40,7 +41,7 @@ class DurableCheckpoint:
 
     name: str
     manifest: Manifest | None = None
-    error: ManifestError | InvalidNameError | None = None
+    error: ManifestError | InvalidNameError | StoreArchivedError | None = None
 
     @property
     def is_there(self) -> bool:
@@ -55,7 +56,7 @@ def read(store: Store, name: str) -> DurableCheckpoint:
     """
     try:
         return DurableCheckpoint(name, read_manifest(store, name))
-    except (ManifestError, InvalidNameError) as error:
+    except (ManifestError, InvalidNameError, StoreArchivedError) as error:
         # The others are there all the same.
         return DurableCheckpoint(name, error=error)
 

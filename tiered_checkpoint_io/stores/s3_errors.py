@@ -13,6 +13,7 @@ import urllib3.exceptions
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     StoreAccessError,
+    StoreArchivedError,
     StoreChangedError,
     StoreConfigError,
     StoreError,
@@ -54,6 +55,7 @@ CLIENT_ERRORS = (
 )
 
 _CREDENTIALS_HINT = "give credentials by environment, profile or role, as boto3 takes them"
+_ARCHIVED_HINT = "it was archived, by a lifecycle rule for one: have S3 restore it (aws s3api restore-object)"
 _FOREIGN_HINT = "no S3 server answers so; check endpoint_url, and the proxies in HTTPS_PROXY"
 _PROXY_HINT = "the proxy did not pass it on; check HTTPS_PROXY, HTTP_PROXY and NO_PROXY, and its user and password"
 #: Error codes whose HTTP status, mostly 400, does not tell what they mean.
@@ -225,7 +227,7 @@ def _meaning(request: str, code: str, status: int, bucket: str, region: str | No
     if code == _CLOCK:
         return StoreAccessError, "this machine's clock is wrong by more than the server allows"
     if code == _ARCHIVED:
-        return StoreError, "it was archived, by a lifecycle rule for one: have S3 restore it (aws s3api restore-object)"
+        return StoreArchivedError, _ARCHIVED_HINT
     if code in _BAD_KEYS or code.startswith("ExpiredToken"):
         return StoreAccessError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
     if status == 407:

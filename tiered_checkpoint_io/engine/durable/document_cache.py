@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import InvalidNameError, ManifestError, StoreNotFoundError
+from tiered_checkpoint_io.errors import InvalidNameError, ManifestError, StoreArchivedError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
@@ -58,6 +58,9 @@ class DocumentCache(Generic[_T]):
                 return [error]
             except InvalidNameError as error:
                 return [ManifestError(error.message, operation="parse", key=key)]
+            except StoreArchivedError as error:
+                # The others are there all the same.
+                return [ManifestError(error.message, operation="read", tier="durable", key=error.key, hint=error.hint)]
             except StoreNotFoundError:
                 return []
 

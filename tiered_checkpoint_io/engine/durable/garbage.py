@@ -28,10 +28,12 @@ class Seen:
         settled: Saves that some manifest names, those of which nothing is left, and those that the server refuses to
             remove: it is asked once for each.
         old_prefix: Whether there may be parts that an earlier release described.
+        told: Why the last call did nothing, as it was logged.
     """
 
     settled: set[str] = field(default_factory=set)
     old_prefix: bool = True
+    told: str = ""
     _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
 
     def manifests(self, store: Store, clock: Clock) -> list[Manifest]:
@@ -141,7 +143,10 @@ def clear_up(
     try:
         gone, refused = _collect(store, committed, patience_s, busy, seen, clock)
     except TieredCheckpointError as error:
-        log.warning("could not remove what is left of incomplete saves: %s", error)
+        # A manifest that can't be read stays so from save to save.
+        if str(error) != seen.told:
+            log.warning("could not remove what is left of incomplete saves: %s", error)
+        seen.told = str(error)
         return
     if refused:
         log.warning("could not remove all that is left of incomplete saves: %s", refused[0])

@@ -20,6 +20,7 @@ from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
     ManifestError,
+    StoreArchivedError,
     StoreChangedError,
     StoreNotFoundError,
 )
@@ -175,6 +176,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
 
     Raises:
         ManifestError: It can't be understood.
+        StoreArchivedError: It is there, and can't be read: what it describes is not to be overwritten or removed.
         StoreError: The tier could not be asked.
     """
     key = ids.manifest_key(name)
@@ -249,6 +251,8 @@ def names_of(store: Store) -> set[str]:
     def is_there(entry: ObjectInfo) -> bool:
         try:
             return entry.size > _MAX_RESERVATION or not reservation_in(store.get(entry.key))
+        except StoreArchivedError:
+            return True
         except StoreNotFoundError:
             return False
 
@@ -272,6 +276,6 @@ def newest_save_id(store: Store) -> str | None:
 def _readable(store: Store, name: str) -> Manifest | None:
     try:
         return read_manifest(store, name)
-    except ManifestError:
-        # Damaged, or a newer release's: what it says of the order can't be known.
+    except (ManifestError, StoreArchivedError):
+        # Damaged, archived, or a newer release's: what it says of the order can't be known.
         return None

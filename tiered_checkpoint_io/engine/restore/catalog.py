@@ -22,6 +22,7 @@ from tiered_checkpoint_io.errors import (
     FormatVersionError,
     ManifestError,
     RestoreError,
+    StoreArchivedError,
     StoreNotFoundError,
     StoreUnavailableError,
     TieredCheckpointError,
@@ -206,7 +207,7 @@ def _read(store: Store, names: Sequence[str], found: DurableCatalog) -> None:
         except FormatVersionError:
             # What a newer release wrote may be the newest checkpoint: not to be passed over.
             raise
-        except ManifestError as error:
+        except (ManifestError, StoreArchivedError) as error:
             return f"durable {name}: {error}"
 
     results = in_parallel(read, names)
