@@ -267,6 +267,7 @@ def test_a_home_directory_may_be_written_as_a_shell_has_it(make, tmp_path, monke
     assert (tmp_path / "runs" / "a" / "step=1.ckpt").is_file()
     assert io.load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
     assert make("~/runs/b").load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
+    assert make("~").checkpointer.dirpath == str(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,11 @@ def _as_s3(address: str) -> str:
 
 
 def at_home(path: str) -> str:
-    """A path that begins with ``~/`` as a shell has it: YAML has none, and Lightning's own callback does the same."""
-    return os.path.expanduser(path) if path.startswith("~/") else path
+    """A path that is ``~``, or begins with ``~/``, as a shell has it.
+
+    YAML has none, and Lightning's own callback does the same.
+    """
+    return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
 
 
 def join_url(dirpath: str, name: str) -> str:
