@@ -107,6 +107,21 @@ def test_a_configuration_file_means_what_its_run_means_by_it(text, gone, tmp_pat
         assert json.loads(done.stdout)["removed"] == gone, done.output
 
 
+def test_the_best_by_a_metric_that_is_mistyped_are_not_removed(tmp_path):
+    store = DirectoryStore(str(tmp_path / "run"))
+    for number in range(1, 4):
+        save(store, f"c{number}", number)
+    keep = ("--keep-best", "1", "--metric", "val_lss", "--yes")
+    done = command("prune", store.url, *keep)
+    assert done.exit_code == 1 and "the metrics there are: none" in str(done.exception)
+    for name in ("loss", "val_loss"):
+        assert command("metric", store.url, "c1", f"{name}=0.1").exit_code == 0
+    done = command("prune", store.url, *keep)
+    assert done.exit_code == 1 and "no checkpoint has the metric val_lss" in str(done.exception)
+    assert "the metrics there are: loss, val_loss" in str(done.exception)
+    assert names(store) == ["c1", "c2", "c3"]
+
+
 def test_while_a_run_is_there_nothing_is_removed(s3, memory_dir):
     io = TieredCheckpointIO(s3.url, memory_dir=memory_dir, drain="thread")
     io.save_checkpoint({"global_step": 7, "epoch": 0}, f"{s3.url}/c7")

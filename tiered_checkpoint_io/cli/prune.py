@@ -23,7 +23,7 @@ from tiered_checkpoint_io.inventory.leftovers import Leftovers, leftovers
 from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
-from tiered_checkpoint_io.model.retention import Checkpoint, Policy, kept, policies_from
+from tiered_checkpoint_io.model.retention import Best, Checkpoint, Policy, kept, policies_from
 from tiered_checkpoint_io.stores import Store
 
 
@@ -162,10 +162,23 @@ def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Pla
             key=store.url,
             hint="check dirpath",
         )
+    _refuse_unknown_metrics(found, policies)
     reasons = kept(found, policies, SYSTEM.wall())
     names = {each.name for each in found} | survey.unread.keys()
     left = leftovers(store, names, survey.saves, older_than_s=older_than_s)
     return _Plan(found, survey.unread, reasons, left, unfinished(store))
+
+
+def _refuse_unknown_metrics(found: Sequence[Checkpoint], policies: Sequence[Policy]) -> None:
+    """Refuses a metric that no checkpoint has: mistyped, mostly, and the best would go."""
+    there = sorted({metric for each in found for metric in each.metrics})
+    for policy in policies:
+        if isinstance(policy, Best) and policy.metric not in there:
+            raise ConfigError(
+                f"no checkpoint has the metric {policy.metric}, so which are the best is not known",
+                operation="prune",
+                hint=f"the metrics there are: {', '.join(there) or 'none'}",
+            )
 
 
 # ------------------------------------------------------------------------------------------ output
