@@ -151,3 +151,24 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
     assert [stored.part.rank for stored in tier.parts()] == [1]
     assert command(*pulled).exit_code == 0
     assert [(stored.part.rank, stored.pending) for stored in tier.parts()] == [(0, False), (1, False)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "pull {run} --to {empty}",
+        "export {run} x {empty}",
+        "export {run} x {empty} --format safetensors",
+        "reshard {run} x --name y --full --scratch {empty}",
+        "report {run} -o {empty}",
+        "prune {run} --config {empty}",
+        "drain --once --root {empty}",
+    ],
+)
+def test_an_empty_path_is_not_the_working_directory(arguments, tmp_path, monkeypatch):
+    # As of "$FOLDER", where that is not set.
+    monkeypatch.chdir(tmp_path)
+    values = {"{run}": str(tmp_path / "run"), "{empty}": ""}
+    done = command(*(values.get(each, each) for each in arguments.split()))
+    assert (done.exit_code, "it is empty" in done.stderr) == (2, True), done.output
+    assert not os.listdir(tmp_path)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.documents import Exported
-from tiered_checkpoint_io.cli.options import ADDRESS, Address, Dirpath, Json, name_of
+from tiered_checkpoint_io.cli.options import ADDRESS, Address, Dirpath, Json, name_of, path_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.inventory.details import File
 from tiered_checkpoint_io.logs import size_text
@@ -25,7 +25,12 @@ class Format(str, Enum):
 def export(
     dirpath: Dirpath,
     name: Annotated[str, typer.Argument(help="The checkpoint, or tiered:latest.")],
-    target: Annotated[Path, typer.Argument(help="The file to write (torch), or the folder (safetensors).")],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            parser=path_of, metavar="target", help="The file to write (torch), or the folder (safetensors)."
+        ),
+    ],
     file_format: Annotated[
         Format, typer.Option("--format", help="torch (one file) or safetensors (a folder).")
     ] = Format.torch,

@@ -50,6 +50,13 @@ def wrong_use() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
+def path_of(text: str | Path) -> Path:
+    """The path that an option gives. An empty one, as of a variable that is not set, would be the working directory."""
+    if not str(text).strip():
+        raise typer.BadParameter("it is empty")
+    return Path(text)
+
+
 @dataclass(frozen=True)
 class Address:
     """How a durable tier is reached: options of a command, see :func:`spread`."""
@@ -83,7 +90,10 @@ class Node:
     """Which memory tier of this node: options of a command, see :func:`spread`."""
 
     root: Annotated[
-        Path | None, typer.Option(help="The memory tier's root, in place of --memory-dir and --namespace.")
+        Path | None,
+        typer.Option(
+            parser=path_of, metavar="PATH", help="The memory tier's root, in place of --memory-dir and --namespace."
+        ),
     ] = None
     memory_dir: MemoryDir = SHM
     namespace: Annotated[

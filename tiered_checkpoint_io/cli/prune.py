@@ -11,7 +11,7 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
-from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
+from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, printable, say, show, write_json
 from tiered_checkpoint_io.cli.pins import document_of
 from tiered_checkpoint_io.clock import SYSTEM
@@ -66,7 +66,13 @@ def prune(
     metric: Annotated[str | None, typer.Option(help="The metric for --keep-best, such as val_loss.")] = None,
     mode: Annotated[str | None, typer.Option(help="min (the default) or max: which values are better.")] = None,
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="A YAML file with the key retention, in place of these options.")
+        Path | None,
+        typer.Option(
+            "--config",
+            parser=path_of,
+            metavar="PATH",
+            help="A YAML file with the key retention, in place of these options.",
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False,
     older_than: Annotated[

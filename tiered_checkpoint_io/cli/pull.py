@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of, wrong_use
+from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.logs import size_text
@@ -24,7 +24,10 @@ def pull(
     name: Annotated[str, typer.Argument(help="The checkpoint; by default the one that a restart would take.")] = (
         ids.LATEST
     ),
-    to: Annotated[Path | None, typer.Option(help="A folder to write the files to, in place of node memory.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(parser=path_of, metavar="PATH", help="A folder to write the files to, in place of node memory."),
+    ] = None,
     rank: Annotated[
         list[int] | None, typer.Option(min=0, help="Only this rank's part; may be repeated. All by default.")
     ] = None,

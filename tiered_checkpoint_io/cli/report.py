@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import NODE, SERVER, Json, Node, Server
+from tiered_checkpoint_io.cli.options import NODE, SERVER, Json, Node, Server, path_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.stores import last_config
@@ -27,7 +27,9 @@ def report(
     dirpath: Annotated[
         str | None, typer.Argument(help="The durable tier, to list what it holds; without it, no server is asked.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", parser=path_of, metavar="PATH", help="The file to write.")
+    ] = Path("report.html"),
     node: Node = NODE,
     server: Server = SERVER,
     json_output: Json = False,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import answer, counter
-from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, wrong_use
+from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.logs import size_text
@@ -30,7 +30,10 @@ def reshard(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="As one file, in place of --ranks.")] = False,
     scratch: Annotated[
-        Path | None, typer.Option(help="A folder on a disk with room; by default that of temporary files.")
+        Path | None,
+        typer.Option(
+            parser=path_of, metavar="PATH", help="A folder on a disk with room; by default that of temporary files."
+        ),
     ] = None,
     trust: Annotated[bool, typer.Option(help="Allow objects that may run code when loaded.")] = False,
     server: Server = SERVER,
