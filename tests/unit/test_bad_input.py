@@ -159,7 +159,8 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
     ):
         with pytest.raises(InvalidNameError, match=alike):
             act()
-    for options in ({"tier": ["memory"]}, {"tiers": ["disk"]}, {"tiers": []}):
+    wrong = ({"tier": ["memory"]}, {"tiers": ["disk"]}, {"tiers": []}, {"metric": ("x", torch.ones(2))})
+    for options in wrong:
         with pytest.raises(UsageError, match="allowed: "):
             io.save_checkpoint(state(2), "a.ckpt", storage_options=options)
     for load in (io.load_checkpoint, io.remove_checkpoint):

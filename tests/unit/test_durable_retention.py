@@ -4,8 +4,10 @@ import contextlib
 import io
 import itertools
 import json
+import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from support.committing import RUN, alias, copy, delete, save
@@ -17,7 +19,7 @@ from support.sharded import FlatStore, Journals, named, objects, readable
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io import add_metrics as add_metrics_to
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.engine.durable.metrics import add_metrics
+from tiered_checkpoint_io.engine.durable.metrics import add_metrics, added_metrics
 from tiered_checkpoint_io.engine.durable.pins import pin, pins, unpin
 from tiered_checkpoint_io.engine.durable.retention import Survey, removed
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, PinnedError, UsageError
@@ -80,8 +82,11 @@ def test_a_pin_that_can_not_hold_is_refused(s3):
         pin(s3, "b")
     with pytest.raises(UsageError, match="last is a copy, which the next save replaces"):
         pin(s3, "last")
-    with pytest.raises(ConfigError, match="expires_s is -1"):
-        pin(s3, "a", expires_s=-1)
+    for wrong in (-1, 0, "2h", True, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="expires_s is .* allowed: a number of seconds above 0"):
+            pin(s3, "a", expires_s=wrong)
+    with pytest.raises(ConfigError, match="reason is None"):
+        pin(s3, "a", reason=None)
     s3.put(ids.pin_key("a", "damaged"), b"{")
     with pytest.raises(PinnedError, match="a pin that can't be read"):
         delete(s3, "a")
@@ -104,9 +109,13 @@ def test_metrics_that_are_added_later_decide_and_are_of_one_save_alone(s3):
     apply(s3, best, survey)
     left = {entry.key.split("/")[2] for entry in s3.list(ids.METRICS_PREFIX)}
     assert left == {ids.save_id(RUN, 3), ids.save_id(RUN, 4)}, "values of what is gone are removed on the way"
-    for wrong in ({}, {"": 1.0}, {"x": float("nan")}, {"x": "1"}):
+    wrong_values = (math.nan, "1", None, True, 10**400, torch.ones(2), torch.tensor(math.inf))
+    for wrong in ({}, {"": 1.0}, ["x"], *({"x": value} for value in wrong_values)):
         with pytest.raises(ConfigError):
             add_metrics(s3, "c3", wrong)
+    for value in (np.float32(0.5), np.int64(2), torch.tensor(0.25), torch.tensor([3])):
+        add_metrics(s3, "c3", {"x": value})
+        assert added_metrics(s3)[ids.save_id(RUN, 3)]["x"] == float(value)
     with pytest.raises(CheckpointNotFoundError, match="so no metric was added"):
         add_metrics(s3, "c1", {"x": 1})
 

@@ -1,5 +1,6 @@
 """The functions for programs beside the training: what is new, waiting, silence, and what they cost."""
 
+import math
 import threading
 from dataclasses import replace
 
@@ -91,9 +92,20 @@ def test_what_would_never_come_is_refused_in_place_of_waited_for(node):
     node.save("a.ckpt", b"A")
     drain(node)
     # As of sys.argv, where step 1 is there.
-    for step in ("1", None, 1.0):
+    for step in ("1", None, 1.0, True, -1):
         with pytest.raises(ConfigError, match="step is .* allowed: a whole number"):
             wait_for(node.dirpath, step=step, timeout_s=0)
+    for wrong in (math.nan, -1, "60", None, True):
+        with pytest.raises(ConfigError, match="timeout_s is .* allowed: a number of seconds, from 0 on"):
+            wait_for(node.dirpath, step=2, timeout_s=wrong)
+    for wrong in (math.nan, math.inf, 0, -1, "60", True):
+        with pytest.raises(ConfigError, match="every_s is .* allowed: a number of seconds above 0"):
+            wait_for(node.dirpath, step=2, timeout_s=0, every_s=wrong)
+        with pytest.raises(ConfigError, match="every_s is"):
+            new_checkpoints(node.dirpath, every_s=wrong)
+    for wrong in (math.nan, -1, "60", True):
+        with pytest.raises(ConfigError, match="idle_timeout_s is"):
+            new_checkpoints(node.dirpath, idle_timeout_s=wrong)
     for after in ("a.ckpt", "step 1", 1, 0):
         with pytest.raises(ConfigError, match="after is .* allowed: the save_id of a checkpoint"):
             new_checkpoints(node.dirpath, after=after, idle_timeout_s=0)

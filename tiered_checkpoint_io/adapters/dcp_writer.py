@@ -32,6 +32,7 @@ from tiered_checkpoint_io.engine.trust import warn_at_first_save
 from tiered_checkpoint_io.errors import InvalidNameError, SaveError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.numbers import seconds
 
 
 class TieredStorageWriter(OverTiers, StorageWriter):
@@ -292,6 +293,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all that this node has queued is on the durable tier; see :meth:`Session.wait`."""
+        if timeout_s is not None:
+            timeout_s = seconds("timeout_s", timeout_s)
         # Another process may have saved it: DCP's, for an async_save of its own.
         self.session.open()
         self.session.wait(timeout_s)

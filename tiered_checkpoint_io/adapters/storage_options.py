@@ -77,6 +77,7 @@ def read_storage_options(options: Any) -> StorageOptions:
             if not isinstance(name, str):
                 raise TypeError(name)
             metric = name, float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            # RuntimeError is torch's, of a tensor of several elements.
             raise UsageError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
     return StorageOptions(tiers, metric, wait)

@@ -25,6 +25,7 @@ from tiered_checkpoint_io.inventory.news import NewCheckpoints
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.numbers import seconds
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 from tiered_checkpoint_io.stores.silence import answer_within
 
@@ -103,12 +104,14 @@ def wait_for(
 
     Raises:
         WaitTimeoutError: None has become durable in time; says which was the latest.
-        ConfigError: As :func:`list_checkpoints`; or ``step`` is no whole number, which no checkpoint would ever have.
+        ConfigError: As :func:`list_checkpoints`; or ``step`` is no whole number, which no checkpoint would ever have;
+            or a time is no number of seconds.
         StoreError: The durable tier refuses, or is unreachable at the first look; later it is asked again.
     """
-    if not hasattr(step, "__index__"):
-        raise ConfigError(f"step is {step!r}", hint="allowed: a whole number")
-    end = clock.monotonic() + timeout_s
+    if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
+        raise ConfigError(f"step is {step!r}", hint="allowed: a whole number, from 0 on")
+    end = clock.monotonic() + seconds("timeout_s", timeout_s)
+    every_s = seconds("every_s", every_s, above=0)
     with contextlib.closing(_Tiers(dirpath, None, options, clock)) as tiers:
         look = RepeatedLook(tiers.look, _log.warning)
         while True:
@@ -155,13 +158,17 @@ def new_checkpoints(
         options: Of the durable tier, as for :func:`list_checkpoints`.
 
     Raises:
-        ConfigError: As :func:`list_checkpoints`; or ``after`` is no save id, after which nothing would ever come.
+        ConfigError: As :func:`list_checkpoints`; or ``after`` is no save id, after which nothing would ever come;
+            or a time is no number of seconds.
         StoreError: The durable tier refuses, or is unreachable at the first look; later, one line is logged, and it is
             asked again.
     """
     # Here, and not at the first step of the iterator: wrong use shows where it is.
     if after not in (None, "") and not (isinstance(after, str) and ids.is_save_id(after.strip())):
         raise ConfigError(f"after is {after!r}", hint="allowed: the save_id of a checkpoint, '' for all, or None")
+    every_s = seconds("every_s", every_s, above=0)
+    if idle_timeout_s is not None:
+        idle_timeout_s = seconds("idle_timeout_s", idle_timeout_s)
     tiers = _Tiers(dirpath, None, options, clock)
     return _news(tiers, NewCheckpoints(after), idle_timeout_s, stop or threading.Event(), every_s, clock)
 

@@ -19,6 +19,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump, load, located, value_of
 from tiered_checkpoint_io.model.manifest import Manifest, Metric
+from tiered_checkpoint_io.model.numbers import as_float
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.refusals import Refusals, delete_each
 
@@ -38,18 +39,17 @@ def add_metrics(store: Store, name: str, metrics: Mapping[str, float]) -> str:
 
     What it takes and raises is that of :func:`tiered_checkpoint_io.retention.add_metrics`.
     """
-    if not metrics:
+    if not isinstance(metrics, Mapping) or not metrics:
         raise ConfigError("no metric is given", hint="give at least one, such as val_loss=0.31")
-    for metric, value in metrics.items():
-        _check(metric, value)
+    values = {metric: _checked(metric, value) for metric, value in metrics.items()}
     content = meant_by(store, name, operation="metric", undone="no metric was added").content
     save_id, now = content.origin, SYSTEM.wall()
 
     def put(metric: str) -> None:
-        body = {"save_id": save_id, "monitor": metric, "value": float(metrics[metric]), "added": now, "name": name}
+        body = {"save_id": save_id, "monitor": metric, "value": values[metric], "added": now, "name": name}
         store.put(ids.metric_key(save_id, metric), dump(body))
 
-    in_parallel(put, metrics)
+    in_parallel(put, values)
     return save_id
 
 
@@ -91,11 +91,13 @@ def metric_cache() -> DocumentCache[Added]:
     return DocumentCache(ids.METRICS_PREFIX, _parse)
 
 
-def _check(metric: object, value: object) -> None:
+def _checked(metric: object, value: object) -> float:
     if not isinstance(metric, str) or not metric or len(metric.encode()) > _MAX_NAME:
         raise ConfigError(f"the metric's name is {metric!r}", hint=f"allowed: text of 1 to {_MAX_NAME} bytes")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = as_float(value)
+    if number is None or not math.isfinite(number):
         raise ConfigError(f"the value of {metric} is {value!r}", hint="allowed: a finite number")
+    return number
 
 
 def _parse(data: bytes, where: str) -> Added:

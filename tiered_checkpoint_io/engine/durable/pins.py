@@ -18,6 +18,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, Ma
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump, load, located, value_of
+from tiered_checkpoint_io.model.numbers import seconds
 from tiered_checkpoint_io.model.retention import Pin
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.refusals import Refusals
@@ -27,8 +28,10 @@ _MAX_REASON = 500
 
 def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = None) -> Pin:
     """Pins a checkpoint; what it takes and raises is that of :func:`tiered_checkpoint_io.retention.pin`."""
-    if expires_s is not None and not 0 < expires_s < float("inf"):
-        raise ConfigError(f"expires_s is {expires_s!r}", hint="allowed: seconds above 0, or None for no end")
+    if expires_s is not None:
+        expires_s = seconds("expires_s", expires_s, above=0)
+    if not isinstance(reason, str):
+        raise ConfigError(f"reason is {reason!r}", hint="allowed: text")
     if len(reason) > _MAX_REASON:
         raise ConfigError(f"the reason has {len(reason)} characters", hint=f"at most {_MAX_REASON}")
     manifest = meant_by(store, name, operation="pin", undone="nothing is pinned")

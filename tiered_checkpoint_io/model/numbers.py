@@ -1,0 +1,33 @@
+"""Numbers that a caller gives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tiered_checkpoint_io.errors import ConfigError
+
+
+def seconds(key: str, value: Any, *, above: float | None = None) -> float:
+    """A time that a caller gives, which may be endless; from 0 on, or ``above`` a number and finite.
+
+    Raises:
+        ConfigError: It is no such number. One that is nan would be over at no time.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    good = is_number and (value >= 0 if above is None else above < value < math.inf)
+    if not good:
+        allowed = "a number of seconds, from 0 on" if above is None else f"a number of seconds above {above:g}"
+        raise ConfigError(f"{key} is {value!r}", hint=f"allowed: {allowed}")
+    return float(value)
+
+
+def as_float(value: Any) -> float | None:
+    """A number in any form that can be one: also numpy's, and a tensor of one element; None for anything else."""
+    if isinstance(value, bool | str | bytes):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        # RuntimeError is torch's, of a tensor of several elements.
+        return None
