@@ -128,12 +128,18 @@ def test_where_deletes_are_refused_a_run_is_as_safe_and_as_quiet_as_elsewhere(ca
     def keeper_of(name):
         return _keeper(world, Denied(world, SimpleNamespace(pause=lambda: None)), name, threads)
 
+    def held():
+        leases = [Lease.from_json(data) for data, _ in world.objects.values()]
+        return [lease.owner for lease in leases if lease.held]
+
     keeper_of("earlier").close(5.0)
     threads.clear()
+    assert held() == ["earlier"]
     # Of two that only look, the one whose owner sorts last yields: this one holds its lease.
     running = keeper_of("z-running")
     world.clock.advance(2 * world.clock.timing.lease_ttl_s, *threads)
     assert running.is_held
+    assert held() == ["z-running"], "retention would leave all to the earlier one"
     before = world.puts
     world.clock.advance(3000, *threads)
     assert world.puts == before, "each is a version in a bucket that keeps versions"

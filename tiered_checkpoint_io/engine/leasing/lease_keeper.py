@@ -200,17 +200,26 @@ class LeaseKeeper:
         if first is not None:
             self._refuse(first, "is running")
         elif not living:
-            refused = Refusals()
             for other in others:
-                # One that may not be deleted, by a policy of the bucket for one, is no less dead for that.
-                with refused.kept():
-                    store.delete(other.key)
+                self._bury(store, other)
             self._lease = replace(self._lease, held=True)
             store.put(self._key, self._lease.to_json())
             return beat_s
         elif living[-1].quiet == 0:
             self._log.info("%s has a lease on the same dirpath; watching whether it is alive", living[-1].who)
         return min(self._timing.lease_poll_s, beat_s)
+
+    def _bury(self, store: Store, dead: Other) -> None:
+        """Removes the lease of a run that is dead; one that may not be deleted, by a policy for one, says so no more.
+
+        In its place is another of ours that is not held: else retention would take that run to be there for ever.
+        """
+        refused = Refusals()
+        with refused.kept():
+            store.delete(dead.key)
+        if refused and (dead.is_held or dead.lease is None):
+            with refused.kept():
+                store.put(dead.key, self._lease.to_json())
 
     def _look(self, store: Store, now: float) -> list[Other]:
         """The leases of other owners, ours having been written."""
