@@ -21,9 +21,9 @@ from support.launch import free_port
 from torch.distributed.checkpoint.metadata import Metadata
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io import TieredCheckpointIO, dcp, find_latest
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp, find_latest
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from tiered_checkpoint_io.imports import importing
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -321,11 +321,38 @@ def test_from_s3_and_nemos_archive(tmp_path, memory_dir, s3_server, s3_bucket):
     url = f"s3://{s3_bucket}/run"
     status, rows = imported(tmp_path / "m.nemo", url)
     assert (status, rows["m.ckpt"]["resumable"]) == (0, False)
-    back = imported(f"{url}/m.ckpt", tmp_path / "back", "--name", "n.ckpt")
-    assert (back[0], torch.equal(torch.load(tmp_path / "back" / "n.ckpt")["weights"], torch.ones(10))) == (0, True)
     # A folder there, and files that lie where they are imported to.
     s3_server.client.put_object(
         Bucket=s3_bucket, Key="plain/step=3.ckpt", Body=(tmp_path / "model_weights.ckpt").read_bytes()
     )
+    back = imported(f"s3://{s3_bucket}/plain/step=3.ckpt", tmp_path / "back", "--name", "n.ckpt")
+    assert (back[0], torch.equal(torch.load(tmp_path / "back" / "n.ckpt")["weights"], torch.ones(10))) == (0, True)
     assert list(imported(f"s3://{s3_bucket}/plain", f"s3://{s3_bucket}/plain")[1]) == ["step=3.ckpt"]
+    assert isinstance(command("import", f"{url}/m.ckpt", tmp_path / "ours").exception, UsageError)
     assert command("verify", f"s3://{s3_bucket}/plain", "--memory-dir", memory_dir).exit_code == 0
+
+
+def test_a_checkpoint_of_this_package_is_not_made_one_anew_without_what_its_manifest_tells(tmp_path, memory_dir):
+    run, other = tmp_path / "run", tmp_path / "other"
+    io = TieredCheckpointIO(dirpath=str(run), memory_dir=memory_dir, drain="thread")
+    io.save_checkpoint({"global_step": 5, "optimizer_states": []}, f"{run}/sub/a.ckpt")
+    io.teardown()
+    writer = TieredStorageWriter(str(run), memory_dir=memory_dir, drain="thread")
+    torch_dcp.save({"weight": torch.ones(3)}, storage_writer=writer, checkpoint_id="step_7")
+    writer.close()
+    torch.save({"global_step": 3, "optimizer_states": []}, run / "sub" / "plain.ckpt")
+    for source, ours in ((run, "step_7"), (run / "step_7", "step_7"), (run / "sub", "sub/a.ckpt")):
+        done = command("import", source, other)
+        assert isinstance(done.exception, UsageError), done.output
+        assert f"{ours} is a checkpoint of this package already" in str(done.exception)
+    assert not other.exists()
+    assert imported(run / "sub" / "plain.ckpt", other)[0] == 0, "beside them, others may lie"
+    status, rows = imported(run, run)
+    assert (status, {name: row["state"] for name, row in rows.items()}) == (
+        1,
+        {"sub/plain.ckpt": "imported", "sub/a.ckpt": "exists", "step_7": "exists"},
+    )
+    # As the error says.
+    shutil.copytree(run, tmp_path / "copied")
+    assert command("verify", tmp_path / "copied", "--tier", "durable").exit_code == 0
+    assert find_latest(tmp_path / "copied").name == "sub/plain.ckpt"

@@ -15,7 +15,14 @@ from tiered_checkpoint_io.cli.claiming import claimed
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
 from tiered_checkpoint_io.cli.output import READER_GONE, printable, say, write_json
 from tiered_checkpoint_io.cli.progress import progress
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreNotFoundError
+from tiered_checkpoint_io.engine.durable.manifests import names_of
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    StoreAccessError,
+    StoreConfigError,
+    StoreNotFoundError,
+    UsageError,
+)
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -69,7 +76,9 @@ def import_(
     def find(_: Store) -> tuple[list[ForeignCheckpoint], int]:
         others, file = _opened(config, origin)
         with contextlib.closing(others):
-            return _found(others, file, wanted)
+            given = _found(others, file, wanted)
+            _refuse_ours(config, others.url, given[0], target)
+            return given
 
     def work(store: Store) -> None:
         others, _ = _opened(config, origin)
@@ -136,6 +145,35 @@ def _found(store: Store, file: str, wanted: str | None) -> tuple[list[ForeignChe
             raise typer.BadParameter(f"--name is for one checkpoint, and there are {len(found)}")
         found = [_renamed(found[0], wanted)]
     return found, sum(listed[key].size for each in found for key in each.files.values())
+
+
+def _refuse_ours(config: TieredCheckpointConfig, url: str, found: list[ForeignCheckpoint], target: str) -> None:
+    """Refuses checkpoints of another durable tier of this package.
+
+    Their manifests know more than their files: which is the newest, what training can't resume from, and the hashes.
+    What was damaged there would have good hashes here.
+    """
+    keys = [next(iter(each.files.values())) for each in found]
+    paths = {key if each.layout == "torch" else key.rpartition("/")[0] for key, each in zip(keys, found, strict=True)}
+    while url != target:
+        try:
+            with contextlib.closing(open_store(config, url)) as store:
+                names = names_of(store)
+        except (StoreAccessError, StoreConfigError):
+            # Who may read the checkpoints alone can't know.
+            return
+        if ours := sorted(paths & names):
+            raise UsageError(
+                f"{ours[0]} is a checkpoint of this package already",
+                operation="import",
+                key=url,
+                hint="copy that folder whole, with .tiered in it, as `aws s3 sync` does, once no run writes to it; or"
+                f" load it from there: ckpt_path={ids.join_url(url, ours[0])}",
+            )
+        url, _, folder = url.rpartition("/")
+        if not url or url.endswith(":/"):
+            return
+        paths = {f"{folder}/{path}".rstrip("/") for path in paths}
 
 
 def _renamed(found: ForeignCheckpoint, name: str) -> ForeignCheckpoint:
