@@ -1,6 +1,7 @@
 """The command that uploads what is in node memory alone, because the node is about to go."""
 
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifes
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, UsageError
 from tiered_checkpoint_io.inventory.flushing import to_flush
 from tiered_checkpoint_io.memory.parts import StoredPart, mark_durable
-from tiered_checkpoint_io.model.ids import LEASE_PREFIX
+from tiered_checkpoint_io.model.ids import LEASE_PREFIX, manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -114,6 +115,26 @@ def test_the_coordinator_waits_for_the_other_nodes_only_so_long(memory_dir, tmp_
     assert "not durable after 2 s" in str(done.exception)
     node.cancel(node.tier.parts()[0].save_id)
     assert command("drain", "--root", str(node.root)).exit_code == 0
+
+
+def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(memory_dir, tmp_path):
+    """The bucket was emptied or made anew since, and this node's memory is the last that has it."""
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.save("a.ckpt", b"A")
+    assert flushed(node)[1] == {"a.ckpt": "durable"}
+    shutil.rmtree(node.dirpath)
+    done, states = flushed(node)
+    assert (done.exit_code, states) == (0, {"a.ckpt": "durable"})
+    store = DirectoryStore(node.dirpath)
+    assert store.get("a.ckpt") == b"A"
+    assert command("verify", node.dirpath, "--tier", "durable").exit_code == 0
+    # What another has saved there since stays.
+    committed = read_manifest(store, "a.ckpt")
+    other = replace(committed, content=replace(committed.content, save_id=f"{committed.content.save_id[:-1]}9"))
+    store.put(manifest_key("a.ckpt"), other.to_json())
+    done, states = flushed(node)
+    assert (done.exit_code, states) == (1, {"a.ckpt": "not_durable"})
+    assert read_manifest(store, "a.ckpt") == other
 
 
 @pytest.mark.matrix

@@ -39,6 +39,7 @@ from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import config_at
 
@@ -83,7 +84,7 @@ def flush(
         error: DrainError | None = None
         is_damaged, began = False, SYSTEM.monotonic()
         while saves and error is None:
-            _mark(queue, saves)
+            _mark(config, tier, queue, saves)
             error = _upload(tier, config, max(1.0, timeout - (SYSTEM.monotonic() - began)), silent=json)
             rows += [_row(config, tier, queue, save) for save in saves]
             damaged = {save.content.save_id for save in saves if _is_damaged(queue, save)}
@@ -140,17 +141,30 @@ def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: st
     return bool(leases) and not any(key.startswith(ours) for key in leases)
 
 
-def _mark(queue: Queue, saves: Sequence[HeldSave]) -> None:
+def _mark(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, saves: Sequence[HeldSave]) -> None:
     """Has the drain upload the parts that it would leave in memory."""
     for save in saves:
+        is_lost = _is_lost(config, tier, queue, save)
         for stored in save.parts:
             outcome = queue.outcome(stored.op_id)
             is_given_up = stored.drained and outcome is not None and outcome.state == "skipped"
-            if not stored.part.durable or is_given_up:
+            if not stored.part.durable or is_given_up or is_lost:
                 # One that retention removes right now is not there any more: said at the end.
                 with contextlib.suppress(CheckpointNotFoundError):
                     mark_durable(stored)
     queue.ring()
+
+
+def _is_lost(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> bool:
+    """Whether this node committed a save, and nothing has its name now: others have emptied the bucket, for one."""
+    known = queue.outcomes()
+    last = [held_part(tier, each, known).outcome for each in save.parts]
+    if not save.commits or any(each is None or each.action == "delete" or each.state != "committed" for each in last):
+        return False
+    # What can't be asked is said at the end.
+    with contextlib.suppress(TieredCheckpointError):
+        return _manifest(config, save) is None
+    return False
 
 
 def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *, silent: bool) -> DrainError | None:
@@ -212,8 +226,6 @@ def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: H
         state = "not_durable"
     elif any(each is not None and each.action == "delete" for each in last):
         state, error = _asked(config, save, "it was deleted from the durable tier")
-    elif save.commits and all(outcomes):
-        state = "durable"
     else:
         state, error = _asked(config, save, "it is neither in memory nor on the durable tier any more")
     return {
@@ -231,14 +243,20 @@ def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: H
 def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[str, str]:
     """What the durable tier says of a save of which this node has sent all that it has; ``why`` it may not have it."""
     try:
-        manifest = ask(config_at(config, save.place), lambda store: read_manifest(store, save.name), save.place.dirpath)
+        manifest = _manifest(config, save)
     except TieredCheckpointError as error:
         return "uploaded", f"could not check whether it is committed: {error.message}"
     if manifest is not None and manifest.content.save_id == save.content.save_id:
         return "durable", ""
+    if manifest is not None:
+        return "not_durable", "another save has its name on the durable tier"
     if save.missing:
         return "uploaded", ""
     return "not_durable", why
+
+
+def _manifest(config: TieredCheckpointConfig, save: HeldSave) -> Manifest | None:
+    return ask(config_at(config, save.place), lambda store: read_manifest(store, save.name), save.place.dirpath)
 
 
 def _line(row: dict[str, Any]) -> str:
