@@ -318,7 +318,8 @@ class TieredCheckpointIO(CheckpointIO):
         if not os.path.isabs(text) or ".." in text.split("/"):
             # A name says where it lies: the engine refuses what leaves its folder again.
             return False
-        return not ids.normalize_dirpath(text).startswith(self.config.dirpath.rstrip("/") + "/")
+        # dirpath itself is no place for a file: the engine refuses it as a name.
+        return not (ids.normalize_dirpath(text).rstrip("/") + "/").startswith(self.config.dirpath.rstrip("/") + "/")
 
     def teardown(self) -> None:
         """Waits for queued work and frees everything; the IO may be used again."""
