@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -221,40 +221,65 @@ def gathered(state: Any, coordinator: int, *, keep: bool) -> Any:
 
 
 # ----------------------------------------------------------------------------------------- sharded
-def part_off(state: Any) -> tuple[Any, dict[str, DTensor]]:
+def part_off(state: Any, model: Mapping[str, Any]) -> tuple[Any, dict[str, DTensor]]:
     """The same state with a note in place of each sharded tensor, and these.
+
+    Args:
+        state: What is saved beside the model.
+        model: The model's own tensors, by their names.
 
     Raises:
         UsageError: A tensor is sharded in a way that can't be made again from a note.
     """
     tensors: dict[str, DTensor] = {}
-    if not _holds_sharded(state):
+    found = {id(tensor): path for tensor, path in _sharded_in(state, ())}
+    if not found:
         return state, tensors
+    named: dict[Any, dict[str, None]] = {}
+    for name, each in model.items():
+        if isinstance(each, DTensor):
+            named.setdefault(_layout(each), {})[name] = None
 
     def part(value: Any) -> Any:
-        return _note(value, tensors) if isinstance(value, _SHARDED) else value
+        if not isinstance(value, _SHARDED):
+            return value
+        note = _note(value, tensors)
+        # A run on another mesh lays it out as it does that one, with which it is reckoned.
+        alike = named.get(_layout(tensors[note[SHARDED]]), {})
+        return {**note, "as": next((name for name in found[id(value)] if name in alike), next(iter(alike), None))}
 
     return _mapped(state, part), tensors
 
 
-def _holds_sharded(value: Any) -> bool:
+def _sharded_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Each sharded tensor in a state, with the keys that lead to it."""
     if isinstance(value, dict):
-        return any(map(_holds_sharded, value.values()))
-    return any(map(_holds_sharded, value)) if type(value) in _LISTS else isinstance(value, _SHARDED)
+        for key, each in value.items():
+            yield from _sharded_in(each, (*path, str(key)))
+    elif type(value) in _LISTS:
+        for each in value:
+            yield from _sharded_in(each, path)
+    elif isinstance(value, _SHARDED):
+        yield value, path
 
 
-def make_again(state: Any, meshes: Sequence[DeviceMesh]) -> dict[str, DTensor]:
+def _layout(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.device_mesh, tuple(tensor.placements)
+
+
+def make_again(state: Any, meshes: Sequence[DeviceMesh], model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors to load into, for each note of :func:`part_off` that a state holds.
 
     Args:
         state: What was saved.
         meshes: Those that this run has.
+        model: The model's own tensors, by their names.
 
     Raises:
         UsageError: None of them has such dimensions.
     """
-    made: dict[str, DTensor] = {}
-    _with_notes(state, lambda note: made.setdefault(note[SHARDED], _like(note, meshes)))
+    made: dict[str, torch.Tensor] = {}
+    _with_notes(state, lambda note: made.setdefault(note[SHARDED], _like(note, meshes, model)))
     return made
 
 
@@ -293,7 +318,11 @@ def _note(tensor: DTensor | ShardedTensor, tensors: dict[str, DTensor]) -> dict[
     }
 
 
-def _like(note: Mapping[str, Any], meshes: Sequence[DeviceMesh]) -> DTensor:
+def _like(note: Mapping[str, Any], meshes: Sequence[DeviceMesh], model: Mapping[str, Any]) -> torch.Tensor:
+    # Earlier releases noted no tensor of the model.
+    twin, dtype = model.get(note.get("as") or ""), getattr(torch, note["dtype"])
+    if isinstance(twin, torch.Tensor) and list(twin.shape) == note["shape"]:
+        return torch.zeros_like(twin.detach(), dtype=dtype)
     names = tuple(note["mesh"])
     part = next((mesh for mesh in meshes if mesh.mesh_dim_names == names), None)
     if part is None:
@@ -307,7 +336,7 @@ def _like(note: Mapping[str, Any], meshes: Sequence[DeviceMesh]) -> DTensor:
     # Earlier releases noted no cuts.
     cuts = note.get("cut") or [None] * len(names)
     placements = [_placement(dim, cut) for dim, cut in zip(note["dims"], cuts, strict=True)]
-    shape, dtype = torch.Size(note["shape"]), getattr(torch, note["dtype"])
+    shape = torch.Size(note["shape"])
     made: DTensor = torch.distributed.tensor.zeros(shape, dtype=dtype, device_mesh=part, placements=placements)
     return made
 

@@ -169,7 +169,7 @@ class TieredSharding(_Base):
         }
         begun = None
         try:
-            rest, sharded = part_off(rest)
+            rest, sharded = part_off(rest, checkpoint["state_dict"])
             state.update({SHARDED: sharded} if sharded else {})
             if self.is_global_zero:
                 writer.rest = Rest(rest)

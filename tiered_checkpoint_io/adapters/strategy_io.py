@@ -137,7 +137,7 @@ class StrategyPlanner(DefaultLoadPlanner):
         self.rest = self._read_rest(opened.small)
         # The module may have made meshes of its own, which its parameters alone know.
         own = [each.device_mesh for each in self.model.values() if isinstance(each, DTensor)]
-        self.sharded = make_again(self.rest, [*([self._mesh] if self._mesh is not None else []), *own])
+        self.sharded = make_again(self.rest, [*([self._mesh] if self._mesh is not None else []), *own], self.model)
         self._leave_out_unchanged(metadata)
         state_dict[key] = self.model
         state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
