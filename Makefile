@@ -62,7 +62,8 @@ LEFT_OUT = $(if $(ONCE),$(addprefix --ignore=,$(sort $(CLI_TESTS) $(EXAMPLE_TEST
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not matrix' $(LEFT_OUT) tests
 
-# All that `make test` leaves out: the further cases, and the sweeps.
+# All that `make test` leaves out: the further cases, and the sweeps. With ONE_OF=8, as .ci/run has it, a sweep tries an
+# eighth of its cases; SEED says which.
 test-all: venv
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix $(LEFT_OUT) tests
 	$(MAKE) test-crash
@@ -74,20 +75,20 @@ test-first-hour: venv
 	$(BIN)/python -m pytest -n 2 tests/first_hour
 
 test-crash: venv
-	$(BIN)/python tests/crash/sweep.py
+	$(BIN)/python tests/crash/sweep.py $(if $(ONE_OF),--one-of $(ONE_OF)) $(if $(SEED),--seed $(SEED))
 
 test-crash-states: venv
-	$(BIN)/python tests/crash/states.py
+	$(BIN)/python tests/crash/states.py $(if $(ONE_OF),--one-of $(ONE_OF)) $(if $(SEED),--seed $(SEED))
 
 test-sim: venv
-	$(BIN)/python tests/sim/run.py
+	$(BIN)/python tests/sim/run.py $(if $(ONE_OF),--one-of $(ONE_OF)) $(if $(SEED),--seed $(SEED))
 
 # Defects put into the code one by one: the seed that finds each.
 test-sim-defects: venv
 	$(BIN)/python tests/sim/defects.py
 
 test-corruption: venv
-	$(BIN)/python tests/crash/corruption.py
+	$(BIN)/python tests/crash/corruption.py $(if $(ONE_OF),--one-of $(ONE_OF))
 
 soak: venv
 	TIERED_PROFILE=soak $(BIN)/python -m pytest --timeout 3600 tests/crash/test_machine.py

@@ -197,6 +197,7 @@ def damage(data, chooser):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=5_000)
+    parser.add_argument("--one-of", type=int, default=1, metavar="N", help="the count is divided by it")
     parser.add_argument("--seed", type=int, default=None, help="by default a new one, which is printed")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
@@ -222,7 +223,9 @@ def main():
         # Each file as often as any other, but those on S3, where each trial takes longer.
         targets = [(world, target) for world in worlds for target in world.targets]
         weights = [0.3 if target[0] == "S3" else 1.0 for _, target in targets]
-        for world, target in targets[:] + chooser.choices(targets, weights, k=max(0, options.count - len(targets))):
+        for world, target in targets[:] + chooser.choices(
+            targets, weights, k=max(0, options.count // options.one_of - len(targets))
+        ):
             damaged, how = damage(world.original(target), chooser)
             found, why = world.trial(target, damaged)
             counts[world.kind, role_of(target[1]), target[0]][found] += 1

@@ -31,18 +31,21 @@ DRAWS = 10
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="stories whose title holds this")
+    parser.add_argument(
+        "--one-of", type=int, default=1, metavar="N", help="behind one of so many operations, by chance"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    tried, found = 0, []
+    tried, found, sample = 0, [], 1 / options.one_of
     for kind in (*STORIES, *NODES):
         if options.only in kind.title:
             with contextlib.ExitStack() as stack:
                 folder = tempfile.mkdtemp(prefix="tiered-states-", dir="/dev/shm")
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
                 if kind in STORIES:
-                    count, bad = try_story(kind(), folder, seed=options.seed)
+                    count, bad = try_story(kind(), folder, seed=options.seed, sample=sample)
                 else:
-                    count, bad = try_node(kind, folder, seed=options.seed, draws=DRAWS)
+                    count, bad = try_node(kind, folder, seed=options.seed, sample=sample, draws=DRAWS)
             print(f"{kind.title}: {count} states", *bad[:20], sep="\n  ", flush=True)
             tried += count
             found += bad

@@ -3,6 +3,7 @@
     make test-crash                                    everything
     python tests/crash/sweep.py --only "local"         stories whose title holds a text
     python tests/crash/sweep.py --sample 10 --seed 3   ten points of each story
+    make test-crash ONE_OF=4 SEED=2                    every fourth point; the seed says from which on
 
 Prints a table by operation and one by kind of effect. Fails where anything is lost or mixed.
 """
@@ -58,12 +59,13 @@ def stories():
     return made
 
 
-def sweep(story, zygote, folder, *, s3_url="", sample=0, seed=0, add):
+def sweep(story, zygote, folder, *, s3_url="", sample=0, seed=0, one_of=1, add):
     """Takes one story through its points; ``add`` is told each verdict."""
     slug = story.title.replace(" ", "-").replace(",", "") + ("-s3" if s3_url else "")
     durable = f"{s3_url}/{slug}" if s3_url else folder / "durable" / slug
     place = Place(zygote, folder / "memory" / slug, durable, s3=bool(s3_url))
-    for point in points_of(story.rehearse(place), s3=bool(s3_url), sample=sample, seed=seed):
+    points = points_of(story.rehearse(place), s3=bool(s3_url), sample=sample, seed=seed // one_of)
+    for point in points[seed % one_of :: one_of]:
         add(story.at(place, point))
     shutil.rmtree(place.memory, ignore_errors=True)
 
@@ -87,6 +89,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=2, help="processes at work at once")
     parser.add_argument("--sample", type=int, default=0, help="points of each story; 0 for all")
+    parser.add_argument("--one-of", type=int, default=1, metavar="N", help="one of so many points of each story")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="stories whose title holds this")
     options = parser.parse_args()
@@ -120,6 +123,7 @@ def main():
                             s3_url=s3_url if on_s3 else "",
                             sample=options.sample or story.limit,
                             seed=options.seed,
+                            one_of=options.one_of,
                             add=tally.add,
                         )
                     except BaseException as error:
@@ -136,7 +140,7 @@ def main():
     show(tally, console)
     for title, error in failures:
         console.print(f"broken off: {title}: {error!r}", markup=False)
-    console.print(f"{time.monotonic() - started:.0f} s, seed {options.seed}", highlight=False)
+    console.print(f"{time.monotonic() - started:.0f} s, seed {options.seed}, one of {options.one_of}", highlight=False)
     losses, mixtures = tally.count("loss"), tally.count("mixture")
     print(f"points={len(tally.verdicts)} losses={losses} mixtures={mixtures}")
     return 1 if losses or mixtures or failures or not tally.verdicts else 0

@@ -1,6 +1,7 @@
 """Simulated lives of jobs, by seeds: the real engine of several nodes under a virtual clock, over a store in memory.
 
     make test-sim                                   2,000 seeds, on two processes
+    make test-sim ONE_OF=4 SEED=2                   500 of them, the third quarter
     python tests/sim/run.py --first 85 --seeds 1    one life again; its history is printed
 
 Each life is judged against a dictionary: of eight seeds, one is of the drains of one run (``drains.py``), one of
@@ -53,12 +54,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=2000)
+    parser.add_argument("--one-of", type=int, default=1, metavar="N", help="one of so many equal runs of the seeds")
+    parser.add_argument("--seed", type=int, default=0, help="which of them")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--first-found", action="store_true", help="end with the first violation")
     parser.add_argument("--only", choices=["drains", "peers", "two_runs", "runs"], help="leave other lives out")
     parser.add_argument("--memory", default="/dev/shm", metavar="DIR", help="where the memory of nodes is")
     options = parser.parse_args()
-    seeds, began = range(options.first, options.first + options.seeds), time.monotonic()
+    count = options.seeds // options.one_of
+    first = options.first + options.seed % options.one_of * count
+    seeds, began = range(first, first + count), time.monotonic()
     if options.only:
         seeds = [seed for seed in seeds if lives_of(seed).__name__ == f"sim.{options.only}"]
     steps, found = 0, []

@@ -17,6 +17,7 @@ from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 PATIENCE_S = 40
+NOWHERE = "http://127.0.0.1:9"
 #: Hundreds of lives would wait for the next look of a drain that has nothing to do.
 SOON = Clock(Timing(drain_rest_s=0.01, respawn_s=0.02, full_look_s=0.1))
 #: What a job does, operation by operation: action, name, and target of an alias or tiers of a save.
@@ -52,8 +53,10 @@ def import_all():
     from tiered_checkpoint_io.engine import checkpointer  # noqa: F401
     from tiered_checkpoint_io.engine.drain import client  # noqa: F401
     from tiered_checkpoint_io.formats import layouts
-    from tiered_checkpoint_io.stores import directory, s3  # noqa: F401
+    from tiered_checkpoint_io.stores import directory, open_store  # noqa: F401
 
+    # The first client reads botocore's models; it asks nothing of S3.
+    open_store(TieredCheckpointConfig.from_any({"dirpath": "s3://nowhere/at-all", "endpoint_url": NOWHERE})).close()
     # The first plan, and the first save and load, of a process import by themselves.
     layouts.Layouts().plan(story.state(0))
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

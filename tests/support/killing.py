@@ -10,6 +10,7 @@ What the processes do is told in ``dying.py``.
 import contextlib
 import ctypes
 import functools
+import gc
 import io
 import json
 import mmap
@@ -223,6 +224,9 @@ def main():
 
     dying.import_all()
     pairs.import_all()
+    # A collection would otherwise copy each page of the modules into each child.
+    gc.collect()
+    gc.freeze()
     # What the processes leave behind is ours to reap.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for line in sys.stdin:
