@@ -24,6 +24,7 @@ BAD = [
     ("dirpath", "None", "write it as s3://bucket/prefix", {}),
     ("dirpath", "${BUCKET}/run", "write its value", {}),
     ("dirpath", "s3://bucket/${RUN}", "write its value", {}),
+    ("dirpath", "s3://bucket/$USER/run", "${oc.env:NAME}", {}),
     ("dirpath", "s3//bucket/run", "write s3://bucket/run", {}),
     ("dirpath", "s3:bucket/run", "write s3://bucket/run", {}),
     ("dirpath", "S3:/bucket/run", "write s3://bucket/run", {}),

@@ -74,6 +74,21 @@ def test_a_pull_beside_another_finds_what_that_has_brought(run, memory_dir, monk
     assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
 
 
+def test_where_the_job_here_has_a_namespace_of_its_own_that_is_said(run, memory_dir, tmp_path, monkeypatch):
+    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
+    io.save_checkpoint({"global_step": 6}, "step=6.ckpt")
+    io.teardown()
+    at_another, there = (
+        command("pull", run, "--memory-dir", memory_dir, *named) for named in ((), ("--namespace", "live"))
+    )
+    assert (at_another.exit_code, "give --namespace live" in at_another.stderr) == (0, True)
+    assert (there.exit_code, there.stderr) == (0, "")
+    # A shell leaves the ~ in --to=~/x.
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert command("pull", run, "--to=~/x", "--memory-dir", memory_dir).stderr == ""
+    assert (tmp_path / "home" / "x" / "step=6.ckpt").exists()
+
+
 @pytest.mark.parametrize("to", ["memory", "folder"])
 def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_dir, tmp_path, monkeypatch):
     """It is not damaged: the pull takes what the name means by then."""

@@ -51,10 +51,13 @@ def wrong_use() -> Iterator[None]:
 
 
 def path_of(text: str | Path) -> Path:
-    """The path that an option gives. An empty one, as of a variable that is not set, would be the working directory."""
+    """The path that an option gives, ``~`` as well, which a shell leaves in ``--to=~/x``.
+
+    An empty one, as of a variable that is not set, would be the working directory.
+    """
     if not str(text).strip():
         raise typer.BadParameter("it is empty")
-    return Path(text)
+    return Path(ids.at_home(str(text)))
 
 
 @dataclass(frozen=True)

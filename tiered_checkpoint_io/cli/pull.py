@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,11 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.inventory.roots import roots_of
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.stores import Store
 
@@ -47,7 +51,10 @@ def pull(
     with wrong_use():
         config = replace(config, memory_dir=memory_dir)
         config = replace(config, namespace=namespace) if namespace is not None else config
-    wanted, stop = name_of(config, name), threading.Event()
+        wanted = name_of(config, name)
+    if to is None and namespace is None:
+        _say_where_the_job_is(config)
+    stop = threading.Event()
 
     # Before the server is asked: torch takes its time.
     from tiered_checkpoint_io.cli.pulling import bring
@@ -67,3 +74,13 @@ def pull(
         say(printable(f"pulled {parts[0].name} ({size_text(size)}) to {where}"))
     else:
         say(printable(f"{parts[0].name} is in {where} already, intact"))
+
+
+def _say_where_the_job_is(config: TieredCheckpointConfig) -> None:
+    """Says so where a job of this dirpath has named a namespace here: a restart of it looks nowhere else."""
+    ours = namespace_here(config)
+    with contextlib.suppress(ConfigError):
+        theirs = [root.name for root in roots_of(config.memory_dir, config.dirpath)]
+        if theirs and ours not in theirs:
+            text = f"a restart of the job that saved to {config.dirpath} here looks in namespace {theirs[0]} alone"
+            say(printable(f"{text}, and this goes to {ours}; to have it there, give --namespace {theirs[0]}"), err=True)

@@ -34,6 +34,8 @@ _BUCKET_AND_KEY = re.compile(rf"(?P<bucket>{_ACCESS_POINT}(?=/|\Z)|[^/]*)/?(?P<k
 _MISSPELT_S3 = re.compile(r"s3(?://+|:/?(?!/))(?P<rest>.*)\Z", re.DOTALL | re.IGNORECASE)
 #: What was meant to begin with another scheme, and would be a folder of the working directory; no drive's letter.
 _MISSPELT = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)\Z", re.DOTALL)
+#: What OmegaConf or a shell would have replaced.
+_VARIABLE = re.compile(r"\$(?:\{|[A-Z_][A-Z0-9_]+)")
 #: The hosts at which AWS serves buckets; the bucket is in the host or begins the path.
 _AWS_HOST = re.compile(
     r"(?:(?P<bucket>.+)\.)?s3[.-](?:dualstack\.)?(?:(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(?:\.cn)?\Z"
@@ -147,8 +149,9 @@ def refuse_misspelt(dirpath: str) -> None:
         raise InvalidNameError("it is not valid Unicode", hint="write it as UTF-8, where the locale is UTF-8 as well")
     if text != text.strip():
         raise InvalidNameError("it begins or ends with white space", hint=f"write {text.strip()}")
-    if "${" in text:
-        raise InvalidNameError("it holds a variable that was not replaced", hint="resolve it, or write its value")
+    if _VARIABLE.search(text):
+        hint = "resolve it, as by ${oc.env:NAME} in YAML; or write its value"
+        raise InvalidNameError("it holds a variable that was not replaced", hint=hint)
     if text in ("None", "null") or (url_scheme(text) is None and "://" in text):
         # As of str(None), or of quotes that an env file kept: else it would be a folder of the working directory.
         raise InvalidNameError("it is no folder or URL", hint="write it as s3://bucket/prefix, without quotes")
