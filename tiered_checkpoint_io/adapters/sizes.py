@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[t
             found += state.values() if isinstance(state, dict) else ()
     # Asked at each overlapped save. Most optimizers hold nothing else.
     if set(map(type, found)) <= WHOLE:
-        return [each for each in found if each.layout == torch.strided]
+        strided = set(map(attrgetter("layout"), found)) <= {torch.strided}
+        return found if strided else [each for each in found if each.layout == torch.strided]
     # LBFGS has lists. Each question to a DTensor itself takes long.
     flat = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in found)
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]

@@ -61,10 +61,13 @@ class Layouts:
             kept, so that this one may not be, either.
         """
         if self._repeats:
-            with contextlib.suppress(Exception), collecting_later():
-                taken = scan(state, self._paths)
+            try:
+                with collecting_later():
+                    taken = scan(state, self._paths)
                 # Others have no memory of their own that could be copied.
                 return taken if set(map(attrgetter("layout"), taken.tensors)) <= {torch.strided} else None
+            except Exception:
+                return None
         return None
 
     def plan_taken(self, taken: Skeleton) -> Image:

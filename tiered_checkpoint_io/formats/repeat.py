@@ -34,7 +34,7 @@ class Repeat:
     def pickle_of(self, skeleton: Skeleton, tensors: Tensors) -> bytes | None:
         """The pickle of another state; None where more than the values of the rest has changed."""
         rest, before = skeleton.rest, self._rest
-        same = (rest.first, rest.end, rest.tensors) == (before.first, before.end, before.tensors)
+        same = (rest.first, rest.tensors) == (before.first, before.tensors)
         if not same or len(rest.data) != len(before.data) or skeleton.units != self._units:
             return None
         if _facts_of(tensors) != self._tensors:

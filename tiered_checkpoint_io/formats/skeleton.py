@@ -13,10 +13,9 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter, eq, getitem
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -70,6 +69,8 @@ TENSOR = len(SEEDS)
 #: What begins a pickle.
 _BEGIN = pickle.PROTO + b"\x02"
 _STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+#: The pickler's memo from the start.
+_MEMO = {id(value): (number, value) for number, value in enumerate([*(value for value, _ in SEEDS), tensor_here])}
 
 
 class _Pickler(pickle.Pickler):
@@ -80,25 +81,23 @@ class DoubtError(Exception):
     """A state may be pickled in another way than is assumed here, so ``torch.save`` has to do it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A unit, or the rest.
 
     Attributes:
         data: Its pickle, without what begins and ends one; for a tensor, a call of :func:`tensor_here`.
         first: The first number that the pickler's memo gave to an object of it.
-        end: The number after the last one.
+        end: Of a unit, the number after the last one.
         tensors: The numbers of the tensors that it has first.
     """
 
     data: bytes
     first: int
-    end: int
     tensors: range
+    end: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Skeleton:
+class Skeleton(NamedTuple):
     """A state's structure, and its tensors by their numbers.
 
     Attributes:
@@ -140,8 +139,7 @@ def scan(state: Any, paths: Sequence[tuple[Any, ...]] | None = None) -> Skeleton
 
     file = io.BytesIO()
     pickler: Any = _Pickler(file, protocol=2)
-    known = [*(value for value, _ in SEEDS), tensor_here]
-    pickler.memo = {id(value): (number, value) for number, value in enumerate(known)}
+    pickler.memo = _MEMO
     pickler.reducer_override = reduced
 
     def dumped(value: object) -> bytes:
@@ -161,14 +159,13 @@ def scan(state: Any, paths: Sequence[tuple[Any, ...]] | None = None) -> Skeleton
         units = dict(_units(state, (), set()))
     else:
         units = {path: functools.reduce(getitem, path, state) for path in paths}
-    pieces = []
-    end = position()
-    for value in (*units.values(), state):
-        first, begin = len(tensors), end + 1
-        data = dumped(value)
-        end = position()
-        pieces.append(Piece(data, begin, end, range(first, len(tensors))))
-    return Skeleton(tuple(pieces[:-1]), pieces[-1], tuple(tensors), tuple(units))
+    pieces, begin, first = list[Piece](), len(_MEMO), 0
+    for value in units.values():
+        data, end = dumped(value), position()
+        pieces.append(Piece(data, begin, range(first, len(tensors)), end))
+        begin, first = end + 1, len(tensors)
+    rest = Piece(dumped(state), begin, range(first, len(tensors)))
+    return Skeleton(tuple(pieces), rest, tuple(tensors), tuple(units))
 
 
 def rebuilt(skeleton: Skeleton) -> Any:
@@ -205,7 +202,7 @@ def apart(skeleton: Skeleton, others: Sequence[torch.Tensor], copies: Mapping[in
         copied: Any = copies[facts.identities[number]]
         made.set_(copied, facts.offsets[number], facts.shapes[number], facts.strides[number])
         own[id(each)] = made.requires_grad_(facts.grads[number])
-    return replace(skeleton, tensors=tuple([own.get(id(each), each) for each in skeleton.tensors]))
+    return skeleton._replace(tensors=tuple([own.get(id(each), each) for each in skeleton.tensors]))
 
 
 def _units(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 
 def current_rank() -> int:
     """This process's rank; 0 without torch.distributed."""
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    group = _initialized()
+    return 0 if group is None else int(group.get_rank())
 
 
 def current_world_size() -> int:
     """The number of ranks; 1 without torch.distributed."""
-    import torch.distributed as dist
+    group = _initialized()
+    return 1 if group is None else int(group.get_world_size())
 
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+def _initialized() -> Any:
+    # Asked several times at each save. Who has not imported it has no ranks.
+    found: Any = sys.modules.get("torch.distributed")
+    return found if found is not None and found.is_available() and found.is_initialized() else None

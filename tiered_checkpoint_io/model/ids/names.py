@@ -26,7 +26,7 @@ _COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
 _MEASURED = re.compile(r"(?<==)-?\d+\.\d+(?:e[+-]?\d+)?(?=[^/]*\Z)")
 _STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
 #: Control characters, and the backslash.
-_UNPRINTED = re.compile(r"[\x00-\x1f\x7f\\]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _NO_COMPONENTS = {"", ".", ".."}
 _LAST = re.compile(r"(?:^|[/_-])last(?:-v\d+)?(?:\.[^/.]*)?\Z")
 #: A file system allows 255 bytes for one component; the manifest's key adds its suffix.
@@ -49,11 +49,11 @@ def validate_name(name: str) -> str:
         InvalidNameError: Empty, absolute, leaves its folder (``..``), reserved, or too long.
     """
     problem: str | None = None
-    parts = name.split("/")
+    parts, is_printable = name.split("/"), name.isprintable()
     # Asked at each save: nothing here goes through the characters one by one.
     if not name:
         problem = "is empty"
-    elif _UNPRINTED.search(name):
+    elif "\\" in name or (not is_printable and _CONTROL.search(name)):
         problem = "has control characters or a backslash"
     elif name.startswith("/") or url_scheme(name) is not None:
         problem = "is not relative to dirpath"
@@ -61,7 +61,7 @@ def validate_name(name: str) -> str:
         problem = "has an empty, '.' or '..' component"
     elif parts[0] == META_PREFIX.rstrip("/"):
         problem = f"lies in the reserved folder {META_PREFIX!r}"
-    elif SURROGATE.search(name):
+    elif not is_printable and SURROGATE.search(name):
         problem = "is not valid Unicode"
     elif len(name.encode()) > _MAX_NAME_BYTES:
         problem = f"is longer than {_MAX_NAME_BYTES} bytes"
@@ -94,13 +94,14 @@ def name_in(dirpath: str, path: StrPath) -> str:
     """
     text = at_home(text_of(path).rstrip("/"))
     root = dirpath.rstrip("/")
-    if url_scheme(text) == SENTINELS:
+    scheme = url_scheme(text)
+    if scheme == SENTINELS:
         raise InvalidNameError(
             f"{text!r} is not the name of a checkpoint", hint="give a name, or a path or URL below dirpath"
         )
-    if url_scheme(text) is None and not os.path.isabs(text):
+    if scheme is None and not os.path.isabs(text):
         return validate_name(text)
-    full = text if url_scheme(text) not in (None, "file", "local") else normalize_dirpath(text)
+    full = text if scheme not in (None, "file", "local") else normalize_dirpath(text)
     # ".." must be refused, not resolved: a name says where it lies.
     if ".." in text.split("/") or not full.startswith(root + "/"):
         raise InvalidNameError(

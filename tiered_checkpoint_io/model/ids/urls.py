@@ -105,7 +105,9 @@ def parse_s3_url(url: StrPath) -> tuple[str, str]:
 # ---------------------------------------------------------------------------------------- dirpath
 def url_scheme(path: StrPath) -> str | None:
     """The scheme of a URL (``"s3"``, ``"gs"``, ``"memory"`` ...); None for a local path."""
-    match = _URL.match(text_of(path))
+    text = text_of(path)
+    # Asked several times at each save, mostly of names.
+    match = _URL.match(text) if "://" in text else None
     return match["scheme"].lower() if match else None
 
 
