@@ -12,8 +12,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.sizes import tensors_of_optimizers
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlap
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 ROWS = 1 << 15
@@ -143,6 +145,27 @@ def test_a_save_that_memory_has_no_room_for_is_sent_before_it_returns(job, monke
     assert (report.tiers, report.overlapped) == ({"durable"}, False)
     job.weight.fill_(7.0)
     assert job.checkpointer.load("tiered:latest")["w"].sum() == 0
+
+
+def test_an_upload_that_failed_is_seen_beside_a_save_and_raised_once_by_the_next(job, caplog):
+    job = job(on_save_error="raise")
+    for step in range(1, 4):
+        # From the third on, a save waits for nothing but its copies.
+        job.save(step, tiers=["memory"])
+        job.go_on()
+    session = job.checkpointer.session
+    queue, op_id = session.open().drain.queue, session.save_ids.next()
+    queue.finish(Outcome(op_id, "save", "lost.ckpt", 3, "failed", "no bucket"), final=False)
+    assert job.save(4, tiers=["memory"]).overlapped
+    assert "no bucket" not in caplog.text
+    job.go_on()
+    session.background.wait()
+    assert caplog.text.count("no bucket") == 1
+    with pytest.raises(SaveError, match="no bucket"):
+        job.save(5, tiers=["memory"])
+    assert job.save(6, tiers=["memory"]).step == 6
+    job.go_on()
+    assert session.counts["failed"] == 1
 
 
 def test_what_changes_right_after_a_save_is_not_in_it_however_it_is_planned(job):

@@ -6,16 +6,16 @@ import functools
 import logging
 import os
 import threading
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.drain.announcer import Announcer, looking
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.events import note
-from tiered_checkpoint_io.engine.drain.messages import Standing, not_done, not_uploaded, say_outcome, standing_of
+from tiered_checkpoint_io.engine.drain.messages import Standing, not_done, not_uploaded, standing_of
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
@@ -42,10 +42,6 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store, open_store, place_of
-
-T = TypeVar("T")
-#: Outcomes that are kept for a caller that does not poll.
-_UNREAD = 256
 
 
 class Opened(NamedTuple):
@@ -101,9 +97,8 @@ class Session:
         self._stores: dict[str, Store] = {}
         self._peering, self._opening = Peering(config, self.counts, clock), threading.Lock()
         self._asked: Counter[str] = Counter()
-        self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
-        self._unshown: list[SaveError] = []
-        self._standing, self._trouble, self.last_tensors = Standing(), "", LastTensors()
+        self._announcer = Announcer(config, self.log, self.counts)
+        self._standing, self.last_tensors = Standing(), LastTensors()
         self.claims = Claims(
             config,
             self.log,
@@ -157,6 +152,10 @@ class Session:
         """Whether the memory tier could be opened."""
         return self._opened is not None
 
+    def is_prepared(self, size: int) -> bool:
+        """Whether a slot for a file of this size is ready: whoever saves next can take it in the background."""
+        return self._opened is not None and self._opened.tier.is_prepared(size)
+
     def durable(self, dirpath: str | None = None) -> Store:
         """The durable tier; another one where a dirpath is given."""
         wanted = self.dirpath if dirpath is None else dirpath
@@ -207,7 +206,7 @@ class Session:
             self.failed("queued checkpoints", -1, error)
             return
         # The reasons first. Each is counted where it is logged, and what is slow has not failed.
-        self._look_for_outcomes()
+        self.look()
         said, left = not_uploaded(self.standing().pending, self.config, error)
         if self._leads:
             self.log.log(logging.WARNING if self._is_leaving else logging.ERROR, "%s — %s", said, left.hint)
@@ -243,30 +242,21 @@ class Session:
 
     def poll(self) -> list[Outcome]:
         """Background operations that ended since the last call, each once."""
-        self._look_for_outcomes()
-        fresh, self._unread = [*self._unread], deque(maxlen=_UNREAD)
-        return fresh
+        self.look()
+        return self._announcer.take()
 
-    def _look_for_outcomes(self) -> None:
-        if self._opened is None:
-            return
-        news = functools.partial(self._opened.drain.news, keeps_up=self._leads)
-        fresh, trouble = self._looking(news, (list[Outcome](), ""))
-        self._unread.extend(fresh)
-        for outcome in fresh:
-            failure = say_outcome(self.log, outcome, self.config, leads=self._leads)
-            if failure is not None:
-                self.counts["failed"] += self._leads
-                self._unshown.append(failure)
-        if trouble and trouble != self._trouble and self._leads:
-            self.log.error("the drain can't get at its queue, so nothing is uploaded; it tries again: %s", trouble)
-        self._trouble = trouble
+    def look(self) -> None:
+        """Looks at claims, and at the drain: counts and logs each failure once; :meth:`surface` raises it."""
+        self.claims.look()
+        if self._opened is not None:
+            self._announcer.look(self._opened.drain, leads=self._leads)
 
     def standing(self) -> Standing:
         """Where the newest checkpoints are; of a closed session, where they were when it was closed."""
         if self._opened is not None:
             tier, queue = self._opened.tier, self._opened.drain.queue
-            self._standing = self._looking(
+            self._standing = looking(
+                self.log,
                 lambda: standing_of(tier.parts(), queue.outcomes(), queue.look(tier), self.place, self.last_save),
                 self._standing,
             )
@@ -282,8 +272,8 @@ class Session:
         if self._opened is None:
             return False
         tier, _, drain = self._opened
-        return self.background.is_running(name) or self._looking(
-            lambda: any(operation.name == name for operation in drain.queue.look(tier)), otherwise=True
+        return self.background.is_running(name) or looking(
+            self.log, lambda: any(operation.name == name for operation in drain.queue.look(tier)), otherwise=True
         )
 
     def outcome(self, save_id: str) -> Outcome | None:
@@ -295,17 +285,8 @@ class Session:
         pending, progress = 0, DrainProgress()
         if self._opened is not None:
             drain = self._opened.drain
-            pending, progress = self._looking(lambda: (len(drain.pending()), drain.progress()), (pending, progress))
+            pending, progress = looking(self.log, lambda: (len(drain.pending()), drain.progress()), (pending, progress))
         return Progress(pending, progress, self.last_save, dict(self.counts))
-
-    def _looking(self, look: Callable[[], T], otherwise: T) -> T:
-        """What a look at the queue gives; where there can be none just now, something else."""
-        try:
-            return look()
-        except OSError as unread:
-            # Out of descriptors, for one: training goes on, and the next call looks again.
-            self.log.error("could not read the outcomes of earlier saves: %s", unread)
-            return otherwise
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all queued work is on the durable tier.
@@ -370,18 +351,20 @@ class Session:
 
     @property
     def _leads(self) -> bool:
-        return os.environ.get("LOCAL_RANK", str(current_rank())) == "0"
+        said = os.environ.get("LOCAL_RANK")
+        return said == "0" if said is not None else current_rank() == 0
 
-    def surface(self) -> None:
-        """Counts and logs failures of the background, each once.
+    def surface(self, *, looks: bool = True) -> None:
+        """Raises failures of the background, each once; before that, it :meth:`looks <look>`.
 
         Raises:
             SaveError: There is one that was not raised yet, and ``on_save_error`` is ``raise``.
         """
-        self._look_for_outcomes()
-        failures, self._unshown = self._unshown, []
-        if failures and self._raises:
-            raise failures[0]
+        if looks:
+            self.look()
+        failure = self._announcer.first_failure()
+        if failure is not None and self._raises:
+            raise failure
 
     def failed(self, name: str, step: int, error: Exception) -> None:
         """Counts and logs a failure.

@@ -128,13 +128,17 @@ class Claims:
             UsageError: Another live run writes to the same dirpath, or, on this node, another live job to the same
                 namespace.
         """
-        if self._namespace is not None and self._namespace.is_lost:
-            self._namespace.close()
-            self._namespace = None
         if self._namespace is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):
             self._namespace = self._lock_namespace()
         if self._lease is not None:
             self._lease.check()
+
+    def look(self) -> None:
+        """Looks whether the namespace's file was removed, by which others see whose it is: the next check makes it."""
+        namespace = self._namespace
+        if namespace is not None and namespace.is_lost:
+            self._namespace = None
+            namespace.close()
 
     @property
     def owner(self) -> str | None:

@@ -66,9 +66,9 @@ class NamespaceLock:
 
     def close(self) -> None:
         """Releases the lock."""
-        if self._held is not None:
-            release(self._held)
-            self._held = None
+        held, self._held = self._held, None
+        if held is not None:
+            release(held)
 
 
 def _lock(root: Path, mine: dict[str, Any], clock: Clock) -> tuple[int | None, dict[str, Any]]:

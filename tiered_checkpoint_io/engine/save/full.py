@@ -60,14 +60,14 @@ class FullSaver:
                 # What the background has not ended in time, this save can't wait for any longer.
                 self._failed(name, position(state, name)[0], error, durable=durable)
                 return None
-            session.surface()
+            # Who leaves the rest of a save to the background looks there: see :meth:`_complete`.
+            session.surface(looks=self.overlap is None)
             session.claims.check()
             if durable and current_rank() == 0:
                 session.claims.claim()
         rated = Metric(*metric) if metric is not None else None
         try:
             with session.turn.taken(name):
-                session.open()
                 rank = current_rank()
                 facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
                 part = PartSave(session, admit(session, facts), rank, None, started=started)
@@ -76,7 +76,7 @@ class FullSaver:
                 taken = self._layouts.take(state) if overlap is not None else None
                 if taken is None:
                     self._plan(part, state, taken)
-                else:
+                elif not session.is_prepared(self._layouts.size):
                     part.reserve(size=self._layouts.size)
                 # A stream needs the live state until the durable tier has it.
                 if overlap is not None and not part.streams:
@@ -106,6 +106,8 @@ class FullSaver:
         self._retain(part)
         part.prepare_next()
         session.background.saved(part.facts.name, durable=part.facts.durable)
+        if self.overlap is not None:
+            session.look()
 
     def _retain(self, part: PartSave) -> None:
         """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""

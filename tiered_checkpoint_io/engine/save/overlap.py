@@ -40,7 +40,7 @@ _SLOW = "see whether the node is out of memory or of processor time; or use stag
 #: Where more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
 #: So many tensors, so many bytes of each, are compared with what was captured.
-_SAMPLES, _SAMPLE_BYTES = 16, 64
+_SAMPLES, _SAMPLE_BYTES = 8, 64
 #: So long the copy waits, seconds, so that the save's caller returns before another thread needs the interpreter.
 _HEAD_START_S = 0.005
 
