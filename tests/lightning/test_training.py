@@ -209,11 +209,11 @@ def test_last_alone_is_a_checkpoint_of_its_own_and_may_become_an_alias(runs):
 
 
 def test_last_and_latest_without_any_start_from_scratch_but_are_no_test(runs):
-    for sentinel in ("last", "tiered:latest"):
+    for sentinel, named in (("last", " that is named last"), ("tiered:latest", "")):
         trainer, _ = runs.fit(every(memory_every_n_train_steps=None), ckpt_path=sentinel, max_steps=3)
         assert trainer.global_step == 3
         trainer = runs.trainer([every()])
-        with pytest.raises(CheckpointNotFoundError, match="no checkpoint to resume from at"):
+        with pytest.raises(CheckpointNotFoundError, match=f"no checkpoint{named} to resume from at"):
             trainer.test(Model(), ckpt_path=sentinel, verbose=False)
 
 
