@@ -247,7 +247,7 @@ class Overlap:
         if overlapped is None:
             return None
         try:
-            snapshot = Snapshot(state, overlapped.tensors, overlapped.addresses)
+            snapshot = Snapshot(state, overlapped.addresses)
         except UncopiedError as error:
             say_eager(self._session, str(error))
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,24 +32,30 @@ class Snapshot:
         copied_size: Of those, bytes of the tensors that :meth:`copy` copies.
     """
 
-    def __init__(self, state: dict[str, Any], tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    def __init__(self, state: dict[str, Any], addresses: Sequence[int]) -> None:
         """Finds what is to be copied; copies all but tensors.
 
         Args:
             state: Dictionaries and lists of anything.
-            tensors: What only the optimizers change, as this rank has it.
-            addresses: Where these begin.
+            addresses: Where the tensors begin that only the optimizers change, as this rank has them. A state dict's
+                are other objects, which begin at the same places.
 
         Raises:
             UncopiedError: An object can't be copied.
         """
-        self._live = set(map(id, tensors))
-        # A state dict's tensors are new objects, which begin where the optimizers' do.
-        self._addresses = set(addresses)
-        self._others: list[tuple[Any, Any, torch.Tensor]] = []
         self._memo: dict[int, Any] = {}
-        self.size = self.copied_size = 0
-        self.state: dict[str, Any] = self._of(state)
+        #: Where each tensor stands, in what was made.
+        self._places: list[tuple[Any, Any]] = []
+        tensors: list[torch.Tensor] = []
+        self.state: dict[str, Any] = self._of(state, tensors)
+        # Training waits for this: what is asked of all is asked at once.
+        here = [getattr(each, "_local_tensor", each) for each in tensors]
+        sizes, live = list(map(attrgetter("nbytes"), here)), set(addresses)
+        strided = set(map(attrgetter("layout"), here)) <= {torch.strided}
+        begins = map(torch.Tensor.data_ptr, here) if strided else map(_begin_of, here)
+        others = [number for number, begin in enumerate(begins) if begin not in live]
+        self.size, self.copied_size = sum(sizes), sum(sizes[number] for number in others)
+        self._others = [(*self._places[number], tensors[number]) for number in others]
 
     def copy(self) -> None:
         """Copies the tensors that others than the optimizers may change."""
@@ -56,7 +63,7 @@ class Snapshot:
             holder[key] = tensor.detach().clone()
         self._others.clear()
 
-    def _of(self, value: Any) -> Any:
+    def _of(self, value: Any, tensors: list[torch.Tensor]) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -64,20 +71,12 @@ class Snapshot:
             return self._copied(value)
         made, items = (list(value), enumerate(value)) if kind is list else (kind(value), value.items())
         for key, each in items:
-            if not isinstance(each, torch.Tensor):
-                made[key] = self._of(each)
-                continue
-            # What this rank has of a DTensor.
-            local = getattr(each, "_local_tensor", each)
-            nbytes = local.nbytes
-            self.size += nbytes
-            if id(local) not in self._live and not self._is_live(local):
-                self.copied_size += nbytes
-                self._others.append((made, key, each))
+            if isinstance(each, torch.Tensor):
+                self._places.append((made, key))
+                tensors.append(each)
+            else:
+                made[key] = self._of(each, tensors)
         return made
-
-    def _is_live(self, tensor: torch.Tensor) -> bool:
-        return tensor.layout == torch.strided and tensor.data_ptr() in self._addresses
 
     def _copied(self, value: Any) -> Any:
         try:
@@ -85,3 +84,8 @@ class Snapshot:
         except Exception as error:
             kind = type(value)
             raise UncopiedError(f"a {kind.__module__}.{kind.__qualname__} can't be copied: {error}") from error
+
+
+def _begin_of(tensor: torch.Tensor) -> int | None:
+    """Where its memory begins; None of one that has none of its own."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else None
