@@ -168,6 +168,41 @@ def test_an_upload_that_failed_is_seen_beside_a_save_and_raised_once_by_the_next
     assert session.counts["failed"] == 1
 
 
+def test_uploads_that_failed_are_seen_though_no_save_comes_to_an_end(job, monkeypatch, caplog):
+    job = job()
+    job.save(1, tiers=["memory"])
+    job.go_on()
+    session = job.checkpointer.session
+    queue, op_id = session.open().drain.queue, session.save_ids.next()
+
+    def fail(*_, **__):
+        raise OSError("no pages")
+
+    monkeypatch.setattr(PartSave, "fill", fail)
+    job.save(2, tiers=["memory"])
+    queue.finish(Outcome(op_id, "save", "lost.ckpt", 1, "failed", "no bucket"), final=False)
+    job.save(3, tiers=["memory"])
+    assert caplog.text.count("no bucket") == 1
+
+
+def test_who_waits_for_an_upload_is_told_of_it_once(job, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    job = job()
+    seal = PartSave.seal
+
+    def uploaded(part, *arguments):
+        seal(part, *arguments)
+        queue = part.session.open().drain.queue
+        deadline = time.monotonic() + 20
+        while queue.outcome(part.facts.save_id) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(PartSave, "seal", uploaded)
+    job.checkpointer.save({"w": job.weight, "global_step": 1}, "step=1.ckpt", wait=True)
+    assert job.checkpointer.session.poll() == []
+    assert caplog.text.count("durable on") <= 1
+
+
 def test_what_changes_right_after_a_save_is_not_in_it_however_it_is_planned(job):
     job = job(memory_keep_last=100)
     job.may_copy.set()

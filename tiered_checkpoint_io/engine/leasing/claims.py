@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -136,9 +137,12 @@ class Claims:
     def look(self) -> None:
         """Looks whether the namespace's file was removed, by which others see whose it is: the next check makes it."""
         namespace = self._namespace
-        if namespace is not None and namespace.is_lost:
-            self._namespace = None
-            namespace.close()
+        # What else is wrong with memory, the save says.
+        with contextlib.suppress(OSError):
+            if namespace is not None and namespace.is_lost:
+                namespace.close()
+                if self._namespace is namespace:
+                    self._namespace = None
 
     @property
     def owner(self) -> str | None:

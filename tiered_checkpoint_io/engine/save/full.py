@@ -39,6 +39,7 @@ class FullSaver:
         self._layouts = Layouts()
         self._tasks: list[Future[None]] = []
         self.overlap: Overlap | None = None
+        self._has_looked = False
         self._why_eager = "only a Trainer of Lightning's, while it fits, waits for it at optimizer steps"
 
     def save(
@@ -60,14 +61,17 @@ class FullSaver:
                 # What the background has not ended in time, this save can't wait for any longer.
                 self._failed(name, position(state, name)[0], error, durable=durable)
                 return None
-            # Who leaves the rest of a save to the background looks there: see :meth:`_complete`.
-            session.surface(looks=self.overlap is None)
+            # Who leaves the rest of a save to the background looks there, if it comes so far: see :meth:`_complete`.
+            looks, self._has_looked = self.overlap is None or not self._has_looked, False
+            session.surface(looks=looks)
             session.claims.check()
             if durable and current_rank() == 0:
                 session.claims.claim()
         rated = Metric(*metric) if metric is not None else None
         try:
             with session.turn.taken(name):
+                # Another thread may have had the turn meanwhile.
+                session.background.wait()
                 rank = current_rank()
                 facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
                 part = PartSave(session, admit(session, facts), rank, None, started=started)
@@ -99,6 +103,10 @@ class FullSaver:
     def _complete(self, part: PartSave) -> None:
         """Seals what is captured."""
         session = self._session
+        if self.overlap is not None:
+            # Before this save has an outcome itself: whoever waits for that tells it.
+            self._has_looked = True
+            session.look()
         part.seal()
         assert part.image is not None
         warn_at_first_save(session, session.config, session.log, part.facts.name, part.image)
@@ -106,8 +114,6 @@ class FullSaver:
         self._retain(part)
         part.prepare_next()
         session.background.saved(part.facts.name, durable=part.facts.durable)
-        if self.overlap is not None:
-            session.look()
 
     def _retain(self, part: PartSave) -> None:
         """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""
