@@ -145,6 +145,13 @@ FORMS = [
 ]
 
 
+def test_a_last_that_is_a_save_of_its_own_stays_until_there_is_a_newer_one():
+    tier = [Checkpoint("last.ckpt", "s1", 10)] + [Checkpoint(f"step={n}.ckpt", f"s{n}", n * 10) for n in range(2, 6)]
+    assert [each.step for each in left(tier, [Latest(2)])] == [10, 40, 50]
+    newer = Checkpoint("sub/last.ckpt", "s6", 60)
+    assert [each.step for each in left([*tier, newer], [Latest(2)])] == [50, 60]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_policies_may_be_written_in_code_and_yaml_and_survive_the_way_to_the_drain(form):
     config = TieredCheckpointConfig(dirpath="/d", retention=form)

@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
 
 _HOUR_S = 3600.0
@@ -222,9 +223,9 @@ _BY_KEY: dict[str, type[Policy]] = {fields(each)[0].name: each for each in _POLI
 def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: float) -> dict[str, tuple[str, ...]]:
     """Why each of these checkpoints is kept; one without a reason is to be removed.
 
-    Whatever the policies say, these stay: the newest that training can resume from, of each payload; what is pinned;
-    aliases and what they stand for; copies such as ``last.ckpt``; what is being overwritten. What was saved at one step
-    stays or goes together. Without a policy all stay.
+    Whatever the policies say, these stay: the newest that training can resume from, of each payload, and the newest of
+    these that is named last; what is pinned; aliases and what they stand for; copies such as ``last.ckpt``; what is
+    being overwritten. What was saved at one step stays or goes together. Without a policy all stay.
 
     Args:
         checkpoints: All that the durable tier has, aliases included.
@@ -247,6 +248,9 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: flo
     for policy in policies:
         for unit in policy.keeps(units):
             give(unit, policy.text)
+    # Such a step is no copy where it is not among the best.
+    named_last = [each for each in good if ids.is_last(each.name)]
+    give(named_last[-1:], "the newest that is named last")
     for each in there:
         if each.alias_of is not None:
             give([each], f"alias of {each.alias_of}")
