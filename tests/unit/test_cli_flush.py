@@ -211,13 +211,13 @@ def test_while_a_run_of_another_job_is_there_nothing_is_written(memory_dir, tmp_
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("drain", ["thread", "process"])
-def test_a_live_trainer_goes_on(drain, memory_dir, tmp_path):
+@pytest.mark.parametrize(("drain", "named"), [("thread", {}), ("thread", {"namespace": "live"}), ("process", {})])
+def test_a_live_trainer_goes_on(drain, named, memory_dir, tmp_path):
     run = str(tmp_path / "run")
-    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, namespace="live", drain=drain)
+    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, drain=drain, **named)
     io.save_checkpoint({"global_step": 1}, f"{run}/step=1.ckpt")
     io.save_checkpoint({"global_step": 2}, f"{run}/step=2.ckpt", storage_options={"tiers": ["memory"]})
-    done = command("flush", "--memory-dir", memory_dir, "--namespace", "live", "--json")
+    done = command("flush", "--memory-dir", memory_dir, "--json")
     assert [row["state"] for row in document_of("flush", done)["checkpoints"]] == ["durable"]
     io.save_checkpoint({"global_step": 3}, f"{run}/step=3.ckpt")
     # It knows that there is something to be removed on the durable tier, too.

@@ -137,7 +137,9 @@ def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: st
     except TieredCheckpointError:
         # The upload meets the same, and says so for each checkpoint.
         return False
-    ours = ids.lease_prefix(namespace)
+    # A job that named no namespace has its lease where all such jobs have theirs.
+    is_unnamed = namespace == ids.namespace_of(place.dirpath)
+    ours = tuple(map(ids.lease_prefix, [namespace, ids.UNNAMED] if is_unnamed else [namespace]))
     return bool(leases) and not any(key.startswith(ours) for key in leases)
 
 
