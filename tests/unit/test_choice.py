@@ -231,6 +231,12 @@ def test_a_pair_counts_together_and_its_second_half_never_alone():
         Manifest("b.ckpt", save("b.ckpt", 4, 2)),
     ]
     assert [step for _, step, _ in chosen({"n": []}, manifests, pair)] == [1]
+    named = [
+        Manifest(f"a-last{end}.ckpt", save(f"a-last{end}.ckpt", number, 3)) for number, end in ((6, ""), (5, "-EMA"))
+    ]
+    last = Selector("last", companion="-EMA")
+    assert [name for name, _, _ in chosen({"n": []}, [*manifests, *named], last)] == ["a-last.ckpt"]
+    assert chosen({"n": []}, [*manifests, named[0]], last) == []
     # The half that is in the memory of one node makes the pair whole for all: it gives it to the others.
     half = Held("b-EMA.ckpt", 0, save("b-EMA.ckpt", 3, 2))
     assert [step for _, step, _ in chosen({"n": [half]}, manifests, pair)] == [2, 1]

@@ -50,7 +50,7 @@ class Selector:
         if self.kind in ("latest", "best"):
             return True
         if self.kind == "last":
-            return ids.is_last(name)
+            return ids.is_last(ids.without_companion(name, self.companion))
         return name == self.name
 
     def takes(self, content: Content) -> bool:

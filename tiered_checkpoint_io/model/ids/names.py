@@ -126,8 +126,15 @@ def companion_of(name: str, suffix: str) -> str:
 
 def is_companion(name: str, suffix: str) -> bool:
     """Whether :func:`companion_of` gives names like this one."""
+    return without_companion(name, suffix) != name
+
+
+def without_companion(name: str, suffix: str) -> str:
+    """Of what :func:`companion_of` gives, what was given to it; another name as it is."""
     stem, dot, extension = name.rpartition(".")
-    return (stem if dot and "/" not in extension else name).endswith(suffix)
+    if not dot or "/" in extension:
+        return name.removesuffix(suffix)
+    return f"{stem.removesuffix(suffix)}.{extension}"
 
 
 def series_of(name: str) -> str:
