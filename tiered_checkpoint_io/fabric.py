@@ -45,5 +45,7 @@ def save(
     wanted = tiers_due(step, io.config) if tiers is None else tiers
     if tiers is None and not wanted:
         return
+    if io.config.replication_factor > 1:
+        io.checkpointer.session.meet_peers()
     options = {"tiers": sorted(wanted)}
     strategy.save_checkpoint(name_of(step), _unwrap_objects(state), storage_options=options, filter=filter)

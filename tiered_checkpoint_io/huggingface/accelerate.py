@@ -62,6 +62,8 @@ class AcceleratorCheckpoints:
         wanted = tiers_due(step, self.config) if tiers is None else tiers
         if tiers is None and not wanted:
             return
+        if self.config.replication_factor > 1:
+            self.checkpointer.session.meet_peers()
         rng = random_states()
         if accelerator.is_main_process:
             state = {entry: [each.state_dict() for each in parts] for entry, parts in _parts(accelerator).items()}
