@@ -104,6 +104,11 @@ def test_a_save_of_two_nodes_is_committed_once_both_are_flushed(memory_dir, tmp_
     assert "not committed yet: the parts of ranks 0 are not on this node, run tiered-ckpt flush on theirs" in line
     assert flushed(first)[1] == {"s": "durable"}
     assert flushed(second)[1] == {"s": "durable"}
+    # What the node whose part is committed can upload again, the other one says.
+    shutil.rmtree(second.dirpath)
+    done, states = flushed(second)
+    assert (done.exit_code, states) == (1, {"s": "not_durable"})
+    assert "the bucket was emptied" in command("flush", "--root", str(second.root)).stdout
 
 
 @pytest.mark.matrix

@@ -27,6 +27,7 @@ from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     DrainError,
     NewerConfigError,
+    StoreNotFoundError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.inventory.flushing import HeldSave, to_flush
@@ -41,7 +42,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.model.place import Place
-from tiered_checkpoint_io.stores import config_at
+from tiered_checkpoint_io.stores import Store, config_at
 
 #: Between two looks at the drain's progress, seconds.
 _LOOK_S = 0.2
@@ -246,15 +247,30 @@ def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[st
     """What the durable tier says of a save of which this node has sent all that it has; ``why`` it may not have it."""
     try:
         manifest = _manifest(config, save)
+        is_sent = manifest is not None or not save.missing or _has_parts(config, save)
     except TieredCheckpointError as error:
         return "uploaded", f"could not check whether it is committed: {error.message}"
     if manifest is not None and manifest.content.save_id == save.content.save_id:
         return "durable", ""
     if manifest is not None:
         return "not_durable", "another save has its name on the durable tier"
+    if not is_sent:
+        return "not_durable", "its parts are not there any more: another node has deleted it, or the bucket was emptied"
     if save.missing:
         return "uploaded", ""
     return "not_durable", why
+
+
+def _has_parts(config: TieredCheckpointConfig, save: HeldSave) -> bool:
+    """Whether the durable tier has the descriptions of all parts of this node."""
+
+    def look(store: Store) -> bool:
+        try:
+            return all(store.size(ids.description_key(each.save_id, each.part.rank)) for each in save.parts)
+        except StoreNotFoundError:
+            return False
+
+    return ask(config_at(config, save.place), look, save.place.dirpath)
 
 
 def _manifest(config: TieredCheckpointConfig, save: HeldSave) -> Manifest | None:
