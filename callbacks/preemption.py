@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.notice import Agreement, Notice
-from tiered_checkpoint_io.callbacks.trainer import trained_weights
+from tiered_checkpoint_io.callbacks.trainer import save_training, trained_weights
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.session import Session
@@ -211,7 +211,7 @@ class PreemptionCheckpoint(Callback):
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
         before = session.last_save
         try:
-            trainer.save_checkpoint(ids.join_url(session.dirpath, self.name), storage_options=options)
+            save_training(trainer, ids.join_url(session.dirpath, self.name), options)
         except Exception as error:
             # Also of a hook of the user's: the job ends as it was told to, and is queued again.
             session.log.at_step(step).error("saving the last checkpoint failed: %s", error)

@@ -91,6 +91,25 @@ def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, w
     fail_together(trainer, error)
 
 
+def save_training(trainer: Trainer, filepath: str, options: dict[str, Any]) -> None:
+    """Saves all that the training resumes from: a callback that saves more files than one does it, or the trainer."""
+    for each in trainer.checkpoint_callbacks:
+        save: Any = getattr(each, "save_training", None)
+        if save is not None:
+            save(trainer, filepath, options)
+            return
+    trainer.save_checkpoint(filepath, storage_options=options)
+
+
+def nemo_averages(trainer: Trainer) -> Any:
+    """NeMo's EMA callback; None where there is none."""
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        # By name: without NeMo there is no class to import.
+        if any(kind.__name__ == "EMA" and hasattr(kind, "save_ema_model") for kind in type(each).__mro__):
+            return each
+    return None
+
+
 @contextlib.contextmanager
 def trained_weights(trainer: Trainer) -> Iterator[None]:
     """A block amid a validation, in which the weights are those that are trained.
@@ -100,11 +119,16 @@ def trained_weights(trainer: Trainer) -> Iterator[None]:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     # By its name: Lightning has it since 2.6.
     averaging = [each for each in callbacks if any(kind.__name__ == "WeightAveraging" for kind in type(each).__mro__)]
+    ema = nemo_averages(trainer)
     for each in reversed(averaging):
         each.on_validation_epoch_end(trainer, trainer.lightning_module)
+    if ema is not None:
+        ema.on_validation_end(trainer, trainer.lightning_module)
     try:
         yield
     finally:
+        if ema is not None:
+            ema.on_validation_start(trainer, trainer.lightning_module)
         for each in averaging:
             each.on_validation_epoch_start(trainer, trainer.lightning_module)
 

@@ -1,12 +1,16 @@
 """NeMo trainings on one device: a user's configuration, crashes, resumes, exports."""
 
+import os
+import signal
 import tarfile
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 from support.nemo_training import Model, callback_of, io_of, restored, same_weights
 
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, UsageError
 from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, tiered_exp_manager
 
@@ -140,6 +144,36 @@ def test_averages_are_a_second_file_and_go_on_where_they_were(runs, block, tmp_p
     # Each of the two is a file that NeMo itself could read.
     S3Utils.download_s3_file_to_path(f"{again.dirpath}/{mains[0]}".replace(".ckpt", "-EMA.ckpt"), tmp_path / "ema")
     assert set(torch.load(tmp_path / "ema", weights_only=False)["optimizer_states"][0]) >= {"ema", "opt"}
+
+
+class Told(Callback):
+    """Tells the process to end, amid the epoch or amid a validation."""
+
+    def __init__(self, amid):
+        self.amid = amid
+
+    def on_train_batch_start(self, trainer, *_):
+        if self.amid == "training" and trainer.global_step == 12:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_validation_batch_start(self, trainer, *_):
+        if self.amid == "validation" and trainer.global_step == 15:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("amid", ["training", "validation"])
+def test_a_job_that_is_told_to_end_saves_the_averages_too(runs, amid, tmp_path):
+    whole, _ = runs.fit(EMA, way="tiered", max_steps=20)
+    again = type(runs)(runs.dirpath + "-2", runs.memory_dir, tmp_path / "logs-2", namespace="second")
+    callbacks = [PreemptionCheckpoint(signals=["SIGUSR1"]), Told(amid)]
+    trainer = again.trainer(again.config(EMA), way="tiered", max_steps=20, callbacks=callbacks)
+    with pytest.raises(SystemExit):
+        trainer.fit(Model(OmegaConf.create(again.config(EMA)["model"]), trainer))
+    io_of(trainer).teardown()
+    trainer, module = again.fit(EMA, way="tiered", max_steps=20)
+    assert restored(trainer)[:2] == ("preempted.ckpt", 13 if amid == "training" else 15)
+    assert all(torch.equal(a, b) for a, b in zip(averages(trainer), averages(whole), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(averages(trainer), module.parameters(), strict=True))
 
 
 def test_a_crash_between_the_two_files_leaves_the_checkpoint_before(runs):

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.trainer import fail_together, on_rank_0
+from tiered_checkpoint_io.callbacks.trainer import fail_together, nemo_averages, on_rank_0
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
@@ -87,7 +87,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         if self._shards > 1 and isinstance(self._io, NeMoCheckpointIO) and self._io.async_checkpointing:
             rank_zero_warn("saves are synchronous: old files may be deleted only when all ranks' new ones are durable")
             self._io.async_checkpointing = False
-        self._io.companion = EMA if self._ema(trainer) is not None else ""
+        self._io.companion = EMA if nemo_averages(trainer) is not None else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -144,10 +144,14 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             super()._alias(ids.companion_of(filepath, EMA), ids.companion_of(target, EMA))
         super()._alias(filepath, target)
 
+    def save_training(self, trainer: Trainer, filepath: str, options: dict[str, Any]) -> None:
+        """Saves as this callback does, the averages beside it; for others, that save under a name of their own."""
+        self._save(trainer, filepath, options, weights_only=False)
+
     def _save(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
     ) -> SaveReport | None:
-        ema = self._ema(trainer)
+        ema = nemo_averages(trainer)
         if ema is None:
             return self._save_one(trainer, filepath, options, weights_only=weights_only)
         # NeMo saves after a validation, without gradients; here it may be any step.
@@ -252,15 +256,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         fail_together(trainer, failed)
         if trainer.is_global_zero:
             self._engine.session.log.info("Step %d: exported %s", trainer.global_step, path)
-
-    @staticmethod
-    def _ema(trainer: Trainer) -> Any:
-        """NeMo's EMA callback; None where there is none."""
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            # By name: without NeMo there is no class to import.
-            if any(kind.__name__ == "EMA" and hasattr(kind, "save_ema_model") for kind in type(callback).__mro__):
-                return callback
-        return None
 
 
 def _progress(path: str) -> tuple[int, list[int]]:
