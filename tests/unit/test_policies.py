@@ -152,6 +152,20 @@ def test_a_last_that_is_a_save_of_its_own_stays_until_there_is_a_newer_one():
     assert [each.step for each in left([*tier, newer], [Latest(2)])] == [50, 60]
 
 
+@pytest.mark.parametrize("form", ["copy", "alias"])
+def test_of_lasts_whose_names_differ_by_numbers_the_newest_stays(form):
+    tier = []
+    for epoch in range(1, 6):
+        name = f"m--val_loss={1 / epoch:.2f}-epoch={epoch}"
+        tier.append(Checkpoint(f"{name}.ckpt", f"s{epoch}", epoch * 10))
+        kind = {"is_copy": True} if form == "copy" else {"alias_of": f"{name}.ckpt"}
+        tier.append(Checkpoint(f"{name}-last.ckpt", f"s{epoch}", epoch * 10, **kind))
+    mine = Checkpoint("keep=1.ckpt", "s1", 10, alias_of="m--val_loss=1.00-epoch=1.ckpt")
+    names = {each.name for each in left([*tier, mine], [Latest(1)])}
+    newest = "m--val_loss=0.20-epoch=5"
+    assert names == {f"{newest}.ckpt", f"{newest}-last.ckpt", "keep=1.ckpt", "m--val_loss=1.00-epoch=1.ckpt"}
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_policies_may_be_written_in_code_and_yaml_and_survive_the_way_to_the_drain(form):
     config = TieredCheckpointConfig(dirpath="/d", retention=form)

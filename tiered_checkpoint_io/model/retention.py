@@ -224,8 +224,9 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: flo
     """Why each of these checkpoints is kept; one without a reason is to be removed.
 
     Whatever the policies say, these stay: the newest that training can resume from, of each payload, and the newest of
-    these that is named last; what is pinned; aliases and what they stand for; copies such as ``last.ckpt``; what is
-    being overwritten. What was saved at one step stays or goes together. Without a policy all stay.
+    these that is named last; what is pinned; aliases and what they stand for; copies such as ``last.ckpt``, but for
+    those in whose place the run has put others; what is being overwritten. What was saved at one step stays or goes
+    together. Without a policy all stay.
 
     Args:
         checkpoints: All that the durable tier has, aliases included.
@@ -251,8 +252,11 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: flo
     # Such a step is no copy where it is not among the best.
     named_last = [each for each in good if ids.is_last(each.name)]
     give(named_last[-1:], "the newest that is named last")
+    moved_on = _moved_on(there)
     for each in there:
-        if each.alias_of is not None:
+        if each.name in moved_on:
+            pass
+        elif each.alias_of is not None:
             give([each], f"alias of {each.alias_of}")
             give((target for target in there if target.name == each.alias_of), f"target of {each.name}")
         elif each.is_copy:
@@ -268,6 +272,18 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: flo
         if any(reasons[each.name] for each in unit):
             give((each for each in unit if not reasons[each.name]), "another of its step is kept")
     return {name: tuple(dict.fromkeys(why)) for name, why in reasons.items()}
+
+
+def _moved_on(checkpoints: Iterable[Checkpoint]) -> set[str]:
+    """Copies and aliases for "last" in whose place the run has put others: their names differ by numbers alone."""
+    later: set[str] = set()
+    found = set()
+    for each in sorted(checkpoints, key=lambda each: each.save_id, reverse=True):
+        if each.is_copy or (each.alias_of is not None and ids.is_last(each.name)):
+            series = ids.series_of(each.name)
+            found |= {each.name} if series in later else set()
+            later.add(series)
+    return found
 
 
 def _units(checkpoints: Iterable[Checkpoint]) -> list[_Unit]:
