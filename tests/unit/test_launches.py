@@ -9,6 +9,7 @@ import pytest
 from support.launch import free_port, scripts
 from support.running import Run, runner
 
+from tiered_checkpoint_io.engine.ranks import world
 from tiered_checkpoint_io.model.launches import are_one
 
 DEADLINE_S = 120
@@ -163,3 +164,27 @@ def test_who_is_one_launch():
     assert not are_one("shell/a/c", "shell/b/c2")
     # All of its line but the end may be forgotten.
     assert are_one("p/a", "a/b")
+
+
+@pytest.mark.parametrize(
+    ("rank", "environment", "leads"),
+    [
+        (8, {"LOCAL_RANK": "0"}, True),
+        (0, {"LOCAL_RANK": "1"}, False),
+        (8, {"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, True),
+        (9, {"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}, False),
+        # torchrun, and what one task spawns itself, within a job of Slurm's.
+        (9, {"LOCAL_RANK": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, False),
+        (1, {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, False),
+        (8, {"OMPI_COMM_WORLD_RANK": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, True),
+        (8, {}, False),
+        (0, {}, True),
+    ],
+)
+def test_one_process_of_each_node_leads_whatever_started_it(rank, environment, leads, monkeypatch):
+    for name in ("LOCAL_RANK", *(each for pair in world._LAUNCHERS for each in pair)):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "current_rank", lambda: rank)
+    assert world.leads_node() == leads

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.leasing.claims import Claims
 from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
-from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
+from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size, leads_node
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
@@ -208,7 +208,7 @@ class Session:
         # The reasons first. Each is counted where it is logged, and what is slow has not failed.
         self.look()
         said, left = not_uploaded(self.standing().pending, self.config, error)
-        if self._leads:
+        if leads_node():
             self.log.log(logging.WARNING if self._is_leaving else logging.ERROR, "%s — %s", said, left.hint)
         if self._raises and not self._is_leaving:
             self.surface()
@@ -233,7 +233,7 @@ class Session:
 
     def note(self, event: str, **facts: Any) -> None:
         """Adds an event to the node's record of the run, by the first rank of the node; see :mod:`model.events`."""
-        if self._opened is not None and self._leads:
+        if self._opened is not None and leads_node():
             note(self._opened.tier.root, event, clock=self.clock, **facts)
 
     def _queued_names(self) -> set[str]:
@@ -249,7 +249,7 @@ class Session:
         """Looks at claims, and at the drain: counts and logs each failure once; :meth:`surface` raises it."""
         self.claims.look()
         if self._opened is not None:
-            self._announcer.look(self._opened.drain, leads=self._leads)
+            self._announcer.look(self._opened.drain, leads=leads_node())
 
     def standing(self) -> Standing:
         """Where the newest checkpoints are; of a closed session, where they were when it was closed."""
@@ -343,16 +343,11 @@ class Session:
     def take_up(self) -> None:
         """Starts the drain for what an earlier process left; one rank of each node does so."""
         tier, _, drain = self.open()
-        if self._leads and any(stored.pending for stored in tier.parts()):
+        if leads_node() and any(stored.pending for stored in tier.parts()):
             try:
                 drain.start()
             except MemoryFullError as full:
                 self.log.warning("queued uploads wait until memory_dir has room for the drain: %s", full)
-
-    @property
-    def _leads(self) -> bool:
-        said = os.environ.get("LOCAL_RANK")
-        return said == "0" if said is not None else current_rank() == 0
 
     def surface(self, *, looks: bool = True) -> None:
         """Raises failures of the background, each once; before that, it :meth:`looks <look>`.

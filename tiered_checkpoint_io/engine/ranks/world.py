@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
+
+#: Of launchers that say no LOCAL_RANK, the variables that tell a process its rank, and that within its node.
+_LAUNCHERS = (
+    ("SLURM_PROCID", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK"),
+)
 
 
 def current_rank() -> int:
@@ -16,6 +24,17 @@ def current_world_size() -> int:
     """The number of ranks; 1 without torch.distributed."""
     group = _initialized()
     return 1 if group is None else int(group.get_world_size())
+
+
+def leads_node() -> bool:
+    """Whether this process speaks for its node: the first rank there, as its launcher says; or else, rank 0 alone."""
+    said = os.environ.get("LOCAL_RANK")
+    if said is not None:
+        return said == "0"
+    rank = current_rank()
+    # What one task starts by itself has its variables, but other ranks.
+    names = [local for of_all, local in _LAUNCHERS if os.environ.get(of_all) == str(rank)]
+    return rank == 0 or any(os.environ.get(local) == "0" for local in names)
 
 
 def _initialized() -> Any:
