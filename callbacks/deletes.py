@@ -15,6 +15,8 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.model import ids
 
+_LACKING = "lacking"
+
 
 class SafeDeletes(PortableState):
     """A ModelCheckpoint that deletes a checkpoint only where nothing needs it any more.
@@ -28,6 +30,8 @@ class SafeDeletes(PortableState):
     _landed: bool
     #: Paths that are to be deleted once they are not needed any more.
     _withheld: list[str]
+    #: Of the best, those that are neither on the durable tier nor queued for it: too many saves waited, or it failed.
+    _lacking: list[str]
     #: While a checkpoint is saved that may replace others: what was kept before it.
     _before: set[str]
 
@@ -35,19 +39,20 @@ class SafeDeletes(PortableState):
         """The state of a callback that has done nothing yet."""
         self._io = None
         self._landed = False
-        self._withheld = []
+        self._withheld, self._lacking = [], []
         self._before = set()
 
     # ------------------------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
         # This state is part of the save that replaces these: the run that resumes from it deletes what this one can't.
         replaced = sorted(self._before - {*self._withheld, *self._named()})
-        return {**super().state_dict(), WITHHELD: [*self._withheld, *replaced]}
+        return {**super().state_dict(), WITHHELD: [*self._withheld, *replaced], _LACKING: [*self._lacking]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if state_dict.get("dirpath") == self.dirpath:
             self._withheld = list(state_dict.get(WITHHELD, ()))
+            self._lacking = list(state_dict.get(_LACKING, ()))
 
     # ---------------------------------------------------------------------------------- deletes
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
@@ -77,17 +82,20 @@ class SafeDeletes(PortableState):
             self._remove_withheld(trainer)
 
     def _remove_withheld(self, trainer: Trainer) -> None:
-        """Deletes what is due, but for what the run resumed from: the next run may delete that."""
-        kept = []
-        for path in self._withheld:
-            if path in self._named() or not self._is_ours(path):
-                # Saved again since, or left to another run by a change of dirpath.
-                continue
-            if self._is_restored(path):
-                kept.append(path)
-            else:
+        """Deletes what is due, but for what the run resumed from: the next run may delete that.
+
+        For each of the best that is lacking, the newest of those that it has replaced stays.
+        """
+        named = self._named()
+        self._lacking = [path for path in self._lacking if path in named]
+        # What was saved again since, or left to another run by a change of dirpath, is not deleted.
+        due = [path for path in self._withheld if path not in named and self._is_ours(path)]
+        replaced = [path for path in due if not (self._is_restored(path) or ids.is_last(path))]
+        spare = replaced[-len(self._lacking) :] if self._lacking else []
+        self._withheld = [path for path in due if self._is_restored(path) or path in spare]
+        for path in due:
+            if path not in self._withheld:
                 self._delete(trainer, path)
-        self._withheld = kept
 
     def _delete(self, trainer: Trainer, path: str) -> None:
         """Deletes what nothing needs any more; where there are policies of retention, they alone decide what goes."""

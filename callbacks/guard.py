@@ -47,6 +47,8 @@ class StrategyGuard(Callback):
         self._overlapping: OverlappedCapture | None = None
         #: Whether a callback was Lightning's own when ckpt_path was resolved.
         self._adopted = False
+        #: Lightning's own callbacks that have no dirpath, where nothing is trained.
+        self._without_dirpath: list[ModelCheckpoint] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
@@ -74,6 +76,9 @@ class StrategyGuard(Callback):
             take_over_requeue(trainer, pl_module, io)
             if io.config.staging != "eager":
                 self._overlapping = OverlappedCapture.join(trainer, io)
+        else:
+            stock = [each for each in trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
+            self._without_dirpath = [each for each in stock if each.dirpath is None]
         if stage == "fit" and io.config.replication_factor > 1:
             # All ranks are here, on the threads that train; of a full checkpoint, rank 0 alone saves later.
             io.checkpointer.session.meet_peers()
@@ -160,8 +165,16 @@ class StrategyGuard(Callback):
         if stage == "fit":
             say_summary(trainer)
             self._end(trainer)
+        self._forget_dirpaths()
+
+    def _forget_dirpaths(self) -> None:
+        """Where nothing is trained, Lightning gives its own callback a folder; a fit that follows would keep to it."""
+        for each in self._without_dirpath:
+            each.dirpath = None
+        self._without_dirpath = []
 
     def _end(self, trainer: Trainer, exception: BaseException | None = None) -> None:
+        self._forget_dirpaths()
         if self._overlapping is not None:
             self._overlapping.leave(trainer)
             self._overlapping = None

@@ -285,6 +285,8 @@ class TieredModelCheckpoint(DurableEnd):
                 self._resumable = self._resumable.after(step, report)
             if not self._naming_last:
                 self._durable_save = (step, filepath)
+                self._lacking = [path for path in self._lacking if path != filepath]
+                self._lacking += [] if self._landed else [filepath]
             if self._landed:
                 self._reporter.expect(name, pending=self._engine.session.is_pending(name))
                 self._remove_withheld(trainer)

@@ -89,3 +89,11 @@ def test_a_derived_class_that_saves_elsewhere_is_told_of(make, warns, runs, capl
 
 def tiered(**arguments):
     return TieredModelCheckpoint(**arguments)
+
+
+@pytest.mark.parametrize("given", [[], [ModelCheckpoint(monitor="score")]], ids=["none", "stock"])
+def test_lightnings_own_callback_saves_below_the_io_where_a_test_came_first(given, runs):
+    trainer = runs.trainer(list(given), max_steps=3)
+    trainer.test(Model(), verbose=False)
+    trainer.fit(Model())
+    assert [name.endswith(".ckpt") for name in runs.durable()] == [True]
