@@ -145,9 +145,11 @@ class StrategyGuard(Callback):
         if io is None or trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is None:
             return
         if io.found_nothing:
-            which = " that is named last" if trainer.ckpt_path in (ids.LAST, ids.LAST_URL) else ""
+            said = f"there is no checkpoint to resume from at {io.config.dirpath}"
+            if trainer.ckpt_path in (ids.LAST, ids.LAST_URL):
+                said = f"there is no checkpoint that is named last to resume from at {io.config.dirpath}"
             raise CheckpointNotFoundError(
-                f"there is no checkpoint{which} to resume from at {io.config.dirpath}",
+                said,
                 operation="load",
                 key=str(trainer.ckpt_path),
                 hint="weights alone are loaded by their names: see `tiered-ckpt ls`",
