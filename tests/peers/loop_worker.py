@@ -1,4 +1,4 @@
-"""One rank, of a node of its own, of a loop of the user's; is told what to do by a JSON object."""
+"""One rank, alone on its node, of a training loop without a Trainer; a JSON object says what it is to do."""
 
 import json
 import os

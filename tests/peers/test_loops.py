@@ -1,4 +1,4 @@
-"""Loops of the user's, with Fabric and with Accelerate: what rank 0 saves is in the memory of its peer as well."""
+"""Training loops with Fabric and with Accelerate: what rank 0 saves is in the memory of its peer as well."""
 
 import os
 from pathlib import Path

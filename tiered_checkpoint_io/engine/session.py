@@ -153,7 +153,7 @@ class Session:
         return self._opened is not None
 
     def is_prepared(self, size: int) -> bool:
-        """Whether a slot for a file of this size is ready: whoever saves next can take it in the background."""
+        """Whether a slot for a file of this size is ready, so that a save may return before it takes one."""
         return self._opened is not None and self._opened.tier.is_prepared(size)
 
     def durable(self, dirpath: str | None = None) -> Store:

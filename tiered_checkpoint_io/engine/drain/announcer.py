@@ -70,6 +70,6 @@ def looking(log: CheckpointLogger, look: Callable[[], T], otherwise: T) -> T:
     try:
         return look()
     except OSError as unread:
-        # Out of descriptors, for one: training goes on, and the next call looks again.
+        # For example, no file descriptor is left: training goes on, and the next call looks again.
         log.error("could not read the outcomes of earlier saves: %s", unread)
         return otherwise

@@ -104,7 +104,7 @@ class FullSaver:
         """Seals what is captured."""
         session = self._session
         if self.overlap is not None:
-            # Before this save has an outcome itself: whoever waits for that tells it.
+            # Before this save has an outcome of its own, which is logged where it is waited for.
             self._has_looked = True
             session.look()
         part.seal()

@@ -25,7 +25,7 @@ _COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
 #: As ModelCheckpoint writes a metric into the name of a file.
 _MEASURED = re.compile(r"(?<==)-?\d+\.\d+(?:e[+-]?\d+)?(?=[^/]*\Z)")
 _STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
-#: Control characters, and the backslash.
+#: Control characters.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _NO_COMPONENTS = {"", ".", ".."}
 _LAST = re.compile(r"(?:^|[/_-])last(?:-v\d+)?(?:\.[^/.]*)?\Z")
