@@ -2,13 +2,13 @@
 
 One fit, one torch thread by default, so that a core is free; AdamW on linear layers. By turns, steps without a save,
 with an eager one before them, with an overlapped one, with an eager one that the drain then uploads, and with an eager
-one after which another process copies as many bytes from memory to memory: less than any upload does. The server is
-on this machine, where a real one is not: so it has the lowest priority, as has that process. Prints, as medians over
-the run: forward and backward divided by the copy of the state; our share of the save's call (all but Lightning's own
-dump of the state), by the clock and by the thread's processor time; how long the optimizer waited; and each step after
-a save divided by the median of the eight around it without one, which a machine's slow drift hits alike, with the
-standard error of that. Last comes a line of JSON: of an overlapped save ``share_ms`` and its parts, and by how much the
-slower one of the two steps after it is longer, ``capture_inflation``; the same after an eager save,
+one after which another process copies as many bytes from memory to memory: less than any upload does. The server is on
+this machine, where a real one is not: so it has the lowest priority, as has that process. Prints, as medians over the
+run: forward and backward divided by the copy of the state; our share of the save's call (all that the IO does, or of
+sharded ones the strategy), by the clock and by the thread's processor time; how long the optimizer waited; and each
+step after a save divided by the median of the eight around it without one, which a machine's slow drift hits alike,
+with the standard error of that. Last comes a line of JSON: of an overlapped save ``share_ms`` and its parts, and by how
+much the slower one of the two steps after it is longer, ``capture_inflation``; the same after an eager save,
 ``eager_inflation``, and beside a drain, ``drain_inflation``, and beside that copy, ``copy_inflation``; of the modes
 that are not asked for it is null.
 
@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from parts import OF_SAVE, Parts, medians
 from s3_process import StoringServer
 from s3_state import BUCKET
@@ -74,7 +73,7 @@ class Layers(LightningModule):
 class Measuring(Callback):
     """The last callback: saves by turns, and takes the times."""
 
-    def __init__(self, io: TieredCheckpointIO, copier: Copier, modes: list[str]) -> None:
+    def __init__(self, io: TieredCheckpointIO, copier: Copier, modes: list[str], saves: Any) -> None:
         self.io, self.copier, self.modes, self.mode = io, copier, modes, NONE
         self.began = self.fed = 0.0
         #: In their order: each one's mode, and its steps, seconds.
@@ -83,7 +82,7 @@ class Measuring(Callback):
         self.processor: dict[str, list[float]] = {mode: [] for mode in MODES}
         self.parts: list[dict[str, float]] = []
         #: Entered for the whole of the fit: a class that has just been changed is slow, as all is looked up anew.
-        self.dumped, self.of_call = Times(_CheckpointConnector, "dump_checkpoint"), Parts(OF_CALL)
+        self.ours, self.of_call = Times(saves, "save_checkpoint"), Parts(OF_CALL)
         self.compute: list[float] = []
         self.overlap: Any = None
 
@@ -117,18 +116,15 @@ class Measuring(Callback):
         self.overlap = self.overlap or saver.overlap
         saver.overlap = self.overlap if self.mode == OVERLAPPED else None
         tiers = ["memory", "durable"] if self.mode == DRAINED else ["memory"]
-        dumped, parts = self.dumped, self.of_call
-        dumped.restart()
+        ours, parts = self.ours, self.of_call
+        ours.restart()
         parts.restart()
-        begin, worked = time.perf_counter(), time.thread_time()
         trainer.save_checkpoint(f"{self.mode}.ckpt", storage_options={"tiers": tiers})
-        took = time.perf_counter() - begin - dumped.total
-        worked = time.thread_time() - worked - dumped.worked
         if counts:
-            self.processor[self.mode].append(worked)
-            self.calls[self.mode].append(took)
+            self.processor[self.mode].append(ours.worked)
+            self.calls[self.mode].append(ours.total)
             if self.mode == OVERLAPPED:
-                self.parts.append({**parts.seconds, "the rest": took - sum(parts.seconds.values())})
+                self.parts.append({**parts.seconds, "the rest": ours.total - sum(parts.seconds.values())})
 
 
 class Copier:
@@ -235,7 +231,8 @@ def main() -> None:
         )
         # Weights, and two moments of each.
         copier = stack.enter_context(contextlib.closing(Copier(arguments.layers * arguments.width**2 * 12)))
-        measuring, model = Measuring(io, copier, arguments.modes), Layers(arguments.width, arguments.layers)
+        saves = TieredModelParallelStrategy if arguments.sharded else AsyncCheckpointIO
+        measuring, model = Measuring(io, copier, arguments.modes, saves), Layers(arguments.width, arguments.layers)
         steps = (WARM_UP + 1 + arguments.turns) * PERIOD
         trainer = Trainer(
             max_steps=steps,
@@ -252,7 +249,7 @@ def main() -> None:
         )
         waited = Times(Overlap, "wait")
         data = torch.randn(steps * arguments.batch, arguments.width)
-        with waited, measuring.dumped, measuring.of_call:
+        with waited, measuring.ours, measuring.of_call:
             trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=arguments.batch))
         state = [each for group in trainer.optimizers[0].state.values() for each in group.values()]
         show(measuring, copy_s(list(map(local, [*model.parameters(), *state]))), waited.total / steps)

@@ -15,6 +15,7 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlap
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.staging.latch import Latch
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -361,3 +362,17 @@ def test_what_is_captured_later_of_a_sharded_state_is_the_optimizers_own(job, ca
     assert "a _thread.lock can't be copied: cannot pickle" in caplog.text
     assert made.overlap.begin_state({"model": {"weight": weight, "large": torch.zeros(ROWS)}}) is None
     assert "much of the state is changed by others than the optimizers" in caplog.text
+
+
+def test_a_latch_lets_all_go_on_however_many_wait_and_however_often_it_is_set():
+    latch, gone_on = Latch(), []
+    assert not latch.wait(0.01)
+    waiting = [threading.Thread(target=lambda: gone_on.append(latch.wait(30))) for _ in range(20)]
+    setting = [threading.Thread(target=latch.set) for _ in range(5)]
+    for each in (*waiting, *setting):
+        each.start()
+    for each in (*waiting, *setting):
+        each.join(60)
+    assert gone_on == [True] * 20
+    assert latch.is_set()
+    assert latch.wait(0)

@@ -26,6 +26,7 @@ SHARDED = "tiered_sharded"
 #: Containers that are looked into, beside dictionaries; others are pickled as they are.
 _LISTS = (list, tuple)
 _SHARDED = (DTensor, ShardedTensor)
+_PLAIN = {bool, int, float, str, type(None)}
 
 
 def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
@@ -253,12 +254,15 @@ def part_off(state: Any, model: Mapping[str, Any]) -> tuple[Any, dict[str, DTens
 
 def _sharded_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Each sharded tensor in a state, with the keys that lead to it."""
+    # Training waits for this at each save, and nearly all is plain.
     if isinstance(value, dict):
         for key, each in value.items():
-            yield from _sharded_in(each, (*path, str(key)))
+            if type(each) not in _PLAIN:
+                yield from _sharded_in(each, (*path, str(key)))
     elif type(value) in _LISTS:
         for each in value:
-            yield from _sharded_in(each, path)
+            if type(each) not in _PLAIN:
+                yield from _sharded_in(each, path)
     elif isinstance(value, _SHARDED):
         yield value, path
 

@@ -24,6 +24,7 @@ import torch
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.snapshot import Snapshot, UncopiedError
 from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.staging.latch import Latch
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.filling import StorageRegion, StorageRegions
 from tiered_checkpoint_io.formats.image import Image
@@ -70,8 +71,8 @@ class Overlapped:
     tensors: Sequence[torch.Tensor]
     addresses: Sequence[int]
     copies: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
-    copied: threading.Event = field(default_factory=threading.Event)
-    wanted: threading.Event = field(default_factory=threading.Event)
+    copied: Latch = field(default_factory=Latch)
+    wanted: Latch = field(default_factory=Latch)
     size: int = 0
     stall_s: float = 0.0
     made: SaveReport | None = None
@@ -79,20 +80,19 @@ class Overlapped:
     is_sent: bool = False
     is_checked: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _versions: list[int] = field(default_factory=list)
-    _samples: list[bytes] = field(default_factory=list)
-    _expected: list[torch.Tensor] = field(default_factory=list)
-    _ready: list[Any] = field(default_factory=list)
+    _versions: Sequence[int] = ()
+    _samples: Sequence[bytes] = ()
+    _expected: Sequence[torch.Tensor] = ()
+    _ready: Sequence[Any] = ()
 
     def begin(self) -> None:
         """Notes the witnesses; the copy may begin on another thread."""
         self._versions = _versions(self.tensors)
         self._samples = list(_samples(self.tensors, self.addresses))
         if not all(map(attrgetter("is_cpu"), self.tensors)):
-            for device in set(map(attrgetter("device"), self.tensors)):
-                if device.type == "cuda":
-                    # Whatever computes the state has been queued by now.
-                    self._ready.append(torch.cuda.current_stream(device).record_event())
+            devices = {each for each in map(attrgetter("device"), self.tensors) if each.type == "cuda"}
+            # Whatever computes the state has been queued by now.
+            self._ready = [torch.cuda.current_stream(each).record_event() for each in devices]
         if self.is_checked:
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
 

@@ -32,7 +32,7 @@ class BackgroundTask:
         self._followers: deque[Future[None]] = deque()
         #: By name, what is done once a later durable save has succeeded.
         self._put_off: dict[str, Callable[[], None]] = {}
-        self._tasks: list[tuple[str, Future[Any]]] = []
+        self._tasks: dict[Future[Any], str] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._thread: int | None = None
 
@@ -43,7 +43,6 @@ class BackgroundTask:
             Its result, or the exception that it raised, which is for the caller to show.
         """
         self.wait()
-        self._tasks = []
         return self._submit(name, work)
 
     def after(self, name: str, work: Callable[[], None], *, needs: str = "") -> None:
@@ -98,7 +97,7 @@ class BackgroundTask:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "tiered-seal", self._begin)
         future = self._pool.submit(work)
-        self._tasks.append((name, future))
+        self._tasks[future] = name
         return future
 
     def _begin(self) -> None:
@@ -110,29 +109,32 @@ class BackgroundTask:
         Raises:
             DrainError: It has not ended in time.
         """
-        if threading.get_ident() == self._thread:
+        if not self._tasks or threading.get_ident() == self._thread:
             return
         # What runs may leave more to do.
         while self.is_busy:
-            tasks = list(self._tasks)
-            _, left = wait([future for _, future in tasks], self._timeout_s)
+            tasks = dict(self._tasks)
+            _, left = wait(tasks, self._timeout_s)
             if left:
-                name = next(name for name, future in tasks if future in left)
+                name = next(name for future, name in tasks.items() if future in left)
                 raise DrainError(
                     f"{name} is not complete in memory after {self._timeout_s:.0f} s",
                     operation="save",
                     tier="memory",
                     hint="see whether the node is out of memory or of processor time",
                 )
+        # Asked several times at each save: what has ended is not looked at again.
+        for future in [each for each in list(self._tasks) if each.done()]:
+            self._tasks.pop(future, None)
 
     @property
     def is_busy(self) -> bool:
         """Whether anything runs."""
-        return any(not future.done() for _, future in self._tasks)
+        return any(not future.done() for future in list(self._tasks))
 
     def is_running(self, name: str) -> bool:
         """Whether the end of the save of that name still runs."""
-        return any(task == name and not future.done() for task, future in self._tasks)
+        return any(task == name and not future.done() for future, task in list(self._tasks.items()))
 
     def close(self) -> None:
         """Ends the thread, once it has nothing to do; a later task begins another."""

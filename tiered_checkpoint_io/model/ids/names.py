@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -203,6 +204,7 @@ def is_last(name: str) -> bool:
     return _LAST.search(name) is not None
 
 
+@functools.lru_cache(maxsize=16)
 def namespace_of(dirpath: str) -> str:
     """The namespace of a job that named none: the last two parts of its dirpath, and a hash of all of it.
 
