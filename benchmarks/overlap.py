@@ -46,8 +46,10 @@ from tiered_checkpoint_io.engine.save.overlap import Overlap, local
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 
 NONE, EAGER, OVERLAPPED, DRAINED, COPIED = MODES = ("none", "eager", "overlapped", "drained", "copied")
-_BEGIN = [f"tiered_checkpoint_io.engine.save.overlap:Overlap.{name}" for name in ("begin", "begin_state")]
-OF_CALL = {**OF_SAVE, "finding what may be copied later": _BEGIN}
+_ENGINE = "tiered_checkpoint_io.engine"
+_BEGIN = [f"{_ENGINE}.save.overlap:Overlap.{name}" for name in ("begin", "begin_taken", "begin_state")]
+_TO_BACKGROUND = [f"{_ENGINE}.staging.background:BackgroundTask.run"]
+OF_CALL = {**OF_SAVE, "finding what may be copied later": _BEGIN, "waking up the background task": _TO_BACKGROUND}
 #: A save every so many steps: the second step after it may still be beside its hashing.
 PERIOD = 4
 WARM_UP = 8

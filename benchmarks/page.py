@@ -126,6 +126,7 @@ def overlapped(script: str) -> Callable[[dict[str, Any]], Iterator[list[str]]]:
         yield ["the optimizer waits for it, ms a step", f"{figures['waited_ms']:.3f}"]
         yield ["a step beside its capture is longer by", f"{figures['capture_inflation']:.1%}"]
         yield ["a step beside a drain is longer by", f"{figures['drain_inflation']:.1%}"]
+        yield ["a step beside one copy of as many bytes by another process", f"{figures['copy_inflation']:.1%}"]
 
     return rows
 
