@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.engine.durable import arrivals
+from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.model import ids
 
 COLLECTIVES = [
@@ -289,6 +290,57 @@ def save_whole(job, number, coordinator=None, refuses=None):
         **job["options"],
     )
     return {"saved": report is not None, "totals": worker.totals(model, optimizer)}
+
+
+def save_shards(job, ranks, coordinator, breaks=()):
+    """A full checkpoint of ShardedTensors that some ranks hold; on those of ``breaks``, memory ends on the way."""
+    from torch.distributed._shard.sharded_tensor import Shard as OfRank
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+    group = dist.new_group(ranks)
+    if (rank := dist.get_rank()) not in ranks:
+        return None
+    row = ranks.index(rank)
+
+    def sharded(value, dtype):
+        # A view, as FSDP has them: what lies around it is not sent.
+        own = torch.full((4, 2), value, dtype=dtype)[1:3]
+        shards = [OfRank.from_tensor_and_offsets(own, [2 * row, 0], rank)]
+        return init_from_local_shards(shards, 2 * len(ranks), 2, process_group=group)
+
+    state = {
+        "double": sharded(0.1 + row, torch.float64),
+        "long": sharded(2**53 + 1 + row, torch.int64),
+        "complex": sharded(1 + 2j * row, torch.complex64),
+    }
+    copied = torch.Tensor.copy_
+
+    def fails(into, *arguments, **named):
+        if into.dtype == torch.int64:
+            raise RuntimeError("can't allocate memory")
+        return copied(into, *arguments, **named)
+
+    torch.Tensor.copy_ = fails if rank in breaks else copied
+    try:
+        report = dcp.save_full(
+            state, checkpoint_id="export/shards.pt", process_group=group, coordinator_rank=coordinator, **job["options"]
+        )
+    finally:
+        torch.Tensor.copy_ = copied
+    return report is not None
+
+
+def send_over(job, device):
+    """What rank 1 receives of rank 0, by a group whose tensors have to lie on a device."""
+    group = coordination.GivenGroup("", dist.group.WORLD)
+    assert group._device == "cpu"
+    group._device = device
+    data = bytearray(b"0123456789" if group.rank == 0 else bytes(10))
+    if group.rank == 0:
+        group.send(memoryview(data), 1)
+    else:
+        group.receive(data, 0)
+    return data.decode()
 
 
 def fsdp_local(job, number):

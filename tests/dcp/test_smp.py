@@ -7,6 +7,7 @@ import torch
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
+from tiered_checkpoint_io.engine.ranks.coordination import device_of
 from tiered_checkpoint_io.errors import SaveError
 
 from .test_local import got, job  # noqa: F401
@@ -44,6 +45,21 @@ def test_any_rank_coordinates_and_a_full_checkpoint_ends_the_training(job, tmp_p
         assert found.items() <= got(whole)[0]["totals"].items()
         assert all(type(value) is torch.Tensor for value in loaded["model"].values())
     io.teardown()
+
+
+def test_a_full_checkpoint_has_all_numbers_of_sharded_tensors_or_fails_on_all_ranks(job, tmp_path):  # noqa: F811
+    by_sender, by_coordinator, whole = job(
+        3, ["save_shards", [1, 2], 2, [1]], ["save_shards", [1, 2], 2, [2]], ["save_shards", [1, 2], 2]
+    )
+    for answers in (by_sender, by_coordinator):
+        assert all("can't allocate memory" in answer["message"] for answer in answers[1:])
+    assert got(whole) == [None, False, True]
+    loaded = torch.load(tmp_path / "durable" / "export" / "shards.pt")
+    rows = torch.tensor([0, 0, 1, 1])
+    assert torch.equal(loaded["double"][:, 0], torch.tensor([0.1, 0.1, 1.1, 1.1], dtype=torch.float64))
+    assert torch.equal(loaded["long"][:, 1], 2**53 + 1 + rows)
+    assert torch.equal(loaded["complex"][:, 0], (1 + 2j * rows).to(torch.complex64))
+    assert {each.shape for each in loaded.values()} == {torch.Size([4, 2])}
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
@@ -99,3 +115,11 @@ def test_a_failed_upload_is_shown_once(kind, shown_by, memory_dir, tmp_path):
     writer = dcp.TieredStorageWriter(**{key: value for key, value in options.items() if key != "kind"})
     assert writer.session.counts["failed"] == (0 if shown_by == "future" else 1)
     writer.close()
+
+
+def test_ranks_send_by_way_of_the_device_that_their_group_is_of(job):  # noqa: F811
+    """Here, as no machine of the tests has NCCL, that is the CPU by another name."""
+    assert [got(answers) for answers in job(2, ["send_over", "cpu"], ["send_over", "cpu:0"])] == [
+        ["0123456789"] * 2
+    ] * 2
+    assert [device_of(each) for each in ("cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo")] == ["cuda", "cpu", "cpu"]

@@ -212,40 +212,6 @@ def test_fsdp1_and_its_folder_for_others(fit, tmp_path, memory_dir):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("joins", [6, 99])
-def test_a_run_goes_on_where_some_parameters_had_no_gradients_yet(fit, joins, tmp_path):
-    more = {"joins": joins, "ckpt_path": "step=4.ckpt"}
-    whole, _ = fit(8, **{**more, "dirpath": tmp_path / "whole", "ckpt_path": "tiered:latest"})
-    fit(4, **{**more, "ckpt_path": "tiered:latest"})
-    first, _ = fit(8, **more)
-    assert first["from"][:2] == ["step=4.ckpt", 4]
-    assert first["losses"] == {index: whole["losses"][index] for index in range(4, 8)}, "bit for bit"
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("before", "after", "optimizer"),
-    [
-        ({"strategy": "fsdp1"}, {"strategy": "fsdp1"}, "AdamW"),
-        ({"strategy": "fsdp2"}, {"strategy": "fsdp2"}, "AdamW"),
-        ({"strategy": "ddp"}, {"strategy": "fsdp2"}, "AdamW"),
-        ({"strategy": "fsdp2", "full": True}, {"strategy": "fsdp2"}, "SGD"),
-        ({"strategy": "ddp"}, {"strategy": "fsdp1"}, "SGD"),
-        ({"strategy": "fsdp1", "full": True}, {"strategy": "fsdp1"}, "AdamW"),
-        ({"strategy": "fsdp1", "full": True}, {"strategy": "ddp"}, "AdamW"),
-    ],
-)
-def test_groups_of_parameters_go_on_whatever_is_in_them(fit, before, after, optimizer, tmp_path):
-    """One is empty; their order, and that within each, is not the model's; layers are wrapped; SGD has no state."""
-    more = {"optimizer": optimizer, "wrapped": "ddp" not in (before["strategy"], after["strategy"])}
-    whole, _ = fit(8, **after, **more, dirpath=tmp_path / "whole")
-    fit(4, **before, **more)
-    first, _ = fit(8, **after, **more)
-    assert first["from"][:2] == ["step=4.ckpt", 4]
-    assert first["losses"] == pytest.approx({index: whole["losses"][index] for index in range(4, 8)}, rel=1e-5)
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("full", [False, True])
 def test_a_save_before_the_first_step_changes_nothing_of_training(fit, strategy, full, tmp_path):

@@ -354,7 +354,8 @@ def save_full(
     state, failed = prepared(with_state_dicts, state_dict)
     coordination.agree(group, failed)
     report = None
-    whole = gathered(state, coordinator, keep=mine)
+    whole, failed = gathered(state, lambda each: group.gather(each, coordinator), keep=mine)
+    coordination.agree(group, failed)
     if mine:
         located, settings = writer.located, writer.settings
         try:

@@ -205,20 +205,57 @@ def with_state_dicts(state: Any) -> Any:
     return _mapped(state, replaced)
 
 
-def gathered(state: Any, coordinator: int, *, keep: bool) -> Any:
-    """The state of :func:`with_state_dicts`, with whole tensors; None in place of each where it is not kept."""
+def gathered(
+    state: Any, take: Callable[[Any], list[Any] | None], *, keep: bool
+) -> tuple[Any, TieredCheckpointError | None]:
+    """The state of :func:`with_state_dicts`, with whole tensors; None in place of each where it is not kept.
+
+    Args:
+        state: What each rank has of it.
+        take: Brings what each rank gives to the one that keeps it, by their ranks; the others get None.
+        keep: Whether this rank keeps it.
+
+    Returns:
+        That, and what went wrong on this rank: the others are in the collectives that follow, and so is this one.
+    """
+    failed: list[Exception] = []
+
+    def tried(make: Callable[[], Any]) -> Any:
+        try:
+            return make() if not failed else None
+        except Exception as error:
+            failed.append(error)
+            return None
 
     def whole(value: Any) -> Any:
         if isinstance(value, DTensor):
             full = value.full_tensor()
-            return full.detach().cpu() if keep else None
+            return tried(lambda: full.detach().cpu()) if keep else None
         if isinstance(value, ShardedTensor):
-            out = torch.empty(value.size(), dtype=value.dtype) if keep else None
-            value.gather(coordinator, out)
-            return out
+            parts = take(tried(lambda: [_on_cpu(each) for each in value.local_shards()]))
+            return tried(lambda: _assembled(value, parts)) if parts is not None else None
         return value
 
-    return _mapped(state, whole)
+    mapped = _mapped(state, whole)
+    return mapped, as_save_error(failed[0]) if failed else None
+
+
+def _on_cpu(shard: Any) -> tuple[list[int], torch.Tensor]:
+    """Where a shard lies, and a copy without the memory around it, which would be sent as well."""
+    tensor = shard.tensor.detach()
+    return shard.metadata.shard_offsets, torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _assembled(value: ShardedTensor, parts: Sequence[Any]) -> torch.Tensor:
+    # torch's own gather() takes all numbers for float32 on its way.
+    whole = torch.empty(value.size(), dtype=value.dtype)
+    # Of a rank that has failed there are none; it says why, and nothing is saved.
+    for offsets, tensor in (each for part in parts for each in part or ()):
+        place = whole
+        for dim, (start, length) in enumerate(zip(offsets, tensor.shape, strict=True)):
+            place = place.narrow(dim, start, length)
+        place.copy_(tensor)
+    return whole
 
 
 # ----------------------------------------------------------------------------------------- sharded

@@ -104,7 +104,9 @@ class StrategyPlanner(DefaultLoadPlanner):
         self._mesh = mesh
         self._trust = trust
         self.model = sharded_state.get_model_state_dict(module)
-        self.optimizers: list[Any] = [sharded_state.get_optimizer_state_dict(module, each) for each in optimizers]
+        self._whole: list[Any] = [sharded_state.get_optimizer_state_dict(module, each) for each in optimizers]
+        #: What is loaded of each.
+        self.optimizers: list[Any] = []
         #: Of each optimizer, the parameters of which the checkpoint has no state: it had not changed them yet.
         self.unchanged: list[list[str]] = [[] for _ in optimizers]
         self.rest: dict[str, Any] = {}
@@ -123,7 +125,7 @@ class StrategyPlanner(DefaultLoadPlanner):
         assert opened is not None
         heads = {name.partition(".")[0] for name in metadata.state_dict_metadata}
         key = next((key for key in MODEL_KEYS if key in heads), None)
-        missing = [f"optimizer_{i}" for i in range(len(self.optimizers)) if f"optimizer_{i}" not in heads]
+        missing = [f"optimizer_{i}" for i in range(len(self._whole)) if f"optimizer_{i}" not in heads]
         if key is None or missing:
             raise RestoreError(
                 f"{opened.name} holds no {'model' if key is None else ', '.join(missing)}",
@@ -146,8 +148,13 @@ class StrategyPlanner(DefaultLoadPlanner):
 
     def _leave_out_unchanged(self, metadata: Metadata) -> None:
         # An optimizer makes a parameter's state at the first step that has a gradient for it; here, DCP has made all.
+        # Made anew each time: where this checkpoint is damaged, the next one may hold others.
         paths = (metadata.planner_data or {}).values()
         saved = {tuple(path[:3]) for path in paths if len(path) > 3}
+        self.optimizers = [
+            {**each, "state": {name: {**of} for name, of in each["state"].items()}} for each in self._whole
+        ]
+        self.unchanged = [[] for _ in self.optimizers]
         for i, optimizer in enumerate(self.optimizers if paths else ()):
             state = optimizer["state"]
             self.unchanged[i] = [name for name in state if (f"optimizer_{i}", "state", name) not in saved]

@@ -84,11 +84,11 @@ class Group:
         self.all_gather(None)
         return self._broadcast(obj)
 
-    def gather(self, obj: Any) -> list[Any] | None:
-        """Each rank's ``obj``, by rank, on rank 0, None on the others; raises as :meth:`all_gather`."""
+    def gather(self, obj: Any, to: int = 0) -> list[Any] | None:
+        """Each rank's ``obj``, by rank, on the rank ``to``, None on the others; raises as :meth:`all_gather`."""
         # Some rank may have failed, and have nothing to send.
         self.all_gather(None)
-        return self._gather(obj)
+        return self._gather(obj, to)
 
     def send(self, data: memoryview, rank: int) -> None:
         """Sends bytes to a rank, which is receiving as many."""
@@ -107,7 +107,7 @@ class Group:
     def _broadcast(self, obj: Any) -> Any:
         return obj
 
-    def _gather(self, obj: Any) -> list[Any] | None:
+    def _gather(self, obj: Any, to: int) -> list[Any] | None:  # noqa: ARG002
         return [obj]
 
 
@@ -129,12 +129,18 @@ class GivenGroup(Group):
         self._group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
+        self._device = device_of(str(dist.get_backend_config(process_group)))
 
     def send(self, data: memoryview, rank: int) -> None:
-        self._do(lambda: self._dist.send(tensor_of(data), dst=self._global(rank), group=self._group))
+        sent = tensor_of(data)
+        self._do(lambda: self._dist.send(sent.to(self._device), dst=self._global(rank), group=self._group))
 
     def receive(self, data: bytearray | memoryview, rank: int) -> None:
-        self._do(lambda: self._dist.recv(tensor_of(data), src=self._global(rank), group=self._group))
+        wanted = tensor_of(data)
+        received = wanted if self._device == "cpu" else wanted.new_empty(wanted.shape, device=self._device)
+        self._do(lambda: self._dist.recv(received, src=self._global(rank), group=self._group))
+        if received is not wanted:
+            wanted.copy_(received)
 
     def _all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
@@ -146,9 +152,9 @@ class GivenGroup(Group):
         self._do(lambda: self._dist.broadcast_object_list(box, src=self._global(0), group=self._group))
         return box[0]
 
-    def _gather(self, obj: Any) -> list[Any] | None:
-        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        self._do(lambda: self._dist.gather_object(obj, gathered, dst=self._global(0), group=self._group))
+    def _gather(self, obj: Any, to: int) -> list[Any] | None:
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
+        self._do(lambda: self._dist.gather_object(obj, gathered, dst=self._global(to), group=self._group))
         return gathered
 
     def _global(self, rank: int) -> int:
@@ -168,6 +174,15 @@ class GivenGroup(Group):
                 rank=self.rank,
                 hint="see the log of the rank that failed first",
             ) from error
+
+
+def device_of(backends: str) -> str:
+    """Where tensors have to lie that ranks exchange by such backends, as ``cpu:gloo,cuda:nccl``: the CPU if they may.
+
+    NCCL alone takes none that lie there.
+    """
+    devices = [each.partition(":")[0] for each in backends.split(",")]
+    return "cpu" if "cpu" in devices else devices[0]
 
 
 class TorchGroup(GivenGroup):
