@@ -9,8 +9,10 @@ import pytest
 from support.launch import free_port, scripts
 from support.running import Run, runner
 
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.leasing import lease_keeper
 from tiered_checkpoint_io.engine.ranks import world
-from tiered_checkpoint_io.model.launches import are_one
+from tiered_checkpoint_io.model.launches import JOB_VARIABLES, are_one
 
 DEADLINE_S = 120
 #: Each says so, and waits to be told to end, so that all live at once.
@@ -47,6 +49,13 @@ elif what == "parent":
         os.write(1, child.stdout.readline())
     for child in children:
         child.communicate(timeout=60)
+elif what == "submits":
+    save("first.ckpt")
+    again = [sys.executable, __file__, sys.argv[1], "child"]
+    handed_on = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"}
+    for each, more in (("1", {"SLURM_JOB_ID": "1"}), ("none", {}), ("2", {"SLURM_JOB_ID": "2"})):
+        child = subprocess.run([*again, each], env=handed_on | more, input=b"", stdout=subprocess.PIPE, timeout=60)
+        os.write(1, child.stdout)
 elif what == "child":
     save(f"child-{number}.ckpt")
     sys.stdin.read()
@@ -79,7 +88,8 @@ def script(tmp_path, memory_dir):
     file = tmp_path / "launch.py"
     file.write_text(textwrap.dedent(SCRIPT))
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "namespace": "one"}
-    clean = {name: value for name, value in os.environ.items() if name != "TIERED_CHECKPOINT_OWNER"}
+    unwanted = ("TIERED_CHECKPOINT_OWNER", "TIERED_CHECKPOINT_OWNER_JOB", *JOB_VARIABLES)
+    clean = {name: value for name, value in os.environ.items() if name not in unwanted}
     clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
     def start(what, *environments):
@@ -142,6 +152,14 @@ def test_a_process_and_one_that_it_starts_are_one_but_two_that_it_starts_are_not
     assert sorted(line.split()[1] for line in said[1:]) == ["UsageError:", "ok"], said
 
 
+def test_a_job_that_training_submits_is_another_run(script):
+    said = script("submits", {"SLURM_JOB_ID": "1"})
+    refused = next(line for line in said if line.startswith("2 "))
+    assert refused.startswith(f"2 {ANOTHER_JOB}")
+    # Children of the same job, with the scheduler's variables and without.
+    assert [line for line in said if line != refused] == ["0 ok", "1 ok", "none ok"]
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -164,6 +182,62 @@ def test_who_is_one_launch():
     assert not are_one("shell/a/c", "shell/b/c2")
     # All of its line but the end may be forgotten.
     assert are_one("p/a", "a/b")
+
+
+@pytest.fixture
+def owner_in(monkeypatch):
+    """The owner of a new process with an environment, and the environment that it hands on."""
+
+    def owner(environment):
+        monkeypatch.setattr(lease_keeper, "_owners", {})
+        monkeypatch.setattr(lease_keeper.os, "environ", dict(environment))
+        return lease_keeper.owner_of_process(SYSTEM), dict(lease_keeper.os.environ)
+
+    return owner
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "one"),
+    [
+        pytest.param({}, {}, True, id="no-scheduler"),
+        pytest.param({"SLURM_JOB_ID": "1"}, {"SLURM_JOB_ID": "1"}, True, id="step"),
+        pytest.param({"SLURM_JOB_ID": "1"}, {"SLURM_JOB_ID": ""}, True, id="variables-stripped"),
+        pytest.param({"SLURM_JOB_ID": "1"}, {"SLURM_JOB_ID": "2"}, False, id="sbatch"),
+        pytest.param({"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "2"}, False, id="sbatch-from-a-login-node"),
+        pytest.param({"PBS_JOBID": "12.host"}, {"PBS_JOBID": "12.host"}, True, id="pbs-child"),
+        pytest.param({"PBS_JOBID": "12[1].host"}, {"PBS_JOBID": "13[1].host"}, False, id="qsub-of-an-array"),
+        pytest.param({"LSB_JOBID": "5", "LSB_JOBINDEX": "1"}, {"LSB_JOBID": "5"}, True, id="lsf-child"),
+        pytest.param({"LSB_JOBID": "5", "LSB_JOBINDEX": "1"}, {"LSB_JOBID": "6"}, False, id="bsub"),
+    ],
+)
+def test_an_owner_is_handed_on_within_a_job_only(owner_in, first, second, one):
+    before, environment = owner_in(first)
+    after, environment = owner_in(environment | second)
+    assert are_one(before, after) == one
+    child, _ = owner_in(environment)
+    assert are_one(after, child)
+    assert are_one(before, child) == one
+
+
+def test_a_child_without_the_variables_of_the_scheduler_hands_its_job_on(owner_in):
+    first, environment = owner_in({"SLURM_JOB_ID": "1"})
+    _, environment = owner_in(environment | {"SLURM_JOB_ID": ""})
+    same, other = (owner_in(environment | {"SLURM_JOB_ID": job})[0] for job in "12")
+    assert are_one(first, same)
+    assert not are_one(first, other)
+
+
+def test_a_process_of_an_earlier_release_hands_its_owner_on_without_a_job(owner_in):
+    owner, environment = owner_in({"TIERED_CHECKPOINT_OWNER": "early", "SLURM_JOB_ID": "2"})
+    assert are_one("early", owner)
+    assert not are_one(owner, owner_in(environment | {"SLURM_JOB_ID": "3"})[0])
+
+
+def test_two_starts_of_a_job_that_is_requeued_are_two(owner_in):
+    _, submits = owner_in({"SLURM_JOB_ID": "1"})
+    # The scheduler starts it again with what it was submitted with.
+    first, again = (owner_in(submits | {"SLURM_JOB_ID": "2"})[0] for _ in range(2))
+    assert not are_one(first, again)
 
 
 @pytest.mark.parametrize(

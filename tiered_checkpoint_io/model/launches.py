@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+#: The job's number, as Slurm, PBS and LSF give it. Tasks of an LSF array share one, which does no harm: the scheduler
+#: starts each of them, so none inherits from another.
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
 
 def are_one(owner: str, other: str) -> bool:
     """Whether two processes belong to one launch: they have one owner, or one was started below the other.
@@ -10,3 +16,17 @@ def are_one(owner: str, other: str) -> bool:
     """
     line, others = owner.split("/"), other.split("/")
     return line[-1] in others or others[-1] in line
+
+
+def job_of(environment: Mapping[str, str]) -> str:
+    """The scheduler's job that a process with this environment is in; empty where none is known."""
+    return " ".join(filter(None, (environment.get(name) for name in JOB_VARIABLES)))
+
+
+def is_another_job(job: str, recorded: str) -> bool:
+    """Whether a process in a job has its environment from outside of it: from another job, or from none.
+
+    Schedulers hand the environment of the process that submits a job on to that job. A process that knows no job may
+    just have been started without the scheduler's variables, so that proves nothing.
+    """
+    return not set(job.split()) <= set(recorded.split())

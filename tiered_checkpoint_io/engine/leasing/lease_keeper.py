@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.launches import are_one
+from tiered_checkpoint_io.model.launches import are_one, is_another_job, job_of
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.refusals import Refusals
 
@@ -30,6 +30,8 @@ _MAX_BYTES = 1 << 16
 _ANCESTORS = 32
 #: Where a process keeps its owner, so that those which it starts know that they belong to it.
 _OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
+#: In which of the scheduler's jobs that was: a job that a process submits inherits its environment, but is another run.
+_JOB_VARIABLE = "TIERED_CHECKPOINT_OWNER_JOB"
 #: The owner of a process, by its id: a forked child has its parent's memory, but is another process.
 _owners: dict[int, str] = {}
 
@@ -37,16 +39,23 @@ _owners: dict[int, str] = {}
 def owner_of_process(clock: Clock) -> str:
     """The launch that this process belongs to: a name of its own, after those of the processes that started it.
 
-    All ranks of one start have the same, by the store of torch.distributed. See :func:`model.launches.are_one`.
+    Those of another job of the scheduler, which submitted this one, are left out. All ranks of one start have the same,
+    by the store of torch.distributed. See :func:`model.launches.are_one`.
 
     Raises:
         UsageError: That store does not answer.
     """
     pid = os.getpid()
+    # Earlier releases recorded no job.
+    job, recorded = job_of(os.environ), os.environ.get(_JOB_VARIABLE)
+    is_submitted = recorded is not None and is_another_job(job, recorded)
     if pid not in _owners:
-        line = [*filter(None, os.environ.get(_OWNER_VARIABLE, "").split("/")), clock.token(8)]
+        inherited = "" if is_submitted else os.environ.get(_OWNER_VARIABLE, "")
+        line = [*filter(None, inherited.split("/")), clock.token(8)]
         _owners[pid] = "/".join(line[-_ANCESTORS:])
     _owners[pid] = os.environ[_OWNER_VARIABLE] = current_run().first("owner", _owners[pid])
+    if recorded is None or is_submitted:
+        os.environ[_JOB_VARIABLE] = job
     return _owners[pid]
 
 
