@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from support.nemo_training import Model, callback_of, io_of, restored, same_weights
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
+from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, UsageError
 from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, tiered_exp_manager
 
@@ -116,6 +117,60 @@ def test_a_model_that_cannot_be_exported_says_so(runs):
     with pytest.raises(Exception, match="the model could not be exported: OSError: no"):
         runs.fit(params(save_nemo_on_train_end=True), max_steps=1, model=Stubborn)
     assert not [key for key in runs.objects() if key.endswith(".nemo")]
+
+
+# ---------------------------------------------------------------------------------- optimizer states
+class Falling(Model):
+    """Each checkpoint is better than all before it, as in most trainings."""
+
+    def validation_step(self, *_):
+        self.log("val_loss", torch.tensor(1.0 / self.global_step), sync_dist=True)
+
+
+def slimming(keep, **changes):
+    """NeMo's default names, which tell no step and, of a falling loss, sort the newest first."""
+    settings = {"save_top_k": -1, "save_last_n_optim_states": keep, "filename": "m--{val_loss:.4f}-{epoch}"}
+    return params(**{**settings, **changes})
+
+
+def resumable(runs):
+    """The checkpoints with optimizer states; their manifests say that of the same ones."""
+    runs.wipe()
+    io = S3CheckpointIO(runs.dirpath, **runs.io)
+    full = [name for name in runs.durable() if "optimizer_states" in io.load_alone(name)]
+    store = io.checkpointer.session.durable()
+    assert [name for name in runs.durable() if current(store, name).content.resumable] == full
+    io.teardown()
+    return full
+
+
+def test_the_newest_keep_their_optimizer_states_whatever_their_names_are(runs):
+    runs.fit(slimming(2), max_steps=10, model=Falling)
+    runs.fit(slimming(2), max_steps=25, model=Falling)
+    assert len(runs.durable()) == 6
+    newest = [f"m--val_loss={end}.ckpt" for end in ("0.0400-epoch=0-last", "0.0400-epoch=0", "0.0500-epoch=0")]
+    assert resumable(runs) == newest
+    # What can't be resumed from is not chosen.
+    io = S3CheckpointIO(runs.dirpath, **runs.io)
+    for name in newest:
+        io.remove_checkpoint(name)
+    io.teardown()
+    runs.wipe()
+    trainer, module = runs.fit(max_steps=1, model=Falling)
+    assert restored(trainer) is None
+    assert 0 in module.seen
+
+
+def test_the_best_is_exported_though_it_has_no_optimizer_states(runs):
+    runs.fit(slimming(1, save_nemo_on_train_end=True, save_best_model=True), max_steps=16)
+    trainer, module = runs.fit(slimming(1, save_nemo_on_train_end=True, save_best_model=True), max_steps=17)
+    best = callback_of(trainer).best_model_path
+    saved = io_of(trainer).load_checkpoint(best)
+    io_of(trainer).teardown()
+    assert saved["global_step"] == 10
+    assert "optimizer_states" not in saved
+    assert torch.equal(module.layer.weight, saved["state_dict"]["layer.weight"])
+    assert "gpt.nemo" in runs.objects()
 
 
 # ----------------------------------------------------------------------------------------------- EMA

@@ -1,4 +1,7 @@
-"""NeMo's layouts, rules of resuming and advice on concurrency: pure functions, no NeMo needed."""
+"""NeMo's layouts, rules of resuming, advice on concurrency, and which optimizer states go: no NeMo needed."""
+
+import logging
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.nemo import checkpoint
 from tiered_checkpoint_io.nemo.concurrency import Topology, advise
 from tiered_checkpoint_io.nemo.layouts import (
     Rules,
@@ -152,3 +156,56 @@ def test_impossible_sizes_are_refused(sizes):
         advise(TieredCheckpointConfig(dirpath=DIRPATH), Topology(*sizes))
     with pytest.raises(ConfigError, match=r"is 8, of 4 ranks.*tensor_model_parallel_size"):
         advise(TieredCheckpointConfig(dirpath=DIRPATH), Topology(4, 4, 2))
+
+
+# ------------------------------------------------------------------------------------ optimizer states
+@pytest.fixture
+def saves(monkeypatch):
+    """A callback that has saved d, c, b and a, in this order, and what it rewrites of them."""
+    queued, pending, rewritten = [], set(), []
+    drain = SimpleNamespace(queue=SimpleNamespace(look=lambda _: queued))
+    session = SimpleNamespace(
+        is_pending=pending.__contains__, open=lambda: (None, None, drain), log=logging.getLogger("test.nemo")
+    )
+    monkeypatch.setattr(checkpoint, "rewrite", lambda _, name, __: rewritten.append(name))
+    callback = checkpoint.TieredNeMoCheckpoint(monitor="loss", save_top_k=-1, save_last_n_optim_states=2)
+    callback.best_k_models = {f"{DIRPATH}/{name}": loss for loss, name in enumerate("dcba")}
+    callback._io = SimpleNamespace(
+        checkpointer=SimpleNamespace(dirpath=DIRPATH, session=session), load_alone=lambda _: {"optimizer_states": [1]}
+    )
+    return SimpleNamespace(callback=callback, queued=queued, pending=pending, rewritten=rewritten)
+
+
+def test_those_that_were_saved_first_lose_theirs_once(saves):
+    for _ in range(2):
+        saves.callback._drop_optimizer_states()
+        assert saves.rewritten == ["d", "c"]
+
+
+def test_a_newest_that_is_not_durable_yet_does_not_count(saves):
+    """Its upload may fail, and nothing could be resumed from."""
+    saves.pending.add("a")
+    saves.callback._lacking.append(f"{DIRPATH}/b")
+    saves.callback._drop_optimizer_states()
+    assert saves.rewritten == []
+    saves.pending.clear()
+    saves.callback._drop_optimizer_states()
+    assert saves.rewritten == ["d"]
+
+
+def test_what_is_yet_to_be_copied_keeps_its_own_until_then(saves):
+    """Else "last" would be a copy without them."""
+    saves.queued.append(SimpleNamespace(name="x-last", target="d"))
+    saves.callback._drop_optimizer_states()
+    assert saves.rewritten == ["c"]
+    saves.queued.clear()
+    saves.callback._drop_optimizer_states()
+    assert saves.rewritten == ["c", "d"]
+
+
+def test_a_name_that_is_saved_anew_is_the_newest(saves, monkeypatch):
+    """As ModelCheckpoint does with ``enable_version_counter=False``."""
+    monkeypatch.setattr(checkpoint.TieredModelCheckpoint, "_save_checkpoint", lambda *_: None)
+    saves.callback._save_checkpoint(None, f"{DIRPATH}/d")
+    saves.callback._drop_optimizer_states()
+    assert saves.rewritten == ["c", "b"]

@@ -1,13 +1,17 @@
 """How two ranks get together for a transfer: a request is either taken or withdrawn, never both, never neither."""
 
+import json
+import logging
+import queue
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from support.clocks import VirtualClock
+from support.clocks import VirtualClock, quick
 
-from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, StoreClient
+from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.peer_link import request, take_request
 from tiered_checkpoint_io.errors import PeerError
 
@@ -66,3 +70,91 @@ def test_a_store_that_is_gone_is_an_error_and_asked_anew_the_next_time(store):
         store.ask(fails)
     store.set("key", "value")
     assert (store.get("key"), store.get("other"), store.add("n", 2), store.add("n", 0)) == ("value", None, 2, 2)
+
+
+# ------------------------------------------------------------------- a rank that serves local loads
+class LateStore(StoreClient):
+    """Does not answer in time for as many requests as ``late`` says."""
+
+    late = 0
+
+    def ask(self, request):
+        if self.late:
+            self.late -= 1
+            raise LostStoreError("no answer within 10 s", operation="agree")
+        return super().ask(request)
+
+
+class Peers(LocalPeers):
+    """Notes what it is asked to send, and whom it asks, and moves nothing."""
+
+    def __init__(self, store, *, rank=0, world_size=2):
+        bounds = {"local_poll_s": 0.01, "offer_retry_s": 0.02, "local_taken_s": 0.1, "local_linger_s": 0.05}
+        log = logging.getLogger("test.peers")
+        super().__init__(
+            SimpleNamespace(
+                tier=None,
+                store=store,
+                clock=quick(**bounds),
+                rank=rank,
+                world_size=world_size,
+                log=log,
+                timeout_s=5.0,
+            )
+        )
+        self.given, self.tried = queue.SimpleQueue(), []
+
+    def _give(self, key, target, save_id, shard):
+        self.given.put([target, save_id, shard])
+
+    def _get(self, source, save_id, shard):
+        self.tried.append(source)
+        raise PeerError("the peer did not answer", operation="replicate")
+
+
+@pytest.fixture
+def peers(store):
+    its_store = LateStore(store._origin, "test", timeout_s=10.0)
+    serving = Peers(its_store)
+    serving.begin("load-1", {})
+    yield serving
+    its_store.late = 0
+    serving.close()
+
+
+def ask_serving(store, peers):
+    """Asks as another rank does, for longer than any wait of the serving one."""
+    member = SimpleNamespace(store=store, clock=quick())
+    key = f"ask/0/{store.add('asked/0')}"
+    request(member, key, json.dumps([1, "save", 7]), bound_s=5.0, poll_s=0.01)
+    assert peers.given.get(timeout=5) == [1, "save", 7]
+
+
+@pytest.mark.parametrize("late", [1, 5])
+def test_a_rank_serves_on_after_answers_of_the_store_that_were_late(store, peers, late):
+    ask_serving(store, peers)
+    peers._store.late = late
+    ask_serving(store, peers)
+    assert peers._store.late == 0
+
+
+def test_a_thread_that_has_ended_begins_anew_with_the_next_load(store, peers):
+    peers._is_closing = True
+    peers._thread.join(5)
+    peers._is_closing = False
+    peers.begin("load-2", {})
+    ask_serving(store, peers)
+
+
+def test_a_request_that_was_counted_and_never_made_holds_up_no_other_for_good(store, peers):
+    """Its rank has died between the two."""
+    store.add("asked/0")
+    ask_serving(store, peers)
+
+
+def test_a_rank_asks_each_holder_in_its_own_turn(store):
+    asking = Peers(store, rank=1, world_size=4)
+    for rank, held in enumerate(([], [], [["save", 1]], [["save", 1]])):
+        store.set(f"load-1/held/{rank}", json.dumps(held))
+    part, notes = asking.fetch("load-1", "save", 1)
+    assert (part, asking.tried, len(notes)) == (None, [3, 2], 2)

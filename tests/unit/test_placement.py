@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine.replication.placement import node_peers, peers_of_ranks
+from tiered_checkpoint_io.engine.replication.placement import holders_in_turn, node_peers, peers_of_ranks
 from tiered_checkpoint_io.errors import UsageError
 
 
@@ -73,3 +73,14 @@ def test_four_nodes_with_a_jump_of_two():
 def test_copies_on_one_machine_are_refused(nodes, factor):
     with pytest.raises(UsageError, match="same machine"):
         peers_of_ranks(list(nodes), factor=factor, jump=1)
+
+
+@pytest.mark.parametrize(("lost", "holders"), [(range(8), range(8, 16)), (range(8, 16), range(8))])
+def test_the_ranks_of_a_lost_node_begin_with_holders_of_their_own(lost, holders):
+    """Each holder gives one part at a time."""
+    assert sorted(holders_in_turn(holders, rank)[0] for rank in lost) == list(holders)
+
+
+@given(st.sets(st.integers(0, 50)), st.integers(0, 50))
+def test_each_holder_is_asked_once(holders, rank):
+    assert sorted(holders_in_turn(holders, rank)) == sorted(holders)

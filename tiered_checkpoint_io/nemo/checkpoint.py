@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import fail_together, nemo_averages, on_rank_0
+from tiered_checkpoint_io.engine.drain.announcer import looking
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
@@ -112,9 +113,15 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
+        # Once more, now that nothing is queued.
+        on_rank_0(trainer, self._drop_optimizer_states)
         if self.save_best_model:
             if self.best_model_path:
-                trainer._checkpoint_connector.restore(self.best_model_path)
+                # Not its optimizer states, which it may have lost, nor the callbacks': only the model is exported.
+                connector = trainer._checkpoint_connector
+                connector.resume_start(self.best_model_path)
+                connector.restore_model()
+                connector.resume_end()
             else:
                 rank_zero_warn("there is no best checkpoint; the latest model is exported in its place")
         if self.save_nemo_on_train_end:
@@ -125,13 +132,16 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         if self._shards > 1:
             # An alias names one file; here each rank has its own.
             self._durable_save = (-1, "")
+        if filepath in self.best_k_models:
+            # A name that is saved anew comes last again: the order is that of the saves.
+            self.best_k_models[filepath] = self.best_k_models.pop(filepath)
         before = self._durable_save
         super()._save_checkpoint(trainer, filepath)
         if self._shards > 1:
             self._landed = bool(trainer.strategy.broadcast(self._landed))
             if self._landed and not trainer.is_global_zero:
                 self._remove_withheld(trainer)
-        if self.save_last_n_optim_states >= 0 and self._naming_last and self._shards == 1:
+        if self._naming_last:
             on_rank_0(trainer, self._drop_optimizer_states)
         if self.always_save_nemo and self._durable_save != before:
             if self.save_best_model and self.best_model_path == self._exported_best:
@@ -205,20 +215,25 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         return sorted((path for path in paths if pattern.match(path.removeprefix(f"{self.dirpath}/"))), key=_progress)
 
     def _drop_optimizer_states(self) -> None:
-        """Rewrites durable checkpoints without their optimizer states, but for those of the greatest steps.
+        """Rewrites durable checkpoints without their optimizer states, but for the newest.
 
-        One whose upload is queued is left for the next time.
+        The newest are those that were saved last: names need not tell the step. One whose upload is queued does not
+        count, since it may fail; one that is yet to be copied is left for the next time.
 
         Raises:
             SaveError: It failed, and ``on_save_error`` is ``raise``. The old checkpoint is intact.
         """
+        if self.save_last_n_optim_states < 0 or self._shards > 1:
+            return
         assert self._io is not None
         engine = self._engine
-        names = [ids.name_in(engine.dirpath, path) for path in self.best_k_models if self._is_ours(path)]
-        by_step = sorted(names, key=lambda name: (step_of(name), name))
+        # A resume keeps their order, which is part of this callback's state.
+        paths = [path for path in self.best_k_models if self._is_ours(path) and path not in self._lacking]
+        names = [ids.name_in(engine.dirpath, path) for path in paths]
+        durable = [name for name in names if name in self._slim or not engine.session.is_pending(name)]
         # At least one keeps them: runs resume from it.
-        for name in by_step[: -max(self.save_last_n_optim_states, 1)]:
-            if name in self._slim or engine.session.is_pending(name):
+        for name in durable[: -max(self.save_last_n_optim_states, 1)]:
+            if name in self._slim or self._is_to_be_copied(name):
                 continue
             try:
                 state = self._io.load_alone(name)
@@ -227,6 +242,12 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
                 self._slim.add(name)
             except Exception as error:
                 engine.session.failed(name, -1, error)
+
+    def _is_to_be_copied(self, name: str) -> bool:
+        """Whether a copy or alias of this checkpoint, such as "last", is, or may be, queued."""
+        session = self._engine.session
+        tier, _, drain = session.open()
+        return looking(session.log, lambda: any(each.target == name for each in drain.queue.look(tier)), otherwise=True)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the model's ``.nemo`` file to the durable tier, atomically; on all ranks.

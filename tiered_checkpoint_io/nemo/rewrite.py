@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
+from tiered_checkpoint_io.adapters.storage_options import is_resumable
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
@@ -46,6 +47,7 @@ def rewrite(session: Session, name: str, state: Any) -> bool:
         epoch=old.epoch,
         metric=old.metric,
         coordinator=0,
+        resumable=old.resumable and is_resumable(state, name),
     )
     image = plan(state)
     with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:

@@ -28,6 +28,7 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
     text_of,
 )
 from tiered_checkpoint_io.engine.replication.peer_link import Link, Member, request, take_request
+from tiered_checkpoint_io.engine.replication.placement import holders_in_turn
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -49,7 +50,9 @@ class LocalPeers:
         self._timeout_s = member.timeout_s
         self._changed = threading.Condition()
         self._load = ""
-        self._served = 0
+        #: Requests to this rank that are done with, and how many there were when it last counted them.
+        self._served = self._counted = 0
+        self._counts_at = 0.0
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -72,7 +75,7 @@ class LocalPeers:
         with self._changed:
             self._load = load
             self._changed.notify_all()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = self._clock.start(self._serve, "tiered-give-replicas")
 
     def newest(self, load: str, chosen: Callable[[], str | None]) -> str | None:
@@ -118,8 +121,9 @@ class LocalPeers:
         notes: list[str] = []
         while True:
             held = self._held(load)
-            for rank in sorted(held, key=lambda other: (other - self._rank) % self._world):
-                if rank in tried or [save_id, shard] not in held[rank]:
+            holders = [rank for rank, theirs in held.items() if [save_id, shard] in theirs]
+            for rank in holders_in_turn(holders, self._rank):
+                if rank in tried:
                     continue
                 tried.add(rank)
                 try:
@@ -174,25 +178,56 @@ class LocalPeers:
 
     # ------------------------------------------------------------------------------------- giving
     def _serve(self) -> None:
-        try:
-            while not self._is_closing:
-                key, load = f"ask/{self._rank}/{self._served + 1}", self._load
-                if self._store.get(key) is not None:
-                    self._served += 1
-                    text = take_request(self._store, key)
-                    if text is not None:
-                        self._give(key, *json.loads(text))
-                    continue
-                all_over = self._all_over(load)
+        missed = 0
+        while not self._is_closing:
+            try:
+                if not self._serve_one():
+                    self._rest()
+                if missed > 1:
+                    self._log.info("ranks can ask for replicas again")
+                missed = 0
+            except PeerError as error:
+                # One late answer is no news. At the end of a job, the store ends with the rank that holds it.
+                missed += 1
+                if missed == 2 and not self._is_closing:
+                    self._log.warning("ranks can't ask for replicas for now: %s", error)
                 with self._changed:
-                    if all_over and load == self._load and not self._is_closing:
-                        # While all train, no rank asks.
-                        self._changed.wait()
-                    elif not self._is_closing:
-                        self._clock.wait(self._changed, self._timing.local_poll_s)
-        except PeerError as error:
-            # The store is gone with the rank that holds it: the job is at its end.
-            self._log.debug("no rank can ask for replicas any more: %s", error)
+                    if not self._is_closing:
+                        self._clock.wait(self._changed, self._timing.offer_retry_s)
+
+    def _serve_one(self) -> bool:
+        """Serves the next request; False where there is none."""
+        key = f"ask/{self._rank}/{self._served + 1}"
+        if self._store.get(key) is None:
+            return self._passes_gap()
+        text = take_request(self._store, key)
+        # After that: it is looked at anew where the store has not answered.
+        self._served += 1
+        if text is not None:
+            self._give(key, *json.loads(text))
+        return True
+
+    def _passes_gap(self) -> bool:
+        """Passes over a request that was counted long ago and never made, since its rank has died; whether it did."""
+        now = self._clock.monotonic()
+        if now < self._counts_at:
+            return False
+        earlier, self._counted = self._counted, self._store.add(f"asked/{self._rank}", 0)
+        self._counts_at = now + self._timing.local_taken_s
+        if self._served >= earlier:
+            return False
+        self._served += 1
+        return True
+
+    def _rest(self) -> None:
+        load = self._load
+        all_over = self._all_over(load)
+        with self._changed:
+            if all_over and load == self._load and not self._is_closing:
+                # While all train, no rank asks.
+                self._changed.wait()
+            elif not self._is_closing:
+                self._clock.wait(self._changed, self._timing.local_poll_s)
 
     def _give(self, key: str, target: int, save_id: str, shard: int) -> None:
         """Sends one part; its failure concerns the rank that asked, and is only noted here."""
