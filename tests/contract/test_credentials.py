@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import time
+import traceback
 
 import pytest
 from botocore.loaders import JSONFileLoader
@@ -210,6 +211,23 @@ def test_a_program_that_is_not_there_is_an_error_of_the_configuration(keys_of, o
     keys_of("process").write(command="/no/such/program")
     with pytest.raises(StoreConfigError, match="no S3 client can be made: .*/no/such/program"):
         open_store()
+
+
+def test_what_a_program_writes_as_it_fails_is_not_told(keys_of, open_store):
+    keys_of("process").write(command="sh -c 'cat keys-of-the-job; echo hunter2 >&2; exit 3'")
+    with pytest.raises(
+        StoreConfigError, match="CredentialRetrievalError from custom-process.*see what gives"
+    ) as caught:
+        open_store()
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("endpoint", ["user:hunter2@minio:9000", "http://user:hunter2@minio:9000", "minio?key=hunter2"])
+def test_an_endpoint_of_the_environment_with_a_password_is_not_told(endpoint, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    with pytest.raises(StoreConfigError, match="holds a user name, a password.*AWS_ENDPOINT_URL_S3") as caught:
+        S3Store("s3://bucket/run")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("facts", [{"Expiration": PAST}, {"command": "/no/such/program"}])

@@ -1,10 +1,21 @@
 """What S3Store does on a server's bad days."""
 
 import os
+import socket
+import time
 
 import pytest
 from support.clocks import quick
-from support.fault_proxy import answered_by_another, object_lock, refuse, reset, short_pages, truncate, whole_object
+from support.fault_proxy import (
+    answered_by_another,
+    object_lock,
+    refuse,
+    reset,
+    short_pages,
+    slow_body,
+    truncate,
+    whole_object,
+)
 
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
@@ -29,8 +40,9 @@ PASSING = [SLOW_DOWN, refuse(500, "InternalError"), refuse(502, ""), refuse(400,
 def open_store(s3_url, proxy):
     stores = []
 
-    def open_store(url=s3_url, *, deadline_s=20.0, endpoint_url=None, **options):
-        clock = quick(retry_deadline_s=deadline_s, retry_first_wait_s=0.01, retry_max_wait_s=0.05)
+    def open_store(url=s3_url, *, deadline_s=20.0, endpoint_url=None, seconds=None, **options):
+        given = {"retry_deadline_s": deadline_s, "retry_first_wait_s": 0.01, "retry_max_wait_s": 0.05}
+        clock = quick(**{**given, **(seconds or {})})
         options = {"part_size": 8 * MIB, "write_concurrency": 3, **options}
         store = S3Store(url, endpoint_url=endpoint_url or proxy.endpoint_url, clock=clock, **options)
         stores.append(store)
@@ -191,6 +203,78 @@ def test_a_range_answered_with_the_whole_object(open_store, proxy, s3_server, s3
             store.read_into("x", offset, memoryview(buffer))
 
 
+def chunked(body, *, bounds="", lost=0):
+    """An answer that does not tell its length, as from a proxy that changes answers; the last bytes may be lost."""
+
+    def act(exchange):
+        exchange.send_response_only(206 if bounds else 200)
+        for name, text in (("Content-Range", bounds), ("ETag", '"tag"'), ("Transfer-Encoding", "chunked")):
+            if text:
+                exchange.send_header(name, text)
+        exchange.end_headers()
+        if exchange.command != "HEAD":
+            text = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+            exchange.wfile.write(text[: len(text) - lost])
+        if lost:
+            exchange.cut()
+
+    return act
+
+
+def test_an_answer_that_does_not_tell_its_length_is_read_to_its_end(open_store, proxy):
+    store, data, buffer = open_store(), os.urandom(3 * MIB), memoryview(bytearray(2 * MIB))
+    store.put("x", data)
+    wanted = data[7 : 7 + 2 * MIB]
+    bounds = f"bytes 7-{6 + 2 * MIB}/*"
+    for fault, retries in [(chunked(data), 0), (chunked(wanted, bounds=bounds), 0), (chunked(data, lost=2 * MIB), 1)]:
+        before, buffer[:] = store.metrics.snapshot().get("retries", 0), bytes(2 * MIB)
+        proxy.plan = on("get", fault, numbers=[proxy.counts["get"] + 1])
+        store.read_into("x", 7, buffer)
+        assert bytes(buffer) == wanted
+        assert store.metrics.snapshot().get("retries", 0) - before == retries
+    for fault in (chunked(data[:MIB]), chunked(data[7:MIB], bounds=f"bytes 7-{MIB - 1}/*")):
+        proxy.plan = always("get", fault)
+        with pytest.raises(CorruptCheckpointError, match=f"ends at byte {MIB}"):
+            store.read_into("x", 7, buffer)
+    proxy.plan = always("get", chunked(data, bounds="bytes odd"))
+    with pytest.raises(StoreUnavailableError, match="not the range asked for"):
+        open_store(deadline_s=0.1).read_into("x", 7, buffer)
+
+
+def test_a_size_that_the_server_does_not_tell_is_an_error(open_store, proxy):
+    proxy.plan = always("head", chunked(b"1"))
+    with pytest.raises(StoreError, match="does not tell the size of the object.*Content-Length"):
+        open_store().size("x")
+
+
+@pytest.mark.parametrize(("fault", "seconds"), [(truncate(MIB), 20.0), (slow_body(1 << 20, 1 << 20), 0.3)])
+def test_an_answer_that_stops_amid_its_body_tells_of_the_network(fault, seconds, open_store, proxy):
+    store = open_store(deadline_s=0.0, seconds={"s3_read_s": seconds})
+    store.put("x", bytes(4 * MIB))
+    proxy.plan = always("get", fault)
+    with pytest.raises(StoreUnavailableError, match="broke off.*check endpoint_url and the network"):
+        store.read_into("x", 0, memoryview(bytearray(4 * MIB)))
+
+
+def test_a_server_that_stops_reading_for_a_while_is_waited_for(open_store, proxy, monkeypatch):
+    """For longer than a connection may take, and for less than a silence may last."""
+
+    class Pausing(proxy.server.RequestHandlerClass):
+        def do_PUT(self):
+            time.sleep(1.5)
+            self.handle_any()
+
+    monkeypatch.setattr(proxy.server, "RequestHandlerClass", Pausing)
+    # Or else all of the body is on its way already.
+    proxy.server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    store, data = open_store(seconds={"s3_connect_s": 0.3, "s3_read_s": 20.0}), os.urandom(16 * MIB)
+    # By a new connection, and by the same once more.
+    for _ in range(2):
+        store.put("x", data)
+    assert (proxy.counts["put"], proxy.connections) == (2, 1)
+    assert store.get("x") == data
+
+
 def test_refusals_are_not_repeated(open_store, proxy):
     store = open_store()
     for status, code, kind in (
@@ -265,12 +349,17 @@ def test_a_failure_keeps_no_reference_to_the_buffer(open_store, proxy):
         (500, "InternalError", StoreUnavailableError, True),
         (502, "", StoreUnavailableError, True),
         (504, "GatewayTimeout", StoreUnavailableError, True),
+        (520, "520", StoreUnavailableError, True),
+        (400, "BadDigest", StoreUnavailableError, True),
+        (400, "XAmzContentChecksumMismatch", StoreUnavailableError, True),
+        (400, "IncompleteBody", StoreUnavailableError, True),
         (400, "RequestTimeout", StoreUnavailableError, True),
         (400, "ThrottlingException", StoreUnavailableError, True),
         (429, "TooManyRequests", StoreUnavailableError, True),
         (400, "400", StoreError, False),
         (400, "EntityTooLarge", StoreError, False),
         (501, "NotImplemented", StoreError, False),
+        (507, "XMinioStorageFull", StoreError, False),
     ],
 )
 def test_what_a_refusal_means(status, code, kind, retryable):

@@ -2,7 +2,9 @@
 
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
+import itertools
 import os
+import threading
 
 import pytest
 from support.draining import Node, names
@@ -130,6 +132,65 @@ def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(cod
     assert again.get("x") == data
     assert uploads() == []
     assert journal.read() is None
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, "BadDigest"), (400, "IncompleteBody"), (524, "")])
+def test_a_part_that_was_damaged_on_its_way_is_sent_again(status, code, open_store, proxy):
+    data = os.urandom(20 * MIB)
+    proxy.plan = on("part", refuse(status, code), numbers=[2])
+    store = open_store(write_concurrency=1)
+    store.upload("x", memoryview(data), journal=MemoryJournal())
+    assert store.get("x") == data
+    # A gateway's failure may mean anything: only then is the upload asked after.
+    assert [proxy.counts[name] for name in ("create", "part", "list_parts")] == [1, 4, int(status > 500)]
+
+
+@pytest.fixture
+def starting(monkeypatch):
+    """Numbers of the starts of threads that send parts which succeed, from 1; all others fail, as at a limit."""
+    allowed, start, count = set(), threading.Thread.start, itertools.count(1)
+
+    def try_to(thread):
+        if thread.name.startswith("tiered-s3") and next(count) not in allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", try_to)
+    return allowed
+
+
+def test_one_thread_sends_all_parts_where_the_system_allows_no_more(starting, open_store):
+    starting.add(1)
+    data, store = os.urandom(40 * MIB), open_store()
+    store.upload("x", memoryview(data), journal=MemoryJournal())
+    assert store.get("x") == data
+
+
+def test_without_any_thread_an_upload_is_left_to_the_next_try(starting, open_store, proxy, uploads):
+    starting.update(range(2, 9))
+    data, journal, store = os.urandom(40 * MIB), MemoryJournal(), open_store()
+    with pytest.raises(StoreUnavailableError, match="no thread can be started"):
+        store.upload("x", memoryview(bytes(40 * MIB)), journal=journal)
+    assert len(uploads()) == 1
+    store.upload("x", memoryview(data), journal=journal)
+    assert (proxy.counts["create"], proxy.counts["part"]) == (1, 5), "nothing of the first try was sent"
+    assert store.get("x") == data
+
+
+def test_an_interrupt_while_parts_are_queued_has_none_sent_later(open_store, proxy, monkeypatch):
+    store = open_store()
+    pool = store._uploads._pool
+    submit = pool.submit
+
+    def interrupted(*args):
+        submit(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.upload("x", memoryview(bytes(40 * MIB)), journal=MemoryJournal())
+    store.close()
+    assert proxy.counts["part"] == 0
 
 
 def test_a_refused_part_ends_the_upload_and_leaves_nothing(open_store, proxy, uploads):

@@ -12,10 +12,10 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal
 from tiered_checkpoint_io.stores.refusals import delete_each
 from tiered_checkpoint_io.stores.retry import Progress
-from tiered_checkpoint_io.stores.s3_bodies import content_of, fill
+from tiered_checkpoint_io.stores.s3_bodies import content_of, fill, size_of
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import is_changed
-from tiered_checkpoint_io.stores.s3_parts import MARK, MIB, Condition, Copied, part_size_for
+from tiered_checkpoint_io.stores.s3_parts import MARK, MIB, Condition, Copied, mark_of, part_size_for
 from tiered_checkpoint_io.stores.s3_uploads import COPY_PART, MultipartUploads
 
 __all__ = ["MIB", "S3Store"]
@@ -122,7 +122,7 @@ class S3Store:
         self._put(key, memoryview(data))
 
     def size(self, key: str) -> int:
-        return int(self._client.ask("head_object", key)["ContentLength"])
+        return size_of(self._client.ask("head_object", key), key)
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(StoreNotFoundError):
@@ -249,8 +249,8 @@ class S3Store:
         """
         with _as_changed(source):
             found = self._client.ask("head_object", source)
-            if found["ContentLength"] != size:
-                text = f"{found['ContentLength']} bytes are there, in place of {size}"
+            if (there := size_of(found, source)) != size:
+                text = f"{there} bytes are there, in place of {size}"
                 raise StoreError(text, operation="copy", key=source)
             check()
             copied = Copied(self._client.copy_source(source, found["ETag"]), found["ETag"], size, check)
@@ -271,8 +271,7 @@ class S3Store:
         ours = {"MetadataDirective": "REPLACE", "Metadata": {MARK: mark}, "TaggingDirective": "REPLACE"}
         self._client.ask("copy_object", target, {**self._write_options, **copied.arguments, **ours})
         made = self._client.ask("head_object", target)
-        marks = {name.lower(): value for name, value in made.get("Metadata", {}).items()}
-        if made["ContentLength"] != copied.size or marks.get(MARK, mark) != mark:
+        if size_of(made, target) != copied.size or mark_of(made) not in (None, mark):
             raise StoreUnavailableError("the copy that the server reported is not there", operation="copy", key=target)
         copied.check()
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from botocore.response import StreamingBody
 
-from tiered_checkpoint_io.errors import StoreUnavailableError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreUnavailableError
 from tiered_checkpoint_io.stores.base import too_short
+from tiered_checkpoint_io.stores.s3_errors import NETWORK_HINT
 
 _SKIP_SIZE = 1 << 20
 
@@ -22,6 +25,22 @@ def content_of(answer: Mapping[str, Any]) -> bytes:
         return data
 
 
+def size_of(found: Mapping[str, Any], key: str) -> int:
+    """The size of an object, by the answer to a HEAD of it.
+
+    Raises:
+        StoreError: The answer does not tell it.
+    """
+    if "ContentLength" not in found:
+        raise StoreError(
+            "the answer does not tell the size of the object",
+            operation="head",
+            key=key,
+            hint="S3 sends Content-Length; check endpoint_url, and what lies between, for what removes it",
+        )
+    return int(found["ContentLength"])
+
+
 def fill(
     pieces: Sequence[memoryview], filled: Callable[[int], None], answer: Mapping[str, Any], key: str, offset: int
 ) -> None:
@@ -31,30 +50,68 @@ def fill(
         CorruptCheckpointError: The object is too short.
         StoreUnavailableError: The answer is another range, or breaks off.
     """
-    end = offset + sum(len(piece) for piece in pieces)
-    start, total = 0, int(answer["ContentLength"])
-    if "ContentRange" in answer:
-        bounds, _, size = answer["ContentRange"].rpartition(" ")[2].partition("/")
-        start, total = int(bounds.partition("-")[0]), int(size)
     with contextlib.closing(answer["Body"]) as body:
-        if total < end:
-            raise too_short(key, total, end)
-        if start > offset:
-            raise broken_off(key)
+        extent = _Extent.of(answer, key)
+        end = offset + sum(len(piece) for piece in pieces)
+        if extent.size is not None and extent.size < end:
+            raise too_short(key, extent.size, end)
+        if extent.start > offset:
+            raise _another_range(key)
+        at = extent.start
         # Some servers answer a range with the whole object.
-        for at in range(start, offset, _SKIP_SIZE):
-            if not body.read(min(_SKIP_SIZE, offset - at)):
-                raise broken_off(key)
-        with _reading(body, key, whole=start == offset) as read:
+        while at < offset:
+            skipped = len(body.read(min(_SKIP_SIZE, offset - at)))
+            if not skipped:
+                raise extent.ended(key, at, end)
+            at += skipped
+        with _reading(body, key, whole=extent.start == offset) as read:
             for index, piece in enumerate(pieces):
                 done = 0
                 while done < len(piece):
                     with piece[done:] as rest:
                         count = read(rest)
                     if not count:
-                        raise broken_off(key)
+                        raise extent.ended(key, at, end)
                     done += count
+                    at += count
                 filled(index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Which bytes of an object an answer says that it holds.
+
+    Attributes:
+        start: The first one.
+        stop: Behind the last one; None where only the end of the answer tells it.
+        size: Of the object; None where the answer does not tell it.
+        is_chunked: Whether reading an answer that is cut short fails; else it just ends.
+    """
+
+    start: int
+    stop: int | None
+    size: int | None
+    is_chunked: bool
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any], key: str) -> _Extent:
+        length = int(answer["ContentLength"]) if "ContentLength" in answer else None
+        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        is_chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        if "ContentRange" not in answer:
+            return cls(0, length, length, is_chunked)
+        # The size may be left open by "*".
+        match = re.search(r"(\d+)-(\d+)/(?:(\d+)|\*)$", answer["ContentRange"])
+        if match is None:
+            raise _another_range(key)
+        start, last, size = match.groups()
+        return cls(int(start), int(last) + 1, None if size is None else int(size), is_chunked)
+
+    def ended(self, key: str, at: int, wanted: int) -> StoreError | CorruptCheckpointError:
+        """The error for an answer that ended at byte ``at`` of the object, and was to go on to ``wanted``."""
+        if at < self.stop if self.stop is not None else not self.is_chunked:
+            return _broken_off(key)
+        return _another_range(key) if self.size is not None else too_short(key, at, wanted)
 
 
 @contextlib.contextmanager
@@ -73,12 +130,15 @@ def _reading(body: Any, key: str, *, whole: bool) -> Iterator[Callable[[memoryvi
     try:
         yield connection.readinto
     except (OSError, http.client.HTTPException) as error:
-        raise broken_off(key) from error
+        raise _broken_off(key) from error
     if connection.isclosed():
         # Read to its end: the next request may use the same connection.
         raw.release_conn()
 
 
-def broken_off(key: str) -> StoreUnavailableError:
-    """The error for an answer that does not hold what it should."""
+def _another_range(key: str) -> StoreUnavailableError:
     return StoreUnavailableError("the answer is not the range asked for", operation="read", key=key)
+
+
+def _broken_off(key: str) -> StoreUnavailableError:
+    return StoreUnavailableError("the answer broke off", operation="read", key=key, hint=NETWORK_HINT)

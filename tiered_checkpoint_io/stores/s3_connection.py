@@ -82,22 +82,27 @@ class Connection:
         self._given = dict(credentials or {})
         self._renewing = threading.Lock()
         self._looked_at = -clock.timing.credentials_again_s + clock.monotonic()
+        no_client = "no S3 client can be made"
         try:
+            # Looked at first: boto3's errors tell the endpoint, with all that is in it.
+            _refuse_secrets(endpoint_url or configured_endpoint(profile) or "")
             self.client = self._client_of(self._session())
-        # OSError: the program that gives credentials can't be run, for one.
-        except (botocore.exceptions.BotoCoreError, ValueError, OSError) as error:
-            hint = "check profile, region and endpoint_url"
+        except botocore.exceptions.CredentialRetrievalError as error:
+            # It tells what a program has written, which may be credentials: so no traceback shows it, either.
             raise StoreConfigError(
-                f"no S3 client can be made: {error}", operation="connect", key=url, hint=hint
-            ) from error
-        if "@" in str(self.client.meta.endpoint_url) or "?" in str(self.client.meta.endpoint_url):
-            # Given by the environment or a profile. boto3's errors tell it, and would tell what is in it.
-            raise StoreConfigError(
-                "the endpoint holds a user name, a password or a query",
+                f"{no_client}: {type(error).__name__} from {error.kwargs.get('provider')}",
                 operation="connect",
                 key=url,
-                hint="see AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and the profile; credentials go elsewhere",
-            )
+                hint="see what gives the credentials, such as credential_process of the profile",
+            ) from None
+        # OSError: the program that gives credentials can't be run, for one.
+        except (botocore.exceptions.BotoCoreError, ValueError, OSError) as error:
+            raise StoreConfigError(
+                f"{no_client}: {error}",
+                operation="connect",
+                key=url,
+                hint="check profile, region and endpoint_url, AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL",
+            ) from error
 
     def refresh(self, client: Any) -> None:
         """Has a client get new credentials where those that it has are about to expire.
@@ -164,7 +169,36 @@ class Connection:
         client = session.client("s3", endpoint_url=self._endpoint_url, config=self._config, region_name=region)
         # Where requests leave, so that redirects to another region are counted too.
         client.meta.events.register("before-send.s3", self._on_send)
+        _be_patient(client, self._config.read_timeout)
         return client
+
+
+def _refuse_secrets(endpoint: str) -> None:
+    if "@" in endpoint or "?" in endpoint:
+        raise ValueError("the endpoint holds a user name, a password or a query; credentials go elsewhere")
+
+
+def _be_patient(client: Any, read_s: float) -> None:
+    """Has a client's connections wait as long for a server that stops reading as for one that stops sending.
+
+    urllib3 sends with the timeout for connecting, on a new socket and on one that is used again, and boto3 has no
+    setting for it. With a release of boto3 that lacks these attributes it stays so.
+    """
+    pools = getattr(getattr(getattr(client, "_endpoint", None), "http_session", None), "_pool_classes_by_scheme", {})
+    for scheme, pool in pools.items():
+
+        class Patient(pool.ConnectionCls):  # type: ignore[misc, name-defined]
+            def connect(self) -> None:
+                super().connect()
+                self.sock.settimeout(read_s)
+
+            def request(self, *args: Any, **options: Any) -> None:
+                if self.sock is not None:
+                    # It puts this on the socket, and sets it anew before it connects or waits for an answer.
+                    self.timeout = read_s
+                super().request(*args, **options)
+
+        pools[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": Patient})
 
 
 def _keys(credentials: Any) -> Any:

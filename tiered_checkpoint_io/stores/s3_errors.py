@@ -54,6 +54,7 @@ CLIENT_ERRORS = (
     *_CONNECTION,
 )
 
+NETWORK_HINT = "check endpoint_url and the network"
 _CREDENTIALS_HINT = "give credentials by environment, profile or role, as boto3 takes them"
 _ARCHIVED_HINT = "it was archived, by a lifecycle rule for one: have S3 restore it (aws s3api restore-object)"
 _FOREIGN_HINT = "no S3 server answers so; check endpoint_url, and the proxies in HTTPS_PROXY"
@@ -73,14 +74,19 @@ _CLOCK = "RequestTimeTooSkewed"
 _ARCHIVED = "InvalidObjectState"
 _NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
-#: AWS says the last where another write on a condition is under way: only later it is known which of them holds.
+#: AWS says ConditionalRequestConflict where another write on a condition is under way: only later it is known which of
+#: them holds. BadDigest and its kin, and IncompleteBody, are for a body that was damaged, or cut short, on its way.
 _BUSY = {
+    "BadDigest",
+    "IncompleteBody",
     "InternalError",
     "OperationAborted",
     "RequestTimeout",
     "RequestTimeoutException",
     "SlowDown",
     "ConditionalRequestConflict",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
 }
 #: How servers refuse a body without a checksum. AWS says the first of many other things as well.
 _NO_CHECKSUM = {"InvalidRequest", "MissingContentMD5"}
@@ -88,7 +94,10 @@ _NO_CHECKSUM = {"InvalidRequest", "MissingContentMD5"}
 _CHANGED = {"PreconditionFailed"}
 #: How they say that they know no conditions of writes. AWS says some of it of many other things as well.
 _NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "UnsupportedHeader"}
-_BUSY_STATUS = {408, 429, 500, 502, 503, 504}
+#: Failures of a server, or a gateway (52x is Cloudflare's), that a repetition will not mend: what it does not
+#: implement, a version of HTTP that it does not speak, and no space left.
+_LASTING = {501, 505, 507}
+_BUSY_STATUS = {408, 429, *range(500, 600)} - _LASTING
 #: As what no S3 server sends what it says of an error, but for some requests: that is XML.
 _PAGES = {"text/html", "text/plain"}
 #: Requests of which S3 servers say so in plain text: rclone of a copy, that there is nothing to copy.
@@ -174,8 +183,12 @@ def _status_of(error: StoreError) -> int | None:
 
 
 def is_just_busy(error: StoreError) -> bool:
-    """Whether the server did answer, and not with 500, which may mean anything."""
-    return bool(answer_of(error)) and _status_of(error) != 500
+    """Whether the server did answer, and has not done what it was asked.
+
+    By 500 it may mean anything. By most other statuses from there on a gateway says that it lost the server's answer.
+    """
+    status = _status_of(error)
+    return status is not None and (status < 500 or status == 503)
 
 
 def is_changed(error: StoreError) -> bool:
@@ -260,7 +273,7 @@ def _failure(error: Exception) -> _Meaning:
     if isinstance(error, botocore.exceptions.ProxyConnectionError):
         return StoreUnavailableError, _PROXY_HINT
     if isinstance(error, _CONNECTION):
-        return StoreUnavailableError, "check endpoint_url and the network"
+        return StoreUnavailableError, NETWORK_HINT
     return StoreError, None
 
 

@@ -23,6 +23,12 @@ _MAX_OBJECT = 5 << 40
 MARK = "tiered-upload"
 
 
+def mark_of(found: Mapping[str, Any]) -> str | None:
+    """The mark that an object bears, by the answer to a HEAD of it; None where it bears none."""
+    # Some servers, and proxies, write the names of metadata in other cases.
+    return next((value for name, value in found.get("Metadata", {}).items() if name.lower() == MARK), None)
+
+
 def part_size_for(size: int, wanted: int) -> int:
     """Bytes of one part of an object of ``size`` bytes: as wanted, raised so that 10,000 parts suffice.
 

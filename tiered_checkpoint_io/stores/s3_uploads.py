@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -24,6 +24,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.model.delta import Piece, pieces_of
 from tiered_checkpoint_io.stores.base import CopyRefusedError, Delta, UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
+from tiered_checkpoint_io.stores.s3_bodies import size_of
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import lacks_credentials
 from tiered_checkpoint_io.stores.s3_parts import (
@@ -33,6 +34,7 @@ from tiered_checkpoint_io.stores.s3_parts import (
     Pieces,
     Upload,
     is_shown,
+    mark_of,
     origin_of,
     part_size_for,
 )
@@ -44,6 +46,23 @@ _PATIENCE = 2
 _log = logging.getLogger("tiered_checkpoint_io.s3")
 
 
+class _Senders(ThreadPoolExecutor):
+    """Threads of which the system may allow fewer than were asked for: those that there are do it all."""
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError as error:
+            if not self._threads:
+                # The work is queued by now, and would stay there with all that it refers to.
+                self._work_queue.get_nowait()
+                raise StoreUnavailableError(
+                    "no thread can be started to send parts",
+                    operation="upload",
+                    hint="the user, or the container, has as many as it may: raise ulimit -u, or the limit of pids",
+                ) from error
+
+
 class MultipartUploads:
     """The multipart uploads of one store, with the threads that send parts: one bounded set for all uploads."""
 
@@ -53,7 +72,7 @@ class MultipartUploads:
         self._write_options = write_options
         self._checksum = write_options.get("ChecksumAlgorithm")
         self._copy_part, self._refused = COPY_PART, 0
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-s3")
+        self._pool = _Senders(workers, thread_name_prefix="tiered-s3")
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -292,10 +311,13 @@ class MultipartUploads:
 
     def _run(self, numbers: Iterable[int], send: Callable[[int, threading.Event], None]) -> None:
         """Runs ``send`` for each number of a part, a bounded few at once; the first error cancels the others."""
-        cancelled = threading.Event()
+        begun, cancelled = threading.Event(), threading.Event()
         failures: list[BaseException] = []
+        jobs: list[Future[None]] = []
 
         def job(number: int) -> None:
+            # Until all are in the list: on an interrupt, one that is not would not be waited for.
+            begun.wait()
             try:
                 if not cancelled.is_set():
                     send(number, cancelled)
@@ -303,13 +325,15 @@ class MultipartUploads:
                 failures.append(error)
                 cancelled.set()
 
-        jobs = [self._pool.submit(job, number) for number in numbers]
         try:
+            jobs = [self._pool.submit(job, number) for number in numbers]
+            begun.set()
             wait(jobs)
             if failures:
                 raise failures[0]
         finally:
             cancelled.set()
+            begun.set()
             # Parts that are on their way read the caller's content: they end before we return.
             wait(jobs)
             # An error holds the frames that hold this list.
@@ -326,8 +350,8 @@ class MultipartUploads:
             found = self._client.ask("head_object", upload.key)
         except StoreNotFoundError:
             return False
-        is_marked = upload.mark and found.get("Metadata", {}).get(MARK) == upload.mark
-        return bool(is_marked and found["ContentLength"] == upload.size)
+        is_marked = upload.mark and mark_of(found) == upload.mark
+        return bool(is_marked and size_of(found, upload.key) == upload.size)
 
     def _abort(self, key: str, upload_id: str, cancelled: threading.Event | None = None) -> None:
         with contextlib.suppress(StoreNotFoundError):
