@@ -292,12 +292,12 @@ def save_whole(job, number, coordinator=None, refuses=None):
     return {"saved": report is not None, "totals": worker.totals(model, optimizer)}
 
 
-def save_shards(job, ranks, coordinator, breaks=()):
+def save_shards(job, ranks, coordinator, breaks=(), takes_part=None):
     """A full checkpoint of ShardedTensors that some ranks hold; on those of ``breaks``, memory ends on the way."""
     from torch.distributed._shard.sharded_tensor import Shard as OfRank
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
 
-    group = dist.new_group(ranks)
+    group, saving = dist.new_group(ranks), dist.new_group(takes_part or ranks)
     if (rank := dist.get_rank()) not in ranks:
         return None
     row = ranks.index(rank)
@@ -313,6 +313,8 @@ def save_shards(job, ranks, coordinator, breaks=()):
         "long": sharded(2**53 + 1 + row, torch.int64),
         "complex": sharded(1 + 2j * row, torch.complex64),
     }
+    if takes_part and rank not in takes_part:
+        return None
     copied = torch.Tensor.copy_
 
     def fails(into, *arguments, **named):
@@ -323,7 +325,11 @@ def save_shards(job, ranks, coordinator, breaks=()):
     torch.Tensor.copy_ = fails if rank in breaks else copied
     try:
         report = dcp.save_full(
-            state, checkpoint_id="export/shards.pt", process_group=group, coordinator_rank=coordinator, **job["options"]
+            state,
+            checkpoint_id="export/shards.pt",
+            process_group=saving,
+            coordinator_rank=coordinator,
+            **job["options"],
         )
     finally:
         torch.Tensor.copy_ = copied

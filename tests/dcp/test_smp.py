@@ -48,9 +48,14 @@ def test_any_rank_coordinates_and_a_full_checkpoint_ends_the_training(job, tmp_p
 
 
 def test_a_full_checkpoint_has_all_numbers_of_sharded_tensors_or_fails_on_all_ranks(job, tmp_path):  # noqa: F811
-    by_sender, by_coordinator, whole = job(
-        3, ["save_shards", [1, 2], 2, [1]], ["save_shards", [1, 2], 2, [2]], ["save_shards", [1, 2], 2]
+    by_sender, by_coordinator, lacking, whole = job(
+        3,
+        ["save_shards", [1, 2], 2, [1]],
+        ["save_shards", [1, 2], 2, [2]],
+        ["save_shards", [0, 1, 2], 2, [], [1, 2]],
+        ["save_shards", [1, 2], 2],
     )
+    assert all("on ranks that do not take part" in answer["message"] for answer in lacking[1:])
     for answers in (by_sender, by_coordinator):
         assert all("can't allocate memory" in answer["message"] for answer in answers[1:])
     assert got(whole) == [None, False, True]

@@ -1,6 +1,5 @@
 """NeMo's layouts, rules of resuming, advice on concurrency, and which optimizer states go: no NeMo needed."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -162,18 +161,15 @@ def test_impossible_sizes_are_refused(sizes):
 @pytest.fixture
 def saves(monkeypatch):
     """A callback that has saved d, c, b and a, in this order, and what it rewrites of them."""
-    queued, pending, rewritten = [], set(), []
-    drain = SimpleNamespace(queue=SimpleNamespace(look=lambda _: queued))
-    session = SimpleNamespace(
-        is_pending=pending.__contains__, open=lambda: (None, None, drain), log=logging.getLogger("test.nemo")
-    )
+    copied, pending, rewritten = set(), set(), []
+    session = SimpleNamespace(is_pending=pending.__contains__, is_to_be_copied=copied.__contains__)
     monkeypatch.setattr(checkpoint, "rewrite", lambda _, name, __: rewritten.append(name))
     callback = checkpoint.TieredNeMoCheckpoint(monitor="loss", save_top_k=-1, save_last_n_optim_states=2)
     callback.best_k_models = {f"{DIRPATH}/{name}": loss for loss, name in enumerate("dcba")}
     callback._io = SimpleNamespace(
         checkpointer=SimpleNamespace(dirpath=DIRPATH, session=session), load_alone=lambda _: {"optimizer_states": [1]}
     )
-    return SimpleNamespace(callback=callback, queued=queued, pending=pending, rewritten=rewritten)
+    return SimpleNamespace(callback=callback, copied=copied, pending=pending, rewritten=rewritten)
 
 
 def test_those_that_were_saved_first_lose_theirs_once(saves):
@@ -195,10 +191,10 @@ def test_a_newest_that_is_not_durable_yet_does_not_count(saves):
 
 def test_what_is_yet_to_be_copied_keeps_its_own_until_then(saves):
     """Else "last" would be a copy without them."""
-    saves.queued.append(SimpleNamespace(name="x-last", target="d"))
+    saves.copied.add("d")
     saves.callback._drop_optimizer_states()
     assert saves.rewritten == ["c"]
-    saves.queued.clear()
+    saves.copied.clear()
     saves.callback._drop_optimizer_states()
     assert saves.rewritten == ["c", "d"]
 

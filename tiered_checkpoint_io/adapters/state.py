@@ -216,7 +216,8 @@ def gathered(
         keep: Whether this rank keeps it.
 
     Returns:
-        That, and what went wrong on this rank: the others are in the collectives that follow, and so is this one.
+        That, and what went wrong on this rank once a tensor was gathered: the others are in the collectives that
+        follow, and so is this one.
     """
     failed: list[Exception] = []
 
@@ -250,7 +251,15 @@ def _assembled(value: ShardedTensor, parts: Sequence[Any]) -> torch.Tensor:
     # torch's own gather() takes all numbers for float32 on its way.
     whole = torch.empty(value.size(), dtype=value.dtype)
     # Of a rank that has failed there are none; it says why, and nothing is saved.
-    for offsets, tensor in (each for part in parts for each in part or ()):
+    here = [each for part in parts for each in part or ()]
+    wanted = {tuple(shard.shard_offsets) for shard in value.metadata().shards_metadata}
+    if None not in parts and wanted - {tuple(offsets) for offsets, _ in here}:
+        raise UsageError(
+            "a ShardedTensor lies on ranks that do not take part",
+            operation="save",
+            hint="give all ranks that hold the state as process_group",
+        )
+    for offsets, tensor in here:
         place = whole
         for dim, (start, length) in enumerate(zip(offsets, tensor.shape, strict=True)):
             place = place.narrow(dim, start, length)

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import fail_together, nemo_averages, on_rank_0
-from tiered_checkpoint_io.engine.drain.announcer import looking
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
@@ -113,8 +112,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        # Once more, now that nothing is queued.
-        on_rank_0(trainer, self._drop_optimizer_states)
+        # Once more: what was queued was left for later.
+        self._slim_older(trainer)
         if self.save_best_model:
             if self.best_model_path:
                 # Not its optimizer states, which it may have lost, nor the callbacks': only the model is exported.
@@ -142,7 +141,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             if self._landed and not trainer.is_global_zero:
                 self._remove_withheld(trainer)
         if self._naming_last:
-            on_rank_0(trainer, self._drop_optimizer_states)
+            self._slim_older(trainer)
         if self.always_save_nemo and self._durable_save != before:
             if self.save_best_model and self.best_model_path == self._exported_best:
                 return
@@ -214,6 +213,10 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         paths = {ids.join_url(engine.dirpath, name) for name in known} | {self.last_model_path}
         return sorted((path for path in paths if pattern.match(path.removeprefix(f"{self.dirpath}/"))), key=_progress)
 
+    def _slim_older(self, trainer: Trainer) -> None:
+        if self.save_last_n_optim_states >= 0 and self._shards == 1:
+            on_rank_0(trainer, self._drop_optimizer_states)
+
     def _drop_optimizer_states(self) -> None:
         """Rewrites durable checkpoints without their optimizer states, but for the newest.
 
@@ -223,8 +226,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         Raises:
             SaveError: It failed, and ``on_save_error`` is ``raise``. The old checkpoint is intact.
         """
-        if self.save_last_n_optim_states < 0 or self._shards > 1:
-            return
         assert self._io is not None
         engine = self._engine
         # A resume keeps their order, which is part of this callback's state.
@@ -233,7 +234,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         durable = [name for name in names if name in self._slim or not engine.session.is_pending(name)]
         # At least one keeps them: runs resume from it.
         for name in durable[: -max(self.save_last_n_optim_states, 1)]:
-            if name in self._slim or self._is_to_be_copied(name):
+            if name in self._slim or engine.session.is_to_be_copied(name):
                 continue
             try:
                 state = self._io.load_alone(name)
@@ -242,12 +243,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
                 self._slim.add(name)
             except Exception as error:
                 engine.session.failed(name, -1, error)
-
-    def _is_to_be_copied(self, name: str) -> bool:
-        """Whether a copy or alias of this checkpoint, such as "last", is, or may be, queued."""
-        session = self._engine.session
-        tier, _, drain = session.open()
-        return looking(session.log, lambda: any(each.target == name for each in drain.queue.look(tier)), otherwise=True)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the model's ``.nemo`` file to the durable tier, atomically; on all ranks.

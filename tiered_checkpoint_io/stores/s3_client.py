@@ -142,7 +142,7 @@ class S3Client:
             arguments: Of the method, besides bucket and key.
             body: What to send.
             cancelled: See :class:`Retry`.
-            doubt: Called after each attempt that got no answer, or an internal error; what it raises is final.
+            doubt: Called after each attempt that may have been done all the same; what it raises is final.
             receive: Reads the body of an answer, as a part of the attempt.
         """
         question = current_question()

@@ -121,8 +121,7 @@ class LocalPeers:
         notes: list[str] = []
         while True:
             held = self._held(load)
-            holders = [rank for rank, theirs in held.items() if [save_id, shard] in theirs]
-            for rank in holders_in_turn(holders, self._rank):
+            for rank in holders_in_turn(held, [save_id, shard], self._rank):
                 if rank in tried:
                     continue
                 tried.add(rank)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 from tiered_checkpoint_io.errors import SaveError, UsageError
 
@@ -16,8 +18,9 @@ class Turn:
         self._lock = threading.Lock()
         self._thread: int | None = None
 
-    def taken(self, name: str) -> Turn:
-        """For ``with``: no other thread is in such a block meanwhile; ``name`` is the checkpoint's, for errors.
+    @contextlib.contextmanager
+    def taken(self, name: str) -> Iterator[None]:
+        """Runs the block while no other thread is in one; ``name`` is the checkpoint's, for errors.
 
         Raises:
             UsageError: This thread is in one: a signal handler saves while it interrupts a save.
@@ -35,12 +38,9 @@ class Turn:
                 operation="save",
                 hint="see whether the node is out of memory or of processor time",
             )
-        self._thread = threading.get_ident()
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._thread = None
-        self._lock.release()
+        try:
+            self._thread = threading.get_ident()
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
