@@ -108,7 +108,7 @@ class _Extent:
         return cls(int(start), int(last) + 1, None if size is None else int(size), is_chunked)
 
     def ended(self, key: str, at: int, wanted: int) -> StoreError | CorruptCheckpointError:
-        """The error for an answer that ended at byte ``at`` of the object, and was to go on to ``wanted``."""
+        """The error for an answer that ended at byte ``at`` of the object, before byte ``wanted``."""
         if at < self.stop if self.stop is not None else not self.is_chunked:
             return _broken_off(key)
         return _another_range(key) if self.size is not None else too_short(key, at, wanted)

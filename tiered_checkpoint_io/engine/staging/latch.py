@@ -21,7 +21,7 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Lets all go on who wait."""
+        """Ends all waits, those to come as well."""
         self._is_set = True
         self._pass_on()
 
